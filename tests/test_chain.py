@@ -160,16 +160,16 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a data set in the result", RESULT, at("dataset.sha256", "0" * 64), "SHA-256 000000000000"),
     ("no data set", DATA, at("sha256", None), "dataset.json is not a description"),
     ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the one that was written with"),
-    ("an accuracy", RESULT, more_right, "seed 1: test_accuracy is 0.9061, where its history ends with 0.9011"),
-    ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, where its history ends with 0.28"),
+    ("an accuracy", RESULT, more_right, "seed 1: test_accuracy is 0.9061, but its history ends with 0.9011"),
+    ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, but its history ends with 0.28"),
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
     ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
     ("an older schema", RESULT, at("schema", 1), "schema"),
     ("equal weights", RESULT, 
      lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed over a window of no steps"),
-    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps measured, where 458 to 458 are warm"),
-    ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, where the job has 468"),
+    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps measured, but 458 to 458 follow"),
+    ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, but the job has 468"),
     ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 right of 10000"),
     ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
     ("a score above 1", RESULT, at("runs.0.test_accuracy", 1.01), "runs.0.test_accuracy"),
@@ -299,7 +299,7 @@ def test_a_history_ends_as_its_runs_did() -> None:
     assert contradictions.of_history(result, rows) == []
     cut = [row for row in rows if (row.seed, row.step) != (2, 468)]
     (first, *_) = contradictions.of_history(result, cut)
-    assert first.startswith("seed 2: steps is 468, where its history ends with ")
+    assert first.startswith("seed 2: steps is 468, but its history ends with ")
     missing = contradictions.of_history(result, [row for row in rows if row.seed])
     assert [each.partition(" is ")[0] for each in missing] == [
         f"seed 0: {key}" for key in ("steps", "test_accuracy", "test_loss")

@@ -1,9 +1,10 @@
-"""From a data set's name to batches on the device.
+"""Turns a data set's name into batches on the device.
 
-``sources`` fetches and verifies raw files. ``datasets`` decodes them; ``arrays`` and ``text`` decode what is not an
-image, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` reads them.
-``batches`` shuffles, shards and augments them, and lets the task make batches; ``loader`` does the same with PyTorch's
-DataLoader. Fetching, preparing and training share files, not code, so a change re-runs only the stages that it affects.
+``sources`` fetches and verifies raw files. ``datasets`` decodes the raw files of images; ``arrays`` and ``text`` decode
+other formats, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` reads them.
+``batches`` shuffles, shards and augments the samples, and lets the task make batches; ``loader`` does the same with
+PyTorch's DataLoader. Fetching, preparing and training exchange only files, so a change re-runs only the stages that it
+affects.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 from pipeline.errors import PipelineError
 
 LISTING = "files.csv"
-"""File that ``fetch`` writes for files that stay where they are: path, size_bytes and sha256 of each."""
+"""Listing of the files that ``fetch`` does not copy, with the columns path, size_bytes and sha256."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
-"""File that ``fetch`` writes for synthetic samples: the settings of ``fetch.synthetic``."""
+"""File with the settings ``fetch.synthetic``, from which ``prepare`` generates synthetic samples."""
 
 
 LIMIT_BYTES = 1 << 28
@@ -25,7 +26,7 @@ LIMIT_BYTES = 1 << 28
 
 
 class DataError(PipelineError):
-    """Data that cannot be fetched, decoded or trusted. The message says what is wrong, where, and what to do."""
+    """Data cannot be fetched, decoded or trusted. The message says what is wrong, where, and what to do."""
 
 
 def file_sha256(path: Path) -> str:

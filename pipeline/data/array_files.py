@@ -1,4 +1,4 @@
-"""Arrays in files: .npy files, .npz and .safetensors files of several arrays, Parquet tables. A file is not trusted."""
+"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted, so each size is checked."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CHUNK_BYTES = 16 << 20
 LIMIT_HEADER_BYTES = 1 << 20
 """Largest header of a .safetensors file: more than enough for the descriptions of many arrays."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest row. A chunk holds at least one row, and a small file can declare, or hold in compressed form, a row of any
-size."""
+"""Largest size of a row. A chunk in memory holds at least one row, and even a small file can declare a huge row, or
+contain a huge row in compressed form."""
 
 
 class Array(NamedTuple):
-    """A .npy file, a member of an .npz or .safetensors file, or columns of a table."""
+    """The array of a .npy file, a member of an .npz or .safetensors file, or columns of a Parquet table."""
 
     path: Path
     member: str
@@ -38,7 +38,7 @@ class Array(NamedTuple):
     offset: int = 0
     """Offset of the first value, in bytes."""
     columns: tuple[str, ...] = ()
-    """Columns of a table: several with one number per row, or one with a number or a list of numbers per row."""
+    """Columns of a table: several columns of numbers, or a single column with a number or a list of numbers per row."""
 
     def __str__(self) -> str:
         return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
@@ -48,7 +48,7 @@ class Array(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def chunks(self, length: int | None = None) -> Iterator[Rows]:
-        """Yield the array in chunks of at most ``length`` rows (None: by size). Raises DataError if it is cut short."""
+        """Yield chunks of ``length`` rows (None: of ``CHUNK_BYTES``). Raises DataError if the array is cut short."""
         length = length or max(1, CHUNK_BYTES // (self.row_bytes or 1))
         with naming(self.path):
             yield from self._of_table(length) if self.columns else self._of_stream(length)
@@ -85,8 +85,8 @@ class Array(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Array]:
-    """Yield the file's arrays, from its header. Raises DataError for a damaged file, or other values than numbers in
-    rows of one shape."""
+    """Yield the arrays that the file's header describes. Raises DataError for a damaged file, and for values that are
+    not numbers in rows of one shape."""
     with naming(path):
         for array in _READERS[path.suffix](path):
             check_name(array.member, path)
@@ -105,7 +105,7 @@ def read(path: Path) -> Iterator[Array]:
 
 
 def check_name(name: str, place: Path | str) -> None:
-    """Raise DataError for a name that cannot be an array's."""
+    """Raise DataError if an array cannot have this ``name``."""
     if not re.fullmatch("[a-z][a-z0-9_]{0,49}", Path(name).stem):
         raise DataError(
             f"{place} has an array {name!r}; expected inputs, targets, test_inputs, test_targets or, for a task of "
@@ -114,7 +114,7 @@ def check_name(name: str, place: Path | str) -> None:
 
 
 def _size(array: Array) -> int:
-    """Bytes of the file, or of the unpacked member of an .npz file."""
+    """Return the size in bytes of the file, or of the unpacked member of an .npz file."""
     if array.path.suffix != ".npz":
         return array.path.stat().st_size
     with zipfile.ZipFile(array.path) as opened:
@@ -157,11 +157,13 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
 
 
 def _in_table(path: Path) -> Iterator[Array]:
-    """Yield each column as an array; without a column inputs, all but targets together are the inputs.
+    """Yield each column as an array. In a table without a column ``inputs``, all columns except ``targets`` together
+    form the inputs.
 
-    A column holds numbers. A single column may instead hold lists of numbers, all of the length that its type declares.
+    A column holds numbers. A column that forms an array alone may instead hold lists of numbers. All lists have the
+    length that the column's type declares.
     """
-    from pyarrow.parquet import ParquetFile  # imported here: it takes a quarter of a second
+    from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
     from pyarrow.types import is_floating, is_integer
 
     with ParquetFile(path) as table:
@@ -180,7 +182,7 @@ def _in_table(path: Path) -> Iterator[Array]:
             if not (is_integer(kind) or is_floating(kind)):
                 raise DataError(
                     f"{path}: the column {name!r} holds {kind}; expected numbers, or, in a column named inputs or "
-                    "targets, lists of numbers whose type declares their one length."
+                    "targets, lists of numbers of one length, which the column's type declares."
                 )
         if types:
             dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
@@ -209,7 +211,7 @@ _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensor
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an error of the block into a DataError: a damaged file can raise nearly anything."""
+    """Turn any exception of the block into a DataError, because a damaged file can raise exceptions of many types."""
     try:
         yield
     except DataError:

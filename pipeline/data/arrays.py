@@ -1,10 +1,13 @@
-"""The user's own arrays: ``inputs``, ``targets`` unless the inputs contain them, and what else a task of theirs takes.
+"""The user's own arrays: ``inputs``, ``targets`` (absent for tokens), and further arrays for the user's own task.
 
-They lie in .npy files of a folder, in one .npz or .safetensors file or in a Parquet table, or a function yields them.
-Their types say what they are. Integer targets, one per sample, are labels; other targets are numbers to predict.
-Integer inputs [N, L] without targets are tokens. uint8 stays bytes; other inputs and targets become float32, as do the
-floats of further arrays, whose integers become int64. ``test_inputs``, ``test_targets`` and so on are for testing;
-without them, a share of the samples is held out.
+The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a Parquet table, or in a data set that
+the library ``datasets`` saved. A function may also yield the arrays.
+
+An array's type decides how the array is used. Integer targets, one per sample, are labels; float targets are numbers to
+predict. Integer inputs [N, L] without targets are tokens. Other inputs, and float targets, become float32, but uint8
+inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
+
+``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ LIMIT_CLASSES = 1 << 16
 LIMIT_VOCABULARY = 1 << 31
 """The range of int32, the largest type in which tokens are prepared."""
 TEST = "test_"
-"""What the name of an array of the test split begins with."""
+"""Prefix of the names of the test split's arrays."""
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
 """Suffixes of a file that holds all arrays."""
 SAVED = ("state.json", "dataset_dict.json")
-"""A folder that the library ``datasets`` wrote with ``save_to_disk`` has the first file; with splits, the second."""
+"""Files that ``save_to_disk`` of the library ``datasets`` writes: the first for a data set without splits, the second
+for a data set with splits."""
 CHUNK_ROWS = 1000
-"""Rows per chunk of such a data set."""
+"""Rows per chunk of a data set that the library ``datasets`` saved."""
 
 
 def root(fetch: Fetch, directory: Path) -> Path:
-    """The folder of the files; ``directory``, if ``export`` writes them there."""
+    """Return the folder of the arrays' files: the user's folder, or ``directory`` if ``export`` writes the files."""
     place = Path(fetch.arrays or "").expanduser()
     return directory if is_exported(fetch) else place.parent if place.suffix in FILES else place
 
@@ -53,7 +57,7 @@ def is_exported(fetch: Fetch) -> bool:
 
 
 def files(fetch: Fetch, directory: Path) -> list[str]:
-    """The one file, or the .npy files of the folder. Raises DataError without inputs."""
+    """Return the names of the arrays' files. Raises DataError if the user's file or ``inputs.npy`` is missing."""
     place = Path(fetch.arrays or "")
     top = root(fetch, directory)
     if place.suffix in FILES:
@@ -74,9 +78,9 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 def export(fetch: Fetch, directory: Path) -> None:
     """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into the empty ``directory``.
 
-    A function is called with ``split``, "train" and then "test". It yields dicts of ``inputs`` [n, ...] and, if there
-    are any, ``targets`` [n, ...] and others: the split's next n samples. One chunk is in memory at a time. Raises
-    DataError.
+    A function is called with ``split``, "train" and then "test". It yields the split's next n samples as a dict of
+    ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. One such chunk is in memory at a time.
+    Raises DataError if the function or the data set yields anything else.
     """
     name = str(fetch.arrays)
     for split, prefix in (("train", ""), ("test", TEST)):
@@ -99,7 +103,10 @@ def _called(fetch: Fetch, name: str, split: str) -> Any:
 
 
 def _saved(folder: Path, split: str) -> Iterator[Any]:
-    """Yield chunks of the saved data set's ``split``; without splits, all is the train split. Raises DataError."""
+    """Yield chunks of the saved data set's ``split``. A data set without splits counts as the train split.
+
+    Raises DataError.
+    """
     try:
         from datasets import load_from_disk
     except ImportError:
@@ -112,11 +119,11 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     if others := sorted(set(splits) - {"train", "test"}):
         raise DataError(f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename it, or drop it.")
     if split in splits:
-        yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None: as they were saved
+        yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None keeps the saved dtypes
 
 
 def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
-    """The chunk's arrays. Raises DataError."""
+    """Return the chunk's arrays. Raises DataError if the chunk is not a dict of arrays of numbers."""
     if not isinstance(chunk, Mapping) or "inputs" not in chunk or any(str(key).startswith(TEST) for key in chunk):
         found = f"the keys {', '.join(map(str, chunk))}" if isinstance(chunk, Mapping) else repr(type(chunk))
         raise DataError(f"{KEY}: {name} yielded {found}; expected a dict of inputs and, if there are any, targets.")
@@ -174,16 +181,17 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which the array ``name`` is prepared, unless it holds tokens or labels."""
+    """Return the prepared type of the array ``name``, which holds neither tokens nor labels."""
     if dtype == np.uint8 and name != "targets":
         return dtype
     return np.dtype(np.int64 if dtype.kind in "iu" and name not in ("inputs", "targets") else np.float32)
 
 
 def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, limit: int, of: str) -> int:
-    """One more than the largest number in the array ``name`` of ``train``. Raises DataError for numbers out of range.
+    """Return the largest number in the array ``name`` of ``train``, plus one.
 
-    They are checked in the file's own type, because a conversion would wrap a number that is out of range.
+    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a conversion
+    would wrap a number that is out of range.
     """
     count = 0
     for array in (arrays[name] for arrays in (train, test) if arrays):
@@ -196,7 +204,7 @@ def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, l
 
 
 def _labels(array: Array, classes: int) -> npt.NDArray[np.uint16]:
-    """The labels [N]. Raises DataError for a class without a training sample."""
+    """Return the labels [N]. Raises DataError for a class without a training sample."""
     labels = np.empty(array.shape[0], np.uint16)
     start = 0
     for chunk in array.chunks():
@@ -212,7 +220,7 @@ def _labels(array: Array, classes: int) -> npt.NDArray[np.uint16]:
 
 
 def _opened(folder: Path, listing: Path) -> dict[str, Array]:
-    """The arrays by name, those of a split with the inputs first. Raises DataError, also for a changed file."""
+    """Return the arrays by name, the inputs first. Raises DataError for a changed or damaged file."""
     found: dict[str, Array] = {}
     for name, expected in listed(listing):
         path = folder / name
@@ -235,12 +243,12 @@ def _rows(
     chosen: npt.NDArray[np.bool_] | None,
     limit: int | None,
 ) -> Iterator[Chunk]:
-    """Yield the ``chosen`` rows (None: all) of all arrays together, at most ``limit``, as ``types``."""
+    """Yield the ``chosen`` rows (None: all rows) of all arrays, at most ``limit`` rows, converted to ``types``."""
     arrays = [named[name] for name in types]
     length = max(1, array_files.CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
     start, left = 0, arrays[0].shape[0] if limit is None else limit
     for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
-        if len(set(map(len, chunk))) > 1:  # a damaged table
+        if len(set(map(len, chunk))) > 1:  # the table is damaged
             raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples; write them again.")
         rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
         kept = tuple(
@@ -254,7 +262,7 @@ def _rows(
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for numbers that it cannot hold, or would round to others."""
+    """Return ``rows`` as ``dtype``. Raises DataError for numbers out of its range, and for integers that it rounds."""
     if rows.size and rows.dtype != dtype:
         integers = rows.dtype.kind in "iu"
         low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))

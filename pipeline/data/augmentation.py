@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 class Draws(NamedTuple):
-    """The random draws of an epoch, tensors of one shape: int64, but ``flipped`` is bool."""
+    """The random draws of an epoch. All tensors have one shape. ``flipped`` is bool; the other tensors are int64."""
 
     order: Tensor
     """Indices of the samples."""
     top: Tensor
     left: Tensor
-    """Where the crop begins in the padded image, 0 to twice the padding."""
+    """``top`` and ``left`` are the crop's first row and column in the padded image, from 0 to twice the padding."""
     flipped: Tensor
     row: Tensor
     column: Tensor
-    """The cutout's centre."""
+    """``row`` and ``column`` are the cutout's centre."""
 
 
 def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding: int) -> Draws:
-    """Return all draws [count] for images of ``size`` (height, width). They depend only on the arguments.
+    """Return all draws [count] for images of ``size`` (height, width). The draws depend only on the arguments.
 
-    Every augmentation is drawn, used or not, so that switching one on or off leaves the others' draws unchanged.
+    Unused augmentations are drawn too, so that switching an augmentation on or off does not change the other draws.
     """
     (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(mixed))
@@ -63,7 +63,7 @@ def flip(images: Tensor, flipped: Tensor) -> Tensor:
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
     """Set to zero, in place, a square of ``side`` pixels centred on (row[i], column[i]), cut off at the edges.
 
-    Zero is the mean of normalised images. After DeVries and Taylor (2017), arXiv:1708.04552.
+    Zero is the mean of normalised images. Source: DeVries and Taylor (2017), arXiv:1708.04552.
     """
     height, width = images.shape[2:]
     rows = torch.arange(height, device=images.device) - (row.view(-1, 1) - side // 2)

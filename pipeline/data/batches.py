@@ -1,8 +1,8 @@
-"""Batches on the device: shuffled, sharded over ranks and micro-batches, augmented, made by the task.
+"""Makes batches on the device: shuffles the samples, shards them over ranks and micro-batches, and augments images.
 
-The order of the samples and every random draw of the augmentation are functions of (seed, epoch) alone. They are drawn
-on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device sees. This
-holds for any number of micro-batches and any placement, PyTorch's DataLoader (``loader``) included.
+The order of the samples and all random draws of the augmentation depend only on the seed and the epoch. Order and draws
+are computed on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device
+sees. This holds for any number of micro-batches and any placement, PyTorch's DataLoader (``loader``) included.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""Where the arrays are: on the device; in the memory map, read by a thread; in the memory map, read by workers."""
+"""Where the arrays are: "resident" on the device, or in a memory map that a thread ("streamed") or worker processes
+("dataloader") read."""
 
 RESIDENT_FRACTION = 0.25
-"""Placement auto: resident if the training arrays take at most this share of the device's free memory."""
+"""Placement auto chooses resident if the training arrays take at most this share of the device's free memory."""
 
 
 class Batching(Protocol):
@@ -44,23 +45,23 @@ class Batching(Protocol):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays from which batches are made, those of the inputs first."""
+        """Names of the arrays from which batches are made, the inputs first."""
 
     def batch(self, rows: Sequence[Tensor]) -> Batch:
-        """Inputs and targets from the same rows of each of ``arrays``, all on the task's device."""
+        """Make inputs and targets from the same rows of each of ``arrays``. All tensors are on the task's device."""
 
     def on(self, device: torch.device) -> Self:
-        """The same task on another device."""
+        """Return the same task on another device."""
 
 
 class TrainBatches:
     """The training set as micro-batches for one rank.
 
-    ``batch_size`` is the global batch; of each global batch, rank r of R takes the r-th of R equal parts, split into
-    ``micro_batches`` consecutive micro-batches of b samples. An incomplete last global batch is dropped. ``workers``
-    is the number of worker processes for placement ``dataloader``.
+    ``batch_size`` is the number of samples in a global batch. A global batch has R equal parts for R ranks. Rank r
+    takes the r-th part and splits it into ``micro_batches`` consecutive micro-batches of b samples. An incomplete last
+    global batch is dropped. ``workers`` is the number of worker processes for placement ``dataloader``.
 
-    Raises ConfigError if the data set is smaller than one global batch, or that batch cannot be divided evenly.
+    Raises ConfigError if the data set is smaller than one global batch, or if the batch cannot be divided evenly.
     """
 
     steps_per_epoch: int
@@ -103,34 +104,35 @@ class TrainBatches:
         self._augment = augment
         self._device = device
         self._task = task
-        # On the CPU, resident arrays are the memory map: pages stay in memory once touched, shared by all processes.
+        # On the CPU, resident arrays stay memory-mapped: a page that was read once stays in memory for all processes.
         self._arrays = [array.to(device) for array in arrays] if self.placement == "resident" else arrays
         task.batch([array[:1].to(device) for array in arrays])  # copies the task's constants to the device
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
-            from pipeline.data.loader import WorkerBatches  # imported here: it imports torchvision
+            from pipeline.data.loader import WorkerBatches  # imported here, because it imports torchvision
 
             cpu = torch.device("cpu")
             self._loader = WorkerBatches(task.on(cpu), augment, workers, pinned=device.type == "cuda")
         self._each = torch.arange(self._split[-1], device=device)
         self._readers: set[Reader] = set()
-        # Also runs when the interpreter exits, so that no thread is still copying while torch is taken down.
+        # The finalizer also runs when the interpreter exits, so that no thread is still copying while torch shuts down.
         self._finalizer = weakref.finalize(self, _stop_all, self._readers)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """Iterate over one epoch's micro-batches, ``micro_batches`` for each step from ``start_step`` on.
+        """Iterate over one epoch's micro-batches from ``start_step`` on, ``micro_batches`` of them per step.
 
-        Each micro-batch is inputs [b, ...] and targets [b, ...], both on the device; the caller may keep or change
-        both. Nothing here waits for the device.
+        A micro-batch is a pair of inputs [b, ...] and targets [b, ...] on the device. The caller may keep or change
+        both. The iteration never waits for the device.
         """
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step {start_step} is outside an epoch of {self.steps_per_epoch} steps")
         return self._epoch(epoch, start_step)
 
     def hold(self) -> None:
-        """Pause reading ahead until the next micro-batch is requested: a measured window has ended.
+        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
 
-        Reading on would slow down another variant's window, and this variant's next window would not count the work.
+        Without the pause, reading ahead would slow down another variant's window, and this variant's next window would
+        not include the time for reading.
         """
         for reader in self._readers:
             reader.hold()
@@ -192,9 +194,10 @@ class TrainBatches:
 
 
 def evaluation_batches(split: Split, task: Batching, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-    """This rank's share of ``split``, in order, at most ``batch_size`` samples at a time, on the task's device.
+    """Yield this rank's share of ``split`` in order, at most ``batch_size`` samples at a time, on the task's device.
 
-    The ranks' shares are consecutive, differ by at most one sample, and hold every sample once; a share can be empty.
+    The ranks' shares are consecutive, differ in size by at most one sample, and together contain every sample once. A
+    share can be empty.
     """
     start, end = (len(split) * part // world_size for part in (rank, rank + 1))
     for first in range(start, end, batch_size):
@@ -213,7 +216,7 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Resolve placement auto by the memory that is free now; the main rank's choice holds for all ranks and seeds."""
+    """Resolve placement auto by the memory that is free now. All ranks and seeds use the main rank's choice."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return placement_within(free, dataset)
 

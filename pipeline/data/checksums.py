@@ -1,7 +1,8 @@
-"""SHA-256 of the uncompressed raw files by data set and name; ``fetch`` and ``prepare`` refuse other content.
+"""SHA-256 of the uncompressed raw files, by data set and name. ``fetch`` and ``prepare`` refuse any other content.
 
-The published values used here were compared across several independent public sources; for Fashion-MNIST also with
-the files of the Debian package, for MNIST and CIFAR-10 also with the archives' checksums in torchvision and Keras.
+The values were compared across several independent public sources. The values of Fashion-MNIST were also compared with
+the files of the Debian package. The values of MNIST and CIFAR-10 were also compared with the archives' checksums in
+torchvision and Keras.
 """
 
 from __future__ import annotations

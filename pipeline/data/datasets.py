@@ -1,4 +1,4 @@
-"""Decode each raw format, once, into arrays with one row per sample, such as images [N, C, H, W] and labels [N].
+"""Decode each raw format into arrays with one row per sample, such as images [N, C, H, W] and labels [N].
 
 Rows are yielded in chunks, so that a data set of any size is decoded in bounded memory.
 """
@@ -39,9 +39,11 @@ CHUNK_IMAGES = 64
 CHUNK_BYTES = 16 << 20
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow recognises formats by content, not by file name, and would start Ghostscript for an EPS file."""
+"""Formats of images that are decoded. Pillow recognises a format by the file's content, not by its name. Without this
+list, Pillow would start Ghostscript for an EPS file."""
 Image.MAX_IMAGE_PIXELS = LIMIT_BYTES // 4
-"""A file of a few kilobytes can declare more pixels. Each takes four bytes, and four more during the conversion."""
+"""Largest number of pixels of an image: a file of a few kilobytes can declare more. Each pixel takes four bytes, and
+four more bytes during the conversion to RGB."""
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -62,7 +64,7 @@ CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 def decode(config: Config, raw: Path) -> Decoded:
     """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, by the settings of ``prepare``.
 
-    Raises DataError, naming the file, if a file is missing, malformed or not the one that ``fetch`` saw.
+    Raises DataError, naming the file, if a file is missing, malformed or changed since ``fetch``.
     """
     name = config.fetch.dataset
     directory = raw / name
@@ -148,12 +150,12 @@ def _decode_idx(directory: Path, split: str) -> Labelled:
 
 
 def _decode_digits(directory: Path, test_fraction: float) -> tuple[Labelled, Labelled]:
-    try:  # memory-mapped: a false header allocates nothing
+    try:  # memory-mapped, so that a false header allocates no memory
         sixteenths, numbers = (open_memmap(directory / f"{name}.npy", mode="r") for name in ("images", "labels"))
         if numbers.ndim != 1 or sixteenths.shape != (len(numbers), 8, 8) or sixteenths.dtype != np.uint8:
             raise ValueError(f"images {sixteenths.dtype} {sixteenths.shape}, labels {numbers.shape}")
         labels = numbers.astype(np.int64, casting="safe")
-    except Exception as error:  # a damaged header can raise nearly anything
+    except Exception as error:  # a damaged header can raise exceptions of many types
         raise DataError(f"{directory}: digits cannot be read ({first_line(error)}): {AGAIN}") from None
     images = np.rint(sixteenths.astype(np.float64) * (255 / 16)).astype(np.uint8)[:, None]
     test = held_out(map(str, range(len(labels))), labels, test_fraction)
@@ -170,10 +172,10 @@ def _decode_cifar10(directory: Path) -> tuple[Labelled, Labelled]:
 
 
 def _read_cifar10_batch(path: Path) -> Labelled:
-    """Read images and labels from the pickle's opcodes. None is executed, as a pickle can run any code.
+    """Read images and labels from the pickle's opcodes without executing them, because a pickle can run any code.
 
-    Python 2 wrote a dictionary whose keys are short strings. Its only long string holds the pixels; the small integers
-    between the key "labels" and the next string are the labels.
+    The pickle is a dictionary that Python 2 wrote. Its keys are short strings, and its only long string holds the
+    pixels. The small integers between the key "labels" and the next string are the labels.
     """
     labels: list[Any] = []
     pixels, last = b"", ""
@@ -220,7 +222,7 @@ class _Image(NamedTuple):
 
 
 def _decode_image_folder(config: Config, directory: Path) -> Decoded:
-    assert config.fetch.image_folder is not None  # config.parse refuses image_folder without these two
+    assert config.fetch.image_folder is not None  # params.parse requires both settings for image_folder
     assert config.prepare.image_size is not None
     classes, train, test = _read_listing(directory / LISTING, config.prepare.test_fraction)
     root = Path(config.fetch.image_folder).expanduser()
@@ -237,7 +239,7 @@ def _decode_image_folder(config: Config, directory: Path) -> Decoded:
 
 
 def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], list[_Image], list[_Image]]:
-    """Return classes, training images, test images; each split is sorted by its paths' hashes, which mixes classes."""
+    """Return classes, training images and test images. Each split is sorted by the paths' hashes to mix the classes."""
     rows = listed(path, r"(train|test)/[^/]+/.+")
     classes = tuple(sorted({path.split("/")[1] for path, _ in rows if path.startswith("train/")}))
     number = {name: index for index, name in enumerate(classes)}
@@ -257,7 +259,7 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
 def _decode_images(
     what: str, root: Path, images: list[_Image], size: tuple[int, int], config: Config
 ) -> Iterator[Labelled]:
-    """Decode in worker processes and yield in order. Only a few chunks per process are in memory at any time."""
+    """Decode images in worker processes, and yield them in order. Memory holds only a few chunks per process."""
     length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // (3 * size[0] * size[1])))
     chunks = [images[start : start + length] for start in range(0, len(images), length)]
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -287,7 +289,7 @@ def _decode_images(
 class _DecodedChunk(NamedTuple):
     images: Images
     broken: list[str]
-    """For each image, why decoding failed; empty if it succeeded."""
+    """For each image, the reason why decoding failed, or an empty string."""
 
 
 def _decode_chunks(
@@ -312,7 +314,8 @@ def _decode_chunks(
 
 
 def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> _DecodedChunk:
-    """Decode to RGB, resized to [height, width] by Pillow's antialiased bilinear filter, like torchvision's Resize."""
+    """Decode images to RGB, and resize them to [height, width] with Pillow's antialiased bilinear filter, as
+    torchvision's Resize does."""
     height, width = size
     images = np.zeros((len(chunk), 3, height, width), dtype=np.uint8)
     broken = []
@@ -331,9 +334,9 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> _De
                 resized = opened.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
             images[index] = np.asarray(resized).transpose(2, 0, 1)
             broken.append("")
-        except UnidentifiedImageError:  # its message names an object in memory
+        except UnidentifiedImageError:  # its message contains an object's address in memory
             broken.append("cannot identify image file")
-        except Exception as error:  # Pillow's decoders raise many types for damaged files
+        except Exception as error:  # Pillow's decoders raise exceptions of many types for damaged files
             broken.append(str(error) or type(error).__name__)
     return _DecodedChunk(images, broken)
 

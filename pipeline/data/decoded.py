@@ -1,4 +1,4 @@
-"""What every decoder returns, and what several of them need: ``fetch``'s listing and the choice of test samples."""
+"""The result of every decoder, and functions that decoders share: read ``fetch``'s listing, choose test samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.data import DataError
 
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
-"""The arrays' next n rows [n, ...], the inputs first."""
+"""The next n rows [n, ...] of each array, the inputs first."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Decoded:
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None = None
-    """The tokens are below this number; None if the inputs are not tokens."""
+    """Number that is greater than every token; None if the inputs are not tokens."""
     version: str = ""
     """Version of the raw data, if the data set's name does not fix it."""
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
-    """Path and SHA-256 of each file in the listing that ``fetch`` wrote, shuffled by sorting the paths' hashes.
+    """Return path and SHA-256 of each file in ``fetch``'s listing. Sorting by the paths' hashes shuffles the files.
 
     Raises DataError if the listing cannot be read, or a path does not match the regular expression ``allowed``.
     """
@@ -54,8 +54,8 @@ def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt
     """Return which samples go into the test split, [N] bool: ``fraction`` of each class, at least one, never all.
 
     Samples are chosen by the first 8 bytes of their key's SHA-256. So the split is the same on all machines, in all
-    versions and for any order of the samples, and an added sample hardly changes it. A class of one sample stays in
-    training. ``labels``: [N] integers from 0.
+    versions and for any order of the samples, and adding a sample hardly changes the split. The only sample of a class
+    stays in training. ``labels``: [N] integers from 0.
     """
     numbers = np.asarray(labels, np.intp)  # an empty list would become floats
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))

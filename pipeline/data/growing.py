@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 class GrowingArray:
-    """An array [N, ...] whose rows all have the type and shape of the first ones. The file is complete once closed."""
+    """An array [N, ...] whose rows have the type and shape of the first row. The file is complete after the block."""
 
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] | None = None
@@ -22,7 +22,7 @@ class GrowingArray:
         self._file = path.open("wb")
 
     def append(self, rows: npt.NDArray[Any]) -> None:
-        """Add ``rows`` [n, ...]. Raises ValueError if their type or shape differs from the first rows'."""
+        """Add ``rows`` [n, ...]. Raises ValueError if their type or shape differs from the first row's."""
         if self.dtype is None:
             self.dtype, self.shape = rows.dtype, rows.shape[1:]
             self._write_header()
@@ -45,7 +45,7 @@ class GrowingArray:
                 self._write_header()
 
     def _write_header(self) -> None:
-        """numpy leaves room for the first dimension to grow, so the header's length stays the same."""
+        """Write the header. numpy leaves room for the first dimension to grow, so the header's length never changes."""
         assert self.dtype is not None
         header, shape = BytesIO(), (self.count, *self.shape)
         np.lib.format.write_array_header_1_0(header, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})

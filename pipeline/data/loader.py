@@ -1,7 +1,7 @@
-"""PyTorch's DataLoader in its usual form: worker processes that read, augment and prepare one sample at a time.
+"""PyTorch's DataLoader in its usual form: worker processes read, augment and prepare one sample at a time.
 
-The workers draw no random numbers. Each sample's index comes with its draws from ``draw_epoch``, which the other
-placements use too, so the tensors are bitwise equal and only speed and memory differ.
+The workers draw no random numbers. Each sample's index comes with the sample's draws from ``draw_epoch``. The other
+placements use the same draws, so the tensors are bitwise equal. Only speed and memory differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Draw = tuple[int, int, int, bool, int, int]
 
 
 class WorkerBatches:
-    """Micro-batches from ``workers`` processes (0: from this one), which stay for all epochs until ``close``.
+    """Micro-batches from ``workers`` processes (0: from this process). The workers run until ``close``.
 
-    Each worker prefetches two micro-batches, the DataLoader's default, but not between ``hold`` and the next request
-    for a micro-batch or an epoch. Only the epoch that was requested last can be read.
+    Each worker prefetches two micro-batches, the DataLoader's default. ``hold`` stops the prefetching until the next
+    request for a micro-batch or an epoch. Only the epoch that was requested last can be read.
     """
 
     def __init__(self, task: Batching, augment: Augment, workers: int, *, pinned: bool) -> None:
@@ -42,7 +42,7 @@ class WorkerBatches:
         self._epochs = 0
 
     def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: for each item of ``Draw``, [m, b]."""
+        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: a tensor [m, b] per item of ``Draw``."""
         self._brake.release()
         self._order.draws = draws
         if self._loader is None:
@@ -53,7 +53,7 @@ class WorkerBatches:
                 persistent_workers=self._workers > 0,
                 pin_memory=self._pinned,
                 worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # else the workers' seeds would come from the model's generator
+                generator=torch.Generator(),  # by default, the workers' seeds would come from the model's generator
             )
         self._epochs += 1
         epoch, reading = self._epochs, iter(self._loader)
@@ -82,14 +82,14 @@ class WorkerBatches:
 
 
 class _Samples(TorchDataset[Batch]):
-    """The training set, sample by sample; images augmented by torchvision's functions. ``task`` is on the CPU."""
+    """The training set, sample by sample. torchvision's functions augment the images. ``task`` is on the CPU."""
 
     def __init__(self, task: Batching, augment: Augment, brake: _Brake) -> None:
         self._task, self._augment, self._brake = task, augment, brake
         self._arrays = [task.dataset.train.arrays[name] for name in task.arrays]
 
     def __getitem__(self, draw: Draw) -> Batch:
-        """Inputs [...] and targets [...]."""
+        """Return the sample's inputs [...] and targets [...]."""
         self._brake.wait()
         index, top, left, flipped, row, column = draw
         augment = self._augment
@@ -109,7 +109,7 @@ class _Samples(TorchDataset[Batch]):
 
 
 class _Order:
-    """The batch sampler: the draws of each micro-batch. The DataLoader iterates over it once per epoch."""
+    """The batch sampler, which yields the draws of each micro-batch. The DataLoader iterates over it once per epoch."""
 
     def __init__(self) -> None:
         self.draws: Sequence[Tensor] = ()
@@ -144,6 +144,6 @@ class _Brake:
 
 
 def _ignore_signals(_: int) -> None:
-    """Ignore SIGINT and SIGTERM: the current step still needs the workers, and the training process ends them."""
+    """Ignore SIGINT and SIGTERM: the current step still needs the workers. The training process ends the workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

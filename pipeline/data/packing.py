@@ -1,4 +1,4 @@
-"""Packing: raw files, decoded once, become the prepared data set."""
+"""Packs the decoded raw files into the prepared data set."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ STATISTICS_CHUNK_BYTES = 16 << 20
 def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
 
-    Memory holds a few chunks of rows, and at most 32 bytes per row to choose test samples and count repeated ones.
-    Raises DataError if the raw files cannot be decoded, a split is empty, or nothing can be learned from its values.
+    Memory holds a few chunks of rows, and at most 32 bytes per row to choose test samples and count repeated inputs.
+    Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite or out of range.
+    It also raises DataError if a training channel is constant, or if all training samples have the same label.
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
@@ -70,14 +71,14 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     )
     try:
         check_batch(config.train.batch_size, description.name, description.train_count)
-    except ConfigError as error:  # keep the data, which may have taken hours; training raises this error
+    except ConfigError as error:  # the data, which may have taken hours, is kept; training raises this error
         print(f"warning: {error}", file=sys.stderr)
 
 
 def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
-    """Statistics of the training array ``name``, ``rows`` [N, ...]; uint8 in units of 0..1.
+    """Return the statistics of ``rows`` [N, ...], the training array ``name``. uint8 is scaled to 0..1.
 
-    Raises DataError for a constant channel, which could not be normalised.
+    Raises DataError for a constant channel, which cannot be normalised.
     """
     channels = rows.reshape(len(rows), 1) if rows.ndim == 1 else rows
     mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
@@ -89,7 +90,8 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel of floats [N, C, ...], in two passes in float64.
 
-    Rounded to float32, in which they are used. This hides most differences between CPUs, which add in different orders.
+    The results are rounded to float32, the type in which training uses them. The rounding hides most differences
+    between CPUs, which add in different orders.
     """
     axes = (0, *range(2, rows.ndim))
     shape = (1, -1, *[1] * (rows.ndim - 2))
@@ -106,7 +108,7 @@ def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ..
 def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel of uint8 images [N, C, H, W], in units of 0..1.
 
-    Computed from a histogram in integers, so exact except for the final rounding.
+    The computation uses a histogram of integers, so it is exact except for the final rounding.
     """
     count, channels = images.shape[:2]
     histogram = np.zeros((channels, 256), dtype=np.int64)
@@ -129,7 +131,10 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 def _write_split(
     directory: Path, split: str, names: Sequence[str], chunks: Iterable[Chunk]
 ) -> tuple[dict[str, Form], Digests]:
-    """Write one file per array. Returns the arrays' forms and the inputs' sorted digests, 8 bytes of each SHA-256."""
+    """Write one file per array. Returns the arrays' forms, and the sorted first 8 bytes of each input's SHA-256.
+
+    Raises DataError for an empty split, and for NaN or infinite values.
+    """
     files: dict[str, GrowingArray] = {}
     digests = array("Q")
     with ExitStack() as opened:
@@ -153,7 +158,7 @@ def _write_split(
 
 
 def _count_known(known: Digests, digests: Digests) -> int:
-    """Number of ``digests`` that are in ``known``; both are sorted."""
+    """Return the number of ``digests`` that are in ``known``; both are sorted."""
     places = np.searchsorted(known[:-1], digests)
     return int(np.count_nonzero(known[places] == digests))
 
@@ -164,7 +169,10 @@ def _open(directory: Path, split: str, name: str) -> npt.NDArray[Any]:
 
 
 def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: Decoded) -> tuple[int, ...]:
-    """Number of samples of each class; () without classes. Raises DataError for labels and tokens out of range."""
+    """Return the number of samples of each class; () without classes.
+
+    Raises DataError for labels and tokens out of range, and if all training labels are equal.
+    """
     if decoded.vocabulary:
         _check_range(f"{split} tokens", arrays["inputs"], decoded.vocabulary, "tokens in the vocabulary")
     if not decoded.classes:

@@ -1,10 +1,10 @@
-"""The prepared data set: what ``packing`` writes and every variant reads.
+"""The prepared data set, which ``packing`` writes and every variant reads.
 
 ::
 
-    data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: what a model learns from
-    data/prepared/train_targets.npy   [N, ...]: what it learns to predict, such as int64 labels; absent for tokens
-    data/prepared/train_NAME.npy      [N, ...]: what else a task of the user's own takes
+    data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: the model's inputs
+    data/prepared/train_targets.npy   [N, ...]: the values to predict, such as int64 labels; absent for tokens
+    data/prepared/train_NAME.npy      [N, ...]: a further array for the user's own task
     data/prepared/test_inputs.npy, test_targets.npy, test_NAME.npy
     data/prepared/dataset.json        name, classes, counts, types and shapes, statistics, checksums
 """
@@ -25,16 +25,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline.data import DataError, file_sha256
 from pipeline.errors import ConfigError, first_line
 
-if TYPE_CHECKING:  # packing imports this module without torch; publish, without torch and numpy
+if TYPE_CHECKING:  # packing imports this module without torch, and publish imports it without torch and numpy
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
-"""An array larger than this share of the memory may not stay in the page cache. Then the system must not read ahead:
-rows are read in random order, so pages that are read ahead are dropped before they are used. The reader names the rows
-that come next instead."""
+"""An array larger than this share of the memory may not stay in the page cache. Rows are read in random order, so pages
+that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead is switched off for
+such an array, and ``Reader`` announces the next rows to the system instead."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Split:
 
 
 class Statistics(BaseModel):
-    """Mean and population standard deviation of an array's training rows, along the first dimension of a row.
+    """Mean and population standard deviation of an array's training rows, per channel (the first dimension of a row).
 
-    uint8 is scaled to 0..1. An array with one number per row has one mean.
+    uint8 is scaled to 0..1. An array with one number per row has one channel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -105,7 +105,7 @@ class Form(BaseModel):
 
 
 class Description(BaseModel):
-    """``dataset.json``."""
+    """Content of ``dataset.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -120,7 +120,7 @@ class Description(BaseModel):
     train_class_counts: tuple[int, ...]
     test_class_counts: tuple[int, ...]
     test_in_train_count: int | None = None
-    """This count and the next are as in ``Dataset``."""
+    """``Dataset`` explains this count and the next."""
     test_repeated_count: int | None = None
     statistics: dict[str, Statistics]
     files: dict[str, str]
@@ -137,8 +137,8 @@ class Description(BaseModel):
 def read(directory: Path) -> Dataset:
     """Open a prepared data set; the arrays are memory-mapped.
 
-    Writing to the tensors does not change the files. Raises DataError if the arrays' types or shapes differ from
-    dataset.json, or the content of a file that was written after it.
+    Writing to the tensors does not change the files. Raises DataError if an array's type or shape differs from
+    dataset.json. It also raises DataError if a file was written after dataset.json and its SHA-256 differs.
     """
     import torch
 
@@ -178,7 +178,8 @@ def check_batch(batch_size: int, name: str, samples: int) -> None:
 def _verify_newer(directory: Path, description: Description) -> None:
     """Raise DataError if a file that was written after dataset.json, by an edit or a checkout, has another SHA-256.
 
-    ``prepare`` writes dataset.json last. It is touched here, so that the next process need not read the files again.
+    ``prepare`` writes dataset.json last. After the check, dataset.json gets a new modification time, so that the next
+    process need not read the files again.
     """
     path = directory / DESCRIPTION
     arrays = [directory / name for name in description.files]
@@ -188,7 +189,7 @@ def _verify_newer(directory: Path, description: Description) -> None:
         if found != expected:
             raise DataError(f"{each}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
     if newer:
-        with suppress(OSError):  # a read-only data set
+        with suppress(OSError):  # the data set may be read-only
             os.utime(path)
 
 
@@ -222,7 +223,7 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.gene
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
         array: npt.NDArray[np.generic] = open_memmap(path, mode="c")
-    except Exception as error:  # a damaged header can raise nearly anything
+    except Exception as error:  # a damaged header can raise exceptions of many types
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")

@@ -14,20 +14,21 @@ from torch import Tensor
 from pipeline.data.prepared import exceeds_cache
 
 READ_AHEAD = 4
-"""Micro-batches that the background thread may be ahead."""
+"""Largest number of micro-batches that the background thread reads ahead."""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
-"""Rows of each array, and the event after their copies to a GPU."""
+"""Rows of each array, and the event that marks the end of the rows' copies to a GPU (None on the CPU)."""
 
 
 class Reader:
     """Gathers rows of the memory-mapped arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
 
-    On CUDA, rows go through pinned memory and are copied on a stream of their own. torch's caching allocators keep
-    a pinned buffer, and through ``record_stream`` the copy on the device, until the streams are done with them.
+    On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching allocators reuse a
+    pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the memory of the rows on the
+    device only after the training's stream has used these rows.
     """
 
     def __init__(self, arrays: Sequence[Tensor], order: Tensor, device: torch.device) -> None:
@@ -47,7 +48,10 @@ class Reader:
         self._thread.start()
 
     def take(self) -> list[Tensor]:
-        """Return the next micro-batch, rows [b, ...] of each array, for the current stream. Raises a reading error."""
+        """Return the next micro-batch, rows [b, ...] of each array, for use in the current stream.
+
+        Raises the error that ended the thread, if any, and RuntimeError after ``stop``.
+        """
         self._may_go.set()
         taken = self._ready.get()
         if self._stopped:
@@ -68,7 +72,7 @@ class Reader:
         self._may_go.clear()
 
     def stop(self) -> None:
-        """End the thread and wait for it; can be called more than once."""
+        """End the thread and wait for its end. ``stop`` can be called more than once."""
         self._stopped = True
         self._may_go.set()
         self._room.release()
@@ -79,7 +83,7 @@ class Reader:
     def _run(self) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_device(self._device)  # else a new thread would open a context on device 0
+                torch.cuda.set_device(self._device)  # without this, a new thread would open a context on device 0
             self._announce(self._order[:1])
             for index, rows in enumerate(self._order):
                 self._announce(self._order[index + 1 : index + 2])
@@ -92,9 +96,9 @@ class Reader:
             self._ready.put(error)
 
     def _announce(self, rows: Tensor) -> None:
-        """Tell the system which rows come next, so that it has the disk read many at once.
+        """Tell the system which rows come next, so that it reads many pages from the disk at once.
 
-        Without this, each page of a row is read when it is touched, one after another.
+        Otherwise the system would read each page only when it is accessed, one page after another.
         """
         for array in self._on_disk:
             size = array[0].nbytes

@@ -1,6 +1,7 @@
-"""Synthetic samples: textures under noise, or tokens that count up. A seed gives the same images on every machine.
+"""Synthetic samples: textures with noise, or tokens that count up. A seed gives the same samples on every machine.
 
-A model's score on them says nothing about other data: their purpose is the load that their shape and number cause.
+A model's score on synthetic samples says nothing about other data. Synthetic samples serve to measure speed and memory
+for a given shape and number of samples.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ CHUNK_BYTES = 16 << 20
 STREAMS = ("textures", "train", "test", "train targets", "test targets")
 Split = Literal["train", "test"]
 _WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
-"""Bytes of memory per input value while it is generated."""
+"""Bytes of memory per input value while the value is generated."""
 
 
 def chunks(asked: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
-    """The first ``count`` samples of a split, in chunks: inputs [n, *shape] and, unless they are tokens, targets.
+    """Yield the first ``count`` samples of a split in chunks: inputs [n, *shape], and targets except for tokens.
 
-    Targets are labels [n], the classes in turn, or floats [n, classes] from 0 to 1. Each token is one or two more than
-    the token before, modulo ``classes``. A sample depends on ``asked``, ``split`` and its index, not on ``count``.
+    Targets are labels [n], which repeat the sequence of all classes, or floats [n, classes] from 0 to 1. Each token is
+    one or two more than the token before, modulo ``classes``. A sample depends on ``asked``, ``split`` and its index,
+    not on ``count``.
     """
     tile = (asked.shape[0], *(min(TILE, size) for size in asked.shape[1:]))
     tiles = _bytes(asked.seed, "textures", 0, asked.classes, tile)
@@ -57,7 +59,8 @@ def chunks(asked: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
 def _bytes(seed: int, stream: str, start: int, count: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """Return random bytes [count, *shape], starting at item ``start`` of one of ``STREAMS``.
 
-    numpy promises that a bit generator gives the same output in every version, but not that a Generator's methods do.
+    The bytes come from a bit generator, for which numpy guarantees the same output in every version. numpy gives no
+    such guarantee for the methods of a Generator.
     """
     size = math.prod(shape)
     words = -(-size // 8)

@@ -1,4 +1,4 @@
-"""Text as tokens, the bytes of UTF-8 or those of a tokenizer, file after file, cut into windows of one length."""
+"""Turns text files into tokens (bytes of UTF-8, or tokens of a tokenizer), and cuts them into windows of one length."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ from pipeline.params import Config, Fetch
 Tokens = npt.NDArray[Any]
 
 END = 256
-"""The token after each file if the other tokens are bytes."""
+"""The token that follows each file if the other tokens are bytes."""
 KEY = "prepare.tokenizer"
 BLOCK_BYTES = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
 _UNREAD = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Folders without the source of a library, or with files that are broken on purpose."""
+"""Folders that ``python_source`` skips: tests, some with files that are broken on purpose, caches and packages that do
+not belong to Python."""
 
 
 def root(fetch: Fetch) -> Path:
-    """The folder of ``fetch.dataset``: the user's, or the standard library of the running Python."""
+    """Return the folder of ``fetch.dataset``: the user's folder, or the standard library of the running Python."""
     if fetch.dataset == "python_source":
         return Path(sysconfig.get_path("stdlib"))
     return Path(fetch.text_folder or "").expanduser()
 
 
 def files(fetch: Fetch) -> list[str]:
-    """The text files, sorted, relative to ``root``. Raises DataError for fewer than two, and for an empty one."""
+    """Return the paths of the text files, sorted, relative to ``root``.
+
+    Raises DataError for fewer than two files, and for an empty file of the user's.
+    """
     top, of_python = root(fetch), fetch.dataset == "python_source"
     found, unread = [], _UNREAD if of_python else set()
     for path in sorted(top.rglob("*.py" if of_python else "*")):
@@ -58,7 +62,7 @@ def files(fetch: Fetch) -> list[str]:
 
 
 def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the files that ``directory``'s listing names; ``prepare.test_fraction`` of them are for testing."""
+    """Decode the files that ``directory``'s listing names; ``prepare.test_fraction`` of the files are for testing."""
     rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
     tokenizer = _Bytes() if kept.tokenizer is None else _OfFile(Path(kept.tokenizer).expanduser())
     test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)
@@ -78,9 +82,9 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
-    """Cut tokens into windows [n, length + 1], at most ``limit``; a shorter rest is dropped.
+    """Cut tokens into at most ``limit`` windows, [n, length + 1]; an incomplete last window is dropped.
 
-    Neighbouring windows share a token: the last target of one is the first input of the next.
+    Neighbouring windows share a token: the last target of a window is the first input of the next window.
     """
     left, count = np.empty(0, np.uint16), 0
     for block in tokens:
@@ -106,7 +110,7 @@ class _Bytes:
 
 
 class _OfFile:
-    """The tokens of a tokenizer's file, as https://github.com/huggingface/tokenizers writes it. Raises DataError."""
+    """The tokens of a tokenizer that https://github.com/huggingface/tokenizers wrote to a file. Raises DataError."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -129,7 +133,7 @@ class _OfFile:
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
-    """Yield each file's tokens, and then the token ``end``. Files are cut into blocks where a line ends."""
+    """Yield each file's tokens, and then the token ``end``. Long files are encoded in blocks of whole lines."""
     for name, expected in rows:
         path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
         try:

@@ -1,4 +1,4 @@
-"""Processes that train together. Only this package reads launchers' variables; techniques too use torch.distributed."""
+"""Processes that train together. Only this package reads the environment variables that launchers set."""
 
 from pipeline.distributed.interruptions import Interruption, interruption
 from pipeline.distributed.launching import WorkerError, forked, launch

@@ -14,12 +14,14 @@ from pipeline.distributed.worlds import World
 
 
 class Interruption:
-    """Lets SIGINT and SIGTERM end the training after a step: the same step on every rank.
+    """Lets SIGINT and SIGTERM end the training after a step, which is the same step on every rank.
 
-    After the first signal, the step is finished. A second signal ends a single process at once. Ranks ignore a second
-    signal: it can be the first again, passed on by their launcher.
+    After the first signal, the step is finished. In a training of one process, a second signal ends the process at
+    once. In a training of several ranks, a second signal is ignored, because a launcher may pass on the first signal
+    again.
 
-    ``max_step_skew``: how many steps a rank may be ahead of the main one, because not every step waits for all ranks.
+    ``max_step_skew`` is the number of steps by which a rank may be ahead of the main rank, because not every step waits
+    for all ranks.
     """
 
     def __init__(self, world: World, max_step_skew: int = 0) -> None:
@@ -38,11 +40,11 @@ class Interruption:
     def agreed(self) -> bool:
         """Return True if all ranks end after this step. Call it after every step, on every rank.
 
-        It costs nothing until a signal comes. Then each rank that has received the signal notes that in the group's
-        store. Once all have, the main rank names the last step: its next step, plus ``max_step_skew``. No rank can be
-        past the last step by then: after its signal, a rank waits for its device after each step, and it can be at most
-        ``max_step_skew`` steps ahead of the main rank. If some rank gets no signal, the training goes on until the
-        launcher ends it.
+        The call costs nothing until a signal comes. Each rank that has received the signal records it in the group's
+        store. Once all ranks have recorded the signal, the main rank sets the last step: its next step, plus
+        ``max_step_skew``. At that time, no rank can be past the last step. After its signal, a rank waits for its
+        device after each step, so it is at most ``max_step_skew`` steps ahead of the main rank. If a rank gets no
+        signal, the training continues until the launcher ends it.
         """
         self._steps += 1
         if self.signal is None or self.world.size == 1:
@@ -57,7 +59,7 @@ class Interruption:
                 store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
-        except RuntimeError:  # the launcher, which held the store, has ended: that counts as a signal
+        except RuntimeError:  # the launcher, which held the store, has ended; its end counts as a signal
             sys.exit(self.exit_code)
         return self._last is not None and self._steps >= self._last
 
@@ -70,10 +72,10 @@ class Interruption:
 
 @contextmanager
 def interruption(world: World, max_step_skew: int = 0) -> Iterator[Interruption]:
-    """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``. Only in the main thread.
+    """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``.
 
-    Ranks that have received a signal also ignore signals after the block, and end by themselves, because a launcher
-    may pass on a signal late that the whole group has received.
+    Works only in the main thread. A rank that has received a signal also ignores signals after the block, and ends by
+    itself: a launcher may be late in passing on a signal that the rank has already received.
     """
     heard = Interruption(world, max_step_skew)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}

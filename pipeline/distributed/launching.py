@@ -1,4 +1,4 @@
-"""Start processes of a world on this host: launched to run to their end, or forked to answer requests."""
+"""Starts a world's processes on this host: ``launch`` runs them to their end, ``forked`` lets them answer requests."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ PATIENCE_SECONDS = 30
 
 
 DEATH_SECONDS = 0.5
-"""How long to wait for more failures after the first one: a rank may report that it lost its peer before the launcher
-sees that the peer has died."""
+"""How long to wait for more failures after the first failure: a rank may report that it lost its peer before the
+launcher sees that the peer has died."""
 
 
 class WorkerError(PipelineError):
-    """A worker process failed. The message comes from the rank that died first or, if none died, that failed first."""
+    """A worker process failed. The message is from the first rank that died, or else from the first that failed."""
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
-    """Run ``worker(*arguments)`` in ``processes`` processes of this host; return when all have ended.
+    """Run ``worker(*arguments)`` in ``processes`` processes of this host. Return when all processes have ended.
 
-    With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise the processes
-    are started by ``forked``. The first SIGINT or SIGTERM is passed on to them; they exit with the code that shells use
-    for the signal (130, 143), and this process does the same (SystemExit). A second signal, or ``PATIENCE_SECONDS``
-    without their end, kills them. Only in the main thread. Raises WorkerError if a rank fails; the others are killed.
+    With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise ``forked``
+    starts the processes. The first SIGINT or SIGTERM is passed on to the processes. They exit with the code that shells
+    use for the signal (130, 143), and this process exits with the same code (SystemExit). A second signal kills the
+    processes. Processes that still run ``PATIENCE_SECONDS`` after the first signal are killed too. Works only in the
+    main thread. If a rank fails, the other ranks are killed, and WorkerError is raised.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
@@ -55,7 +56,7 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
         try:
             code = max(ask(None))
         except WorkerError:
-            if heard:  # the signal ended a rank that did not handle it yet
+            if heard:  # the signal ended a rank before the rank could handle signals
                 sys.exit(128 + heard[0])
             raise
     if heard or code:
@@ -109,13 +110,15 @@ def forked(
 ) -> Iterator[Callable[[Any], list[T]]]:
     """Run ``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
 
-    ``worker`` is a generator function. The block gets ``ask``, which sends a request to every rank's generator and
-    returns what each yields, in rank order. The first request, which starts the generators, is None. When the block
-    ends, the generators run to their end, with None for requests. Each process is a fork of a server that has only
-    imported the modules ``preload``. So it is like a new interpreter that has imported them. The server starts with
-    the first call. ``worker``, its arguments, the requests and the answers must be picklable. The processes find
-    each other by a file that nobody else can open; no port is opened. They end when this process ends, however it ends.
-    Raises WorkerError with the message of a rank that failed; the others are killed.
+    ``worker`` is a generator function. The block gets the function ``ask``, which sends a request to every rank's
+    generator and returns the values that the generators yield, in rank order. The first request, which starts the
+    generators, is None. When the block ends, the generators run to their end and get None for each further request.
+
+    Each process is a fork of a server that has only imported the modules ``preload``. So a process is like a new
+    interpreter that has imported these modules. The server starts with the first call of ``forked``. ``worker``, its
+    arguments, the requests and the answers must be picklable. The processes find each other through a file that other
+    users cannot open; no port is opened. The processes end when this process ends, even if this process is killed. If a
+    rank fails, the other ranks are killed, and WorkerError is raised with the message of the failed rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
@@ -133,7 +136,7 @@ def forked(
                 pipes.append(here)
             yield partial(_ask, pipes, started)
             _close(pipes, started)
-        except BaseException:  # also of a signal's handler while the ranks run to their end
+        except BaseException:  # also raised by a signal's handler while the ranks run to their end
             for process in started:
                 process.kill()
             _close(pipes, started)
@@ -141,7 +144,7 @@ def forked(
 
 
 def _close(pipes: Sequence[Connection], processes: Sequence[Any]) -> None:
-    """Let ranks that live run to their end, and wait for them."""
+    """Let the ranks that are still alive run to their end, and wait until all ranks have ended."""
     for pipe in pipes:
         pipe.close()
     for process in processes:
@@ -182,8 +185,8 @@ def _end_of(process: Any) -> str:
     process.join(PATIENCE_SECONDS)
     if process.exitcode == -signal.SIGKILL:
         return (
-            "the process was killed, most likely because memory ran out, here or in its container. Give it more, or "
-            "lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
+            "the process was killed, most likely because memory ran out, here or in its container. Give it more "
+            "memory, or lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
         )
     return f"the process died, with exit code {process.exitcode}; its output is above."
 
@@ -208,7 +211,7 @@ def _forked(
             value = answers.send(request)
         except BaseException as error:
             failure = said(error) or traceback.format_exc()
-        # Plain pickle: torch's own would pass tensors by a socket that closes when this process ends.
+        # Plain pickle, because torch's pickling would pass tensors through a socket that closes when this process ends.
         pipe.send_bytes(pickle.dumps((value, failure)))
     if inspect.getgeneratorstate(answers) != inspect.GEN_CREATED:
         for _ in answers:

@@ -1,4 +1,4 @@
-"""The processes that train together, as one of them sees it: ranks, devices and collectives."""
+"""The processes that train together, from the view of one process: ranks, devices and collectives."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ dead rank earlier."""
 A_GPU_EACH = "Start one process per GPU."
 
 STORE = "PIPELINE_STORE"
-"""The environment variable with the file through which ranks that we launched find each other. Ranks of other launchers
-use MASTER_ADDR, where a port listens on all interfaces."""
+"""The environment variable that names the file through which ranks of ``forked`` find each other. Ranks of other
+launchers use MASTER_ADDR, where a port listens on all interfaces."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, as one of them sees it."""
+    """The processes that train together, from the view of one process."""
 
     rank: int
     size: int
@@ -49,7 +49,8 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Return every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
 
-        Tensors in dictionaries, lists and tuples arrive on the host one by one, so a GPU needs memory for one only.
+        Tensors in dictionaries, lists and tuples arrive on the host one by one, so a GPU holds only one of the tensors
+        at a time.
         """
         if self.size == 1:
             return [value]
@@ -62,7 +63,8 @@ class World:
         return self.sent(self.announced(value)) if self.size > 1 else value
 
     def announced(self, value: T) -> T:
-        """Return the main rank's ``value`` (picklable); on other ranks its tensors are on meta until they are sent."""
+        """Return the main rank's ``value`` (picklable). On other ranks, its tensors are on the meta device; ``sent``
+        then sends their content."""
         if self.size == 1:
             return value
         forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
@@ -74,9 +76,9 @@ class World:
         return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
 
     def wholes_on_main(self, value: T) -> T:
-        """Return ``value`` with whole tensors, on the main rank's host, in place of DTensors; None on other ranks.
+        """Return ``value`` with each DTensor replaced: by the whole tensor on the main rank, by None on other ranks.
 
-        Tensors are gathered one by one, so a GPU needs memory for one only.
+        Whole tensors are on the host. They are gathered one by one, so a GPU holds only one whole tensor at a time.
         """
 
         def gathered(leaf: Any) -> Any:
@@ -136,12 +138,12 @@ class World:
                 tensor.copy_(mean.view(tensor.shape))
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called ``barrier``."""
         if self.size > 1:
             dist.barrier()
 
     def broadcast_buffers_(self, model: nn.Module) -> None:
-        """Copy the main rank's buffers to every rank: in training, BatchNorm's running statistics differ by rank."""
+        """Copy the main rank's buffers to every rank, because training makes BatchNorm's running statistics differ."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -173,17 +175,20 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part(value: Any) -> bool:
-    return hasattr(value, "to_local")  # a DTensor, the import of which takes seconds
+    return hasattr(value, "to_local")  # only DTensors have this method; an import of DTensor takes seconds
 
 
 def own_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, in the same memory: a DTensor's local part, any other tensor whole."""
+    """Return this rank's part of ``tensor``, without a copy: a DTensor's local part, any other tensor as it is."""
     with torch.no_grad():
         return cast("torch.Tensor", tensor.to_local() if _is_part(tensor) else tensor)
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return the whole of a DTensor, on its mesh's device; any other tensor as it is. All ranks call it together."""
+    """Return a DTensor as a whole tensor on its mesh's device, any other tensor as it is.
+
+    All ranks must call this together.
+    """
     found = tensor.detach().to(tensor.device_mesh.device_type).full_tensor() if _is_part(tensor) else tensor
     return cast("torch.Tensor", found)
 
@@ -196,18 +201,19 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 
 
 def launched_size() -> int | None:
-    """The world size if a launcher (torchrun, or a Slurm or Kubernetes wrapper) started this process, else None."""
+    """Return the world size if a launcher (torchrun, a Slurm or Kubernetes wrapper) started this process, else None."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 @contextmanager
 def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
-    """This process's world; the process group lives as long as the block.
+    """Give this process's world. The process group lives as long as the block.
 
-    A process that no launcher started is a world of its own, without a process group. On CUDA the backend is NCCL and
-    the local rank chooses the GPU, unless only one is visible; on CPU it is gloo, and this host's ``cores`` are shared
-    out evenly unless OMP_NUM_THREADS says otherwise. On one host the ranks use the loopback interface, unless
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise. Raises PipelineError if there is no GPU for this rank.
+    A process that no launcher started is a world of one process, without a process group. On CUDA, the backend is NCCL,
+    and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the ranks of
+    this host get equal shares of ``cores`` as threads unless OMP_NUM_THREADS is set. If all ranks are on one host, they
+    use the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Raises PipelineError if there is
+    no GPU for this rank.
     """
     size = launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -215,7 +221,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     variables = {}
     if device == "cuda":
         here = _gpu(local_rank)
-        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may sum in another order
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may sum in varying order
     else:
         here = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
@@ -244,8 +250,8 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             ) from None
         _MESHES.clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
-        # Not after an error: destroying a group whose ranks are out of step may wait for them. The launcher ends the
-        # processes.
+        # Skipped after an error, because then ranks may be at different steps, and destroying the group may wait for
+        # them forever. The launcher ends the processes.
         dist.destroy_process_group()
 
 
@@ -262,13 +268,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _loopback() -> str | None:
-    """The name of this system's loopback interface, None if it has none."""
+    """Return the name of this system's loopback interface, or None without such an interface."""
     addresses = psutil.net_if_addrs()
     return next((name for name in addresses if any(each.address == "127.0.0.1" for each in addresses[name])), None)
 
 
 def _gpu(local_rank: int) -> torch.device:
-    """Make this rank's GPU the current one and return it. Raises PipelineError if there is none."""
+    """Make this rank's GPU the current GPU and return it. Raises PipelineError if this rank has no GPU."""
     try:
         count = torch.cuda.device_count()
         index = 0 if count == 1 else local_rank  # a launcher, such as Slurm, may show each rank one GPU

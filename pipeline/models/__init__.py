@@ -1,4 +1,4 @@
-"""Single-device models, built by name for the data's size."""
+"""Builds single-device models by name, for the shape of the data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL_IMAGE = 64
 
 
 _FILLED_IN = {"image_size", "input_size", "dropout"}
-"""Arguments that torchvision's model classes require but users may omit; the builders set the other required ones."""
+"""Arguments that torchvision's model classes require but users may omit. The builders set all other such arguments."""
 
 
 class ModelError(PipelineError):
@@ -37,11 +37,11 @@ def build(
 ) -> nn.Module:
     """Build a single-device float32 model that maps inputs like ``inputs`` [n, ...] to outputs [n, *``outputs``].
 
-    ``name`` is that of a model of ``_OWN``, of a torchvision classification model (without trained weights;
-    ``torchvision_model`` says how it is fitted to small images), or ``module:factory`` of the user's own. The model's
-    function is called with ``data``, by which the task describes inputs and outputs, such as ``channels``, ``height``,
-    ``width`` and ``classes``, and with the options. The initial weights depend only on torch's random state. Raises
-    ModelError for an invalid name, option or output.
+    ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
+    ``torchvision_model``), or the user's own ``module:factory``. The model's function gets ``options`` and ``data``.
+    ``data`` is the task's description of inputs and outputs, such as ``channels``, ``height``, ``width`` and
+    ``classes``. The initial weights depend only on torch's random state. Raises ModelError for an invalid name, option
+    or output.
     """
     if ":" in name:
         model = _from_factory(name, options, data)
@@ -81,12 +81,12 @@ def load(name: str) -> None:
 
 
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: the textbook's model.
+    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: a usual textbook model.
 
-    If both sides have at least 16 pixels, the convolutions are not padded, as in the textbook. On smaller
-    images they are padded by 2 and keep the image's size. Pooling comes before the ReLU: both are monotone,
-    so the function is the same, and the ReLU processes a quarter of the values. Raises ModelError for
-    sides below 4 pixels.
+    If both sides have at least 16 pixels, the convolutions are not padded, as in textbooks. On smaller images, the
+    convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU. Both are monotone, so the
+    function is the same, but the ReLU processes only a quarter of the values. Raises ModelError for sides below
+    4 pixels.
     """
     if min(height, width) < 4:
         raise ModelError(f"train.model: small_cnn needs images of at least 4x4 pixels; found {height}x{width}.")
@@ -110,7 +110,7 @@ def resnet9(*, channels: int, height: int, width: int, classes: int, base_width:
 
     Source: Page, "How to Train Your ResNet", 2018. ``base_width`` is the number of channels of the first
     convolution. The last pooling covers all remaining pixels: 4x4 for 32x32 images, as in the original.
-    Raises ModelError for sides below 8 pixels, where three poolings leave nothing.
+    Raises ModelError for sides below 8 pixels, because three poolings would leave no pixel.
     """
     if min(height, width) < 8:
         raise ModelError(f"train.model: resnet9 needs images of at least 8x8 pixels; found {height}x{width}.")
@@ -135,7 +135,7 @@ def resnet9(*, channels: int, height: int, width: int, classes: int, base_width:
 
 
 def mlp(*, features: int, classes: int = 0, outputs: int = 0, width: int = 64, depth: int = 2) -> nn.Module:
-    """``depth`` hidden layers of ``width`` units with ReLU: rows of a table to ``classes`` logits or ``outputs``."""
+    """Maps table rows to ``classes`` logits or ``outputs`` numbers: ``depth`` hidden ReLU layers of ``width`` units."""
     sizes = [features, *[width] * depth]
     hidden = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in pairwise(sizes)]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes or outputs))
@@ -171,21 +171,22 @@ _OWN: dict[str, Callable[..., nn.Module]] = {
 def torchvision_model(
     name: str, options: dict[str, Any], *, channels: int, height: int, width: int, classes: int
 ) -> nn.Module:
-    """A torchvision classification model without trained weights, fitted to the data.
+    """Return a torchvision classification model without trained weights, adapted to the data.
 
-    - Its first convolution takes ``channels`` channels.
-    - ResNets (ResNeXt and Wide ResNet too), where the shorter side is below 64 pixels: the stem is a 3x3
+    - The first convolution takes ``channels`` channels.
+    - ResNets (also ResNeXt and Wide ResNet) for images whose shorter side is below 64 pixels: the stem is a 3x3
       convolution of stride 1 without max-pooling, as is usual for CIFAR. Source: He et al., "Deep Residual
       Learning for Image Recognition", 2016, section 4.2.
-    - Vision transformers and MaxViT take images of one size, their option ``image_size`` or ``input_size``
-      (224 by default): images of another size are resized to it.
-    - All others: images below the smallest size that torchvision states for the model (``min_size`` of its
-      published weights) are enlarged to it, keeping their proportions.
-    - Inception and GoogLeNet: no auxiliary classifiers, and no second normalisation of the input.
+    - Vision transformers and MaxViT: images are resized to the option ``image_size`` or ``input_size`` (224 by
+      default), because these models take images of one size only.
+    - All other models: an image below the model's smallest size (``min_size`` of torchvision's published weights)
+      is enlarged to this size, and keeps its proportions.
+    - Inception and GoogLeNet have no auxiliary classifiers, and do not normalise the input a second time.
 
-    Resizing is bilinear, on the device, in a forward pre-hook of the model. Raises ModelError.
+    A forward pre-hook of the model resizes the images on the device, bilinearly. Raises ModelError for an unknown name
+    and for options that the model does not take.
     """
-    from torchvision import models  # imported here: only these models need it, and it takes a second
+    from torchvision import models  # imported here: the import takes a second, and only these models need it
 
     _check_name(name, models.list_models(module=models))
     builder = models.get_model_builder(name)
@@ -217,7 +218,7 @@ def torchvision_model(
         growth = max(Fraction(1), Fraction(least[0], height), Fraction(least[1], width))
         size = (math.ceil(height * growth), math.ceil(width * growth))
     if size != (height, width):
-        # A hook, not a wrapper module: the state dict's names and the module that techniques see do not change.
+        # A hook instead of a wrapper module: a wrapper would change the state dict's names and what techniques see.
         model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
     return model
 
@@ -250,7 +251,7 @@ def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) 
 
 
 class _Resize:
-    """A forward pre-hook: resizes a model's images."""
+    """A forward pre-hook that resizes a model's images."""
 
     def __init__(self, size: tuple[int, ...], antialias: bool) -> None:
         self.size, self.antialias = size, antialias

@@ -12,10 +12,11 @@ from pipeline.errors import PipelineError, first_line
 
 
 class FromConfig(nn.Module):
-    """Maps tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
+    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for the token that follows each; t is at most ``length``.
 
-    ``config`` is the path of a model's config.json; its vocabulary is replaced by the data's. Nothing is downloaded,
-    and only the library's code runs. Raises PipelineError if the library is missing or refuses the configuration.
+    ``config`` is the path of a model's config.json. The data's vocabulary size replaces the file's. Nothing is
+    downloaded, and only the library's code runs. Raises PipelineError if the library is missing or refuses the
+    configuration.
     """
 
     def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:
@@ -26,7 +27,8 @@ class FromConfig(nn.Module):
 
         try:
             values = json.loads(Path(config).read_text(encoding="utf-8"))
-            # No special tokens: a padding token would not be trained. A decoder: encoders would see later tokens.
+            # No special tokens, because a padding token would not be trained; a decoder, because an encoder would see
+            # later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
             found = AutoConfig.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
             self.net = AutoModelForCausalLM.from_config(found, dtype=torch.float32).train()

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, small enough to read."""
+"""A small decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipeline.errors import PipelineError
 
 
 class GPT(nn.Sequential):
-    """Maps tokens int64 [b, t], t at most ``length``, to logits [b, t, vocabulary] for the token after each.
+    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for the token that follows each; t is at most ``length``.
 
     Pre-norm blocks (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019) with rotary positions
-    (Su et al., arXiv:2104.09864). The last layer's weights are the embedding's (Press and Wolf, arXiv:1608.05859).
+    (Su et al., arXiv:2104.09864). The last layer shares the embedding's weights (Press and Wolf, arXiv:1608.05859).
     """
 
     def __init__(self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4) -> None:
@@ -27,13 +27,13 @@ class GPT(nn.Sequential):
         blocks = [Block(width, heads, length) for _ in range(depth)]
         super().__init__(embedding, *blocks, nn.LayerNorm(width), head)
         nn.init.normal_(embedding.weight, std=0.02)
-        for name, weight in self.named_parameters():  # smaller for layers whose outputs add up over the blocks
+        for name, weight in self.named_parameters():  # smaller weights where outputs add up over the blocks
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers; each gets the normalised sum [b, t, width] of all earlier outputs."""
+    """Attention, then an MLP of two linear layers. Each gets the normalised sum [b, t, width] of earlier outputs."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a token attends to itself and to those before it.
+    """Causal self-attention: a token attends to itself and to earlier tokens.
 
-    The rows of ``query_key_value`` are ordered by head, so that it can be cut between heads.
+    The rows of ``query_key_value`` are ordered by head, so that tensor parallelism can split the layer between heads.
     """
 
     cos: Tensor
@@ -78,7 +78,9 @@ class Attention(nn.Module):
 
 
 def rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of ``vectors`` [..., t, d] by the angles of ``cos`` and ``sin`` [t, d/2], so that
-    products of two vectors depend on the distance between their tokens."""
+    """Rotate the pairs (i, i + d/2) of ``vectors`` [..., t, d] by the angles of ``cos`` and ``sin`` [t, d/2].
+
+    After the rotation, the dot product of two vectors depends on the distance between their tokens.
+    """
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

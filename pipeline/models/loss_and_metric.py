@@ -1,4 +1,4 @@
-"""The loss that training minimises and the metric that evaluation computes, as params.yaml names them."""
+"""The loss that training minimises and the metric that evaluation computes; params.yaml selects both."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.errors import PipelineError, count
 from pipeline.params import Train
 
 RESOLUTION = 2.0**20
-"""Scores of a metric are rounded to multiples of one over this number. Sums of up to 2^32 such scores are exact in
-float64, so it does not matter which process counted which samples."""
+"""A metric's scores are rounded to multiples of 1 / ``RESOLUTION``. Sums of up to 2^32 such scores are exact in
+float64, so a sum does not depend on how the samples are distributed over processes."""
 
 
 class ObjectiveError(PipelineError):
@@ -38,9 +38,9 @@ class Objective:
 def of_job(train: Train, task: Objective, device: torch.device, arguments: Mapping[str, int]) -> Objective:
     """Return the loss and metric that ``train`` asks for: the ``task``'s, or the user's own. Raises ObjectiveError.
 
-    A user's ``train.loss`` is ``module:factory``; the factory is called with the ``arguments`` that describe the
-    outputs and with ``train.loss_options``, and returns the loss, a function or an nn.Module without parameters.
-    A user's ``train.metric`` is ``module:function``, which returns a score for every sample.
+    A user's ``train.loss`` is ``module:factory``. The factory gets the ``arguments`` that describe the outputs, and
+    ``train.loss_options``. It returns the loss, which is a function or an nn.Module without parameters. A user's
+    ``train.metric`` is ``module:function``. The function returns a score for every sample.
     """
     found = task
     if ":" in train.loss:
@@ -60,10 +60,10 @@ def load(train: Train) -> None:
 
 
 def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
-    """Try the user's own loss and metric on a few samples. Raises ObjectiveError if a comparison would mean nothing.
+    """Try the user's own loss and metric on a few samples. Raises ObjectiveError if they cannot compare variants.
 
-    The loss of a batch must be the mean of its samples' own losses. Otherwise the average over the parts of a batch,
-    which devices and micro-batches take, would not be the whole batch's loss.
+    The loss of a batch must be the mean of its samples' losses. Otherwise the average of the losses that devices and
+    micro-batches compute for parts of a batch would differ from the whole batch's loss.
     """
     own = {key: name for key in ("task", "loss", "metric") if ":" in (name := getattr(train, key))}
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The optimizer of params.yaml, as a choice that techniques may change before it is created, and its learning rate."""
+"""The optimizer of params.yaml and its learning rate. Techniques may change the optimizer before it is created."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OptimizerChoice:
 class SGD(torch.optim.SGD):
     """torch's SGD whose momentum starts as zeros.
 
-    torch's fused kernel leaves the momentum uninitialised until the first step fills it. A first step that is skipped,
-    as the gradient scaler of fp16 may do, would leave garbage there.
+    torch's fused kernel leaves the momentum uninitialised until the first step fills it. If fp16's gradient scaler
+    skips the first step, the momentum would keep random memory content.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], **options: Any) -> None:
@@ -39,7 +39,7 @@ class SGD(torch.optim.SGD):
 
 
 def of_job(train: Train) -> OptimizerChoice:
-    """Return the optimizer of ``train``, fused: one kernel for all parameters, on CPU and CUDA."""
+    """Return the fused optimizer of ``train``: one kernel updates all parameters, on CPU and CUDA."""
     common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "adamw":
         return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})
@@ -47,12 +47,12 @@ def of_job(train: Train) -> OptimizerChoice:
 
 
 def rising_steps(train: Train, total_steps: int) -> int:
-    """Return the number of warm-up steps, over which the learning rate rises, of ``total_steps``."""
+    """Return how many of ``total_steps`` are warm-up steps, in which the learning rate rises."""
     return round(train.warmup_fraction * total_steps)
 
 
 def learning_rate(train: Train, step: int, total_steps: int) -> float:
-    """Return the rate at ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak, then the schedule."""
+    """Return the learning rate at ``step`` (from 0) of ``total_steps``: a linear warm-up, then the schedule."""
     warmup = rising_steps(train, total_steps)
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup

@@ -1,7 +1,7 @@
 """The files of measurements: ``results/<variant>.json``, ``results/<variant>/history.csv`` and ``bench.json``.
 
-``records`` and ``bench_file`` define their content, ``files`` reads and writes them, and ``contradictions`` finds
-figures that cannot have been measured.
+``records`` and ``bench_file`` define the content of the files, ``files`` reads and writes the files, and
+``contradictions`` finds figures that cannot have been measured.
 """
 
 from pipeline.results.bench_file import (

@@ -16,7 +16,7 @@ from pipeline.results.records import Dataset, Document, Record, RunConditions, W
 
 
 class Ledger(Record):
-    """How the memory is used at its peak. The parts add up to ``peak_bytes``."""
+    """What the memory contains at its peak. All parts up to ``rest_bytes`` add up to ``peak_bytes``."""
 
     parameters_bytes: int
     """Parameters and buffers."""
@@ -25,8 +25,8 @@ class Ledger(Record):
     activations_bytes: int
     """Tensors saved for the backward pass, temporary tensors, and memory that kernels allocate internally."""
     communication_bytes: int
-    """Buckets of the gradients' all-reduce beyond the gradients themselves; with fsdp, gathered parameters and
-    gradients being reduced."""
+    """Buckets of the gradients' all-reduce, without the gradients themselves. With fsdp: gathered parameters, and
+    gradients during their reduction."""
     data_bytes: int
     """The resident data set (not the memory-mapped file on a CPU), the epoch's random draws and the input batch."""
     rest_bytes: int
@@ -42,7 +42,7 @@ class Ledgers(Record):
 
     measured: Ledger
     predicted: Ledger | None
-    """Predicted with fake tensors, without the device. It covers tensors only, so compare its peak with
+    """The ledger that fake tensors predict, without the device. It covers only tensors, so its peak is comparable with
     ``measured.tensors_bytes``."""
     why_not_predicted: str | None
 
@@ -63,15 +63,16 @@ class Arm(RunConditions):
 
     name: str
     role: Literal["variant", "aa_control", "with", "without"]
-    """In this order: the variant itself; the baseline again (A/A); the baseline plus one technique; ``variant`` minus
-    one technique."""
+    """The arm runs the variant itself ("variant"), the baseline again for an A/A comparison ("aa_control"), the
+    baseline plus one technique ("with"), or ``variant`` minus one technique ("without")."""
     variant: VariantName
     technique: str | None
     """The technique that is added or removed."""
     samples: tuple[Window, ...]
-    """One per round, perhaps of the first rounds only. Arms' samples with the same index were measured side by side."""
+    """One sample per round. A settled arm has samples of the first rounds only. Samples of different arms with the same
+    index were measured side by side."""
     settled: bool = False
-    """Whether the arm's ratios were settled, so that it was not measured in further rounds."""
+    """True if the last rounds left the arm out, because ``benchmark.settling`` found its ratios settled."""
 
 
 def _utc(text: str) -> str:
@@ -86,62 +87,67 @@ class Session(Record):
     start_utc: Annotated[str, AfterValidator(_utc)]
     """ISO 8601, to the second."""
     boot_id: str | None
-    """Sessions of one boot share what is randomised at boot. None, here and below: the system does not report it."""
+    """Id of the boot. Sessions of one boot share everything that is randomised at boot.
+
+    None here, and in the fields below, means that the system does not report the value."""
     uptime_seconds: float | None
     """The machine's uptime when the session started."""
     load_average: float
-    """Over the minute before the session: processes that ran or waited for a processor."""
+    """Mean number of processes that ran or waited for a processor in the minute before the session."""
     steal_fraction: float | None
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
     end_utc: str | None = None
-    """ISO 8601, to the second. None: of an older version, which did not record it."""
+    """ISO 8601, to the second. None in a file of an older version, which did not record the end."""
 
 
 ONE_SESSION = timedelta(hours=1)
-"""A bench that begins within this time after another one has ended shares boot, neighbours and time of day with it."""
+"""Benches of one boot belong to one session if the second bench begins within this time after the first bench's end.
+They share the other guests of the host and the time of day."""
 
 
 class Bench(Document):
     """``bench.json``, and each file of ``sessions``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """1: with the role "again" instead of "aa_control". Version 1 is not read: measuring again takes minutes."""
+    """Version 1 had the role "again" instead of "aa_control". Version 1 is not read, because a new measurement takes
+    only minutes."""
     indent = 1
     environment: str
     """Hash of the environment on which all variants' numbers depend."""
     commit: str | None
-    """The commit checked out during the measurement, with "+" if files differed from it. None: no git here."""
+    """The commit that was checked out during the measurement, plus "+" if files differed from the commit. None without
+    git."""
     config: dict[str, dict[str, Any]]
     """``train`` and ``bench`` as params.yaml asked for them."""
     dataset: Dataset
     baseline: VariantName
-    """The variant that is measured twice a round."""
+    """Name of the baseline, which the bench measures twice per round."""
     steps: int
-    """Steps of each sample."""
+    """Number of steps of each sample."""
     turns: int
-    """Turns in which these steps were taken, alternating with the other arms' turns. 1: each arm ran in one go."""
+    """Number of turns into which these steps were divided; the turns of the arms alternated. 1: no alternation."""
     seconds: float
     """Duration of the whole measurement."""
     interrupted: bool
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     ledgers: dict[VariantName, Ledgers]
-    """By variant."""
+    """Variant -> its memory ledgers."""
     flops: dict[VariantName, Flops]
-    """By variant."""
+    """Variant -> its floating-point operations."""
     not_ablated: dict[VariantName, dict[str, str]]
-    """Variant -> technique -> why its share was not measured."""
+    """Variant -> technique -> reason why the technique's share was not measured."""
     session: Session
     keys: dict[VariantName, str]
-    """By variant: digest of the code, plan, settings and environment it was measured with (``stages.key``). Sessions
-    with equal keys measured the same thing."""
+    """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Sessions with
+    equal keys measured the same thing."""
 
     @property
     def rounds(self) -> int:
-        """Rounds of the baseline; a variant that was settled early has samples of the first rounds only."""
+        """Number of rounds. An arm that was settled early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
 
     def goes_on_in(self, later: Session) -> bool:
-        """True if a bench that began as ``later`` says is of the same session as this one."""
+        """Return True if the bench that began with ``later`` belongs to the same session as this bench."""
         began, ended = (
             datetime.fromisoformat(each) for each in (later.start_utc, self.session.end_utc or self.session.start_utc)
         )
@@ -183,8 +189,11 @@ class Bench(Document):
 
 
 def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
-    """Group benches into sessions, both the oldest first. A bench belongs to the session of the bench before it if it
-    began less than ``ONE_SESSION`` after that one's end, and no boot lies between."""
+    """Group benches into sessions. Sessions, and the benches of a session, are sorted from the oldest to the newest.
+
+    A bench belongs to the session of the previous bench if it began less than ``ONE_SESSION`` after the end of the
+    previous bench, without a boot in between.
+    """
     found: list[list[Bench]] = []
     for each in sorted(benches, key=lambda each: each.session.start_utc):
         if not found or not found[-1][-1].goes_on_in(each.session):
@@ -194,12 +203,12 @@ def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
 
 
 def kind_of(reason: str) -> str:
-    """Return the kind of a rejection's reason: reasons that differ only in their numbers are of one kind."""
+    """Return the kind of a rejection's reason. Reasons that differ only in their numbers have the same kind."""
     return re.sub(r"\d+", "", reason)
 
 
 def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
-    """Return the first reason of each kind -> the numbers of the windows that were rejected for this kind."""
+    """Return a dictionary: first reason of each kind -> numbers of the windows that were rejected for this kind."""
     kinds: dict[str, tuple[str, dict[int, None]]] = {}
     for number, window in windows:
         for reason in window.rejections:
@@ -208,7 +217,7 @@ def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
 
 
 def rejections(arm: Arm) -> list[str]:
-    """Return in how many rounds of the bench an arm was rejected, and why: one line per kind of reason."""
+    """Return one line per kind of reason for which an arm was rejected, with the number of rejected rounds."""
     return [
         f"rejected in {len(rounds)} of {count(len(arm.samples), 'round')}: in round {rounds[0]}, {reason.rstrip('.')}"
         for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()

@@ -11,7 +11,7 @@ from pipeline.results.records import HistoryRow, Result, Run, summarise
 
 
 def of_result(result: Result, train: Train) -> list[str]:
-    """Return where a result's figures contradict the job ``train``, the data or each other; empty: nowhere."""
+    """Return the figures of a result that contradict the job ``train``, the data or each other, as messages."""
     found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
     found += [
         f"seeds {one.seed} and {other.seed} ended in the same weights, so one is a copy"
@@ -20,15 +20,15 @@ def of_result(result: Result, train: Train) -> list[str]:
     ]
     told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
     wrong = [key for key in told if not _close(told[key], expected[key])]
-    return found + [f"summary.{key} is {told[key]}, of its runs it is {expected[key]}" for key in wrong]
+    return found + [f"summary.{key} is {told[key]}, but its runs give {expected[key]}" for key in wrong]
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
-    """Return where a result's runs end differently from the ``rows`` of its history; empty: nowhere."""
+    """Return the figures of a result's runs that differ from the last ``rows`` of its history, as messages."""
     last = {row.seed: row for row in rows}
     ends = {"steps": "step", "test_accuracy": "test_accuracy", "test_loss": "test_loss"}
     return [
-        f"seed {run.seed}: {key} is {getattr(run, key)}, where its history ends with {ended}"
+        f"seed {run.seed}: {key} is {getattr(run, key)}, but its history ends with {ended}"
         for run in result.runs
         for key, column in ends.items()
         if not _close(getattr(run, key), ended := getattr(last.get(run.seed), column, None))
@@ -39,17 +39,17 @@ def _of_run(run: Run, result: Result, train: Train) -> list[str]:
     found = run.problems(result.batch_size)
     asked = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
     if run.steps != asked:
-        found.append(f"{run.steps} steps, where the job has {asked}")
+        found.append(f"{run.steps} steps, but the job has {asked}")
     # Each process that resumed the run warmed up again.
     fewest, most = (max(0, asked - train.warmup_steps * times) for times in (1 + run.resumes, 1))
     if not fewest <= run.measured_steps <= most:
-        found.append(f"{run.measured_steps} of {run.steps} steps measured, where {fewest} to {most} are warm")
+        found.append(f"{run.measured_steps} of {run.steps} steps measured, but {fewest} to {most} follow the warm-up")
     if run.test_count != result.dataset.test_count:
         found.append(f"{run.test_count} samples tested of {result.dataset.test_count}")
     if run.test_correct > run.test_count:
         found.append(f"{run.test_correct} right of {run.test_count} test samples")
     elif not _close(run.test_accuracy * run.test_count, run.test_correct):
-        found.append(f"test_accuracy is {run.test_accuracy}, where {run.test_correct} of {run.test_count} are right")
+        found.append(f"test_accuracy is {run.test_accuracy}, but {run.test_correct} of {run.test_count} are right")
     return found
 
 

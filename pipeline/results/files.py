@@ -1,4 +1,7 @@
-"""Paths of the files that stages write. Files are written whole; a file that cannot be read is named in the error."""
+"""Paths of the files that stages write, and functions that read and write these files.
+
+Files are written whole or not at all. If a file cannot be read, the error names the file.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,15 @@ REPORTS = Path("reports")
 BENCH_FILE = Path("bench.json")
 SESSIONS = Path("sessions")
 KEPT_BENCHES = Path("checkpoints/bench")
-"""Measurements of the stage ``bench``, kept also after an interruption: DVC deletes ``bench.json`` before a new run."""
+"""Directory in which the stage ``bench`` keeps its measurements after an interruption, because DVC deletes
+``bench.json`` before a new run."""
 
 HISTORY_SECONDS = 1.0
 """Longest time that a row of the history waits to be written."""
 
 
 class ResultError(PipelineError, ValueError):
-    """A file is not the result it should be. The message names the file."""
+    """A file does not contain the expected result. The message names the file."""
 
 
 D = TypeVar("D", bound=Document)
@@ -50,7 +54,7 @@ def history_file(variant: str, root: Path = RESULTS) -> Path:
 
 
 def system_file(variant: str, root: Path = RESULTS) -> Path:
-    """File of samples of the main rank's host: processor, memory and the job's GPUs there, about one a second."""
+    """File with about one sample per second of the main rank's host: processor, memory and the job's GPUs."""
     return root / variant / "system.csv"
 
 
@@ -60,20 +64,20 @@ def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
 
 
 def profile_directory(variant: str, root: Path = PROFILES) -> Path:
-    """Directory of profile.json, profile.md, trace.json.gz, and on CUDA memory.pickle."""
+    """Directory of profile.json, profile.md, trace.json.gz, and (only on CUDA) memory.pickle."""
     return root / variant
 
 
 def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFERENCE) -> Path:
-    """File of the inference measurements with the variant's model: json for programs, md for a person."""
+    """File of the inference measurements with the variant's model: json for programs, md for readers."""
     return root / f"{variant}.{kind}"
 
 
 def read(path: Path, config: Config) -> Result:
-    """Read the result of the variant that ``path`` is named after; it must belong to the job of ``config``.
+    """Read the result of a variant from ``path``, which has the variant's name. It must belong to the job ``config``.
 
-    Results come from a cache that others may write to, so nothing that a result names is imported, called or opened:
-    only ``config`` decides that, and a result with other settings is refused. Raises ResultError, which names the file
+    Results come from a cache that others may write to. So the pipeline imports, calls and opens only what ``config``
+    names, never what a result names, and refuses a result with other settings. Raises ResultError, which names the file
     and every key that differs.
     """
     variant = path.stem
@@ -87,7 +91,7 @@ def read(path: Path, config: Config) -> Result:
     problems = [
         f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
         for path, found, asked in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
-        if path.removeprefix("train.") not in Train.OF_RESUMING  # DVC does not train again for these
+        if path.removeprefix("train.") not in Train.OF_RESUMING  # a change of these keys causes no new training
     ]
     if result.variant != variant:
         problems.append(f"it holds the result of variant {result.variant!r}")
@@ -98,14 +102,14 @@ def read(path: Path, config: Config) -> Result:
     if problems:
         raise ResultError(
             f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
-            f"{train_again(variant, stage)} if DVC takes it for up to date."
+            f"{train_again(variant, stage)} if DVC considers it up to date."
         )
     _refuse(path, of_result(result, config.train), f"run {train_again(variant, stage)}")
     return result
 
 
 def read_values(path: Path, variant: str) -> dict[str, Any]:
-    """Read the record of a profile or an inference. Raises ResultError if it is not of ``variant``."""
+    """Read the file of a profile, or of inference measurements. Raises ResultError if it is not of ``variant``."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or values.get("variant") != variant:
         raise ResultError(
@@ -115,13 +119,13 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
 
 
 def stage_of(variant: Variant | Mapping[str, Any] | None) -> str:
-    """Return the stage of dvc.yaml, without ``@`` and name, that trains a variant with these settings."""
+    """Return the name (without ``@`` and variant) of the stage in dvc.yaml that trains a variant of these settings."""
     learns = variant.distillation if isinstance(variant, Variant) else (variant or {}).get("distillation")
     return "distil" if learns else "train"
 
 
 def train_again(variant: str, stage: str = "train") -> str:
-    """Return the command, for a message, that trains ``variant`` whatever DVC's cache holds."""
+    """Return the command that trains ``variant`` even if DVC's cache contains the result; for use in a message."""
     return f"`dvc repro --single-item --force {stage}@{variant}`"
 
 
@@ -135,12 +139,12 @@ def differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:
-    """Read the bench's file. Raises ResultError, naming the file, if it is not a bench's."""
+    """Read the bench's file. Raises ResultError, naming the file, if it is not a valid bench file."""
     return read_document(path, Bench, "run `dvc repro bench`, which measures it")
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> D:
-    """Read a file of ``to_json``. Raises ResultError, which names file and wrong keys and ends with ``remedy``."""
+    """Read a file that ``to_json`` made. Raises ResultError, which names file, wrong keys and ``remedy``."""
     try:
         document = kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -153,7 +157,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> D:
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
-    """Read the sessions added to the bench's own, the oldest first. Skips an unreadable file and prints its name."""
+    """Read the sessions in ``directory``, sorted by file name. An unreadable file is skipped and its name printed."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
@@ -196,9 +200,9 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
     """Give a function that adds a row to a file that ``write_history`` began.
 
-    Opening the file for each row would slow down the steps. So the first row and rows with an evaluation are written at
-    once, and the others with the first row after ``HISTORY_SECONDS``, or when the block ends, also by an error. If the
-    process is killed, the waiting rows are lost; a checkpoint holds the rows up to its own step.
+    Opening the file for each row would slow down the steps. So only the first row and rows with an evaluation are
+    written at once. Other rows wait for the first row after ``HISTORY_SECONDS``, or for the end of the block (even by
+    an error). If the process is killed, the waiting rows are lost. A checkpoint contains the rows up to its own step.
     """
     waiting: list[HistoryRow] = []
     written = -math.inf
@@ -230,7 +234,7 @@ def sha256(path: Path) -> str:
 
 
 def digest(record: Record) -> str:
-    """Return the SHA-256 of a record's content, the same only for equal records."""
+    """Return the SHA-256 of a record's content. Only equal records have equal digests."""
     return hashlib.sha256(json.dumps(record.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 

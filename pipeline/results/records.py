@@ -1,7 +1,7 @@
-"""The records of a result: of a variant, each seed's run, the measured window, a row of the history.
+"""The records of a variant's result: the result, each seed's run, the measured window and a row of the history.
 
-The key of a quantity ends in the unit, unless it is a count. ``None`` means unknown: the value was refused
-(``rejections`` says why) or this machine cannot measure it. No guess replaces an unknown value.
+A quantity's key ends in the unit, unless the quantity is a count. ``None`` means unknown: the value was rejected
+(``rejections`` has the reason), or this machine cannot measure the value. No guess replaces an unknown value.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, lt=1e15)]
 """Seconds, shares and other amounts that cannot be negative."""
 Positive = Annotated[float, Field(gt=0, lt=1e15)]
-"""Speeds, and the times from which speeds follow: never 0, and below a bound that no measurement reaches."""
+"""Speeds, and the times from which speeds are computed: never 0, and below a bound that no measurement reaches."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Document(Record):
-    """A record that is a file of its own. Where it is the last base class, its keys come first in the file."""
+    """A record that forms a whole file. A class that lists ``Document`` as last base has its keys first in the file."""
 
     schema_: int = Field(default=1, ge=1, le=1, alias="schema")
     indent: ClassVar[int] = 2
 
     def problems(self) -> list[str]:
-        """Return contradictions between figures that cannot all have been measured; empty: none."""
+        """Return contradictions between figures that cannot all have been measured; empty if there are none."""
         return []
 
     def to_json(self) -> str:
@@ -64,7 +64,7 @@ class HistoryRow(Record):
     samples_per_second: Positive | None
     """Global samples a second since the last row."""
     test_loss: float | None = None
-    """Only at the end of an epoch, like test_accuracy."""
+    """Loss on the test set. Only rows at the end of an epoch have ``test_loss`` and ``test_accuracy``."""
     test_accuracy: Share | None = None
 
 
@@ -81,27 +81,28 @@ class Window(Record):
     input_wait_fraction: Amount | None
     """Share of the window spent waiting for input, on the rank that waited longest."""
     peak_memory_bytes: Count | None
-    """The peak that is compared. On GPUs, each with its own memory, the largest rank's peak; on a CPU, whose memory the
-    ranks share, the sum of their peaks. As these need not coincide, the sum can slightly exceed the real peak."""
+    """The peak that comparisons use. On GPUs, which have separate memories, it is the largest rank's peak. On a CPU,
+    whose memory the ranks share, it is the sum of the ranks' peaks. The ranks may reach their peaks at different times,
+    so the sum can slightly exceed the real peak."""
     peak_memory_rank_bytes: tuple[Count | None, ...]
-    """One per rank. CUDA: max_memory_allocated. CPU: the peak resident memory above that after imports, in both cases
-    without the pages of mapped files."""
+    """One peak per rank. CUDA: max_memory_allocated. CPU: the peak resident memory minus the resident memory after the
+    imports, both without the pages of mapped files."""
     peak_reserved_bytes: Count | None
     """CUDA: max_memory_reserved, largest rank. None on CPU."""
     driver_memory_bytes: Count | None = None
-    """CUDA: memory that the driver held for the process at the window's end, with the context and libraries; largest
-    rank. None on CPU, and where the driver does not report it."""
+    """CUDA: memory that the driver held for the process at the window's end, including the context and libraries; the
+    largest rank's. None on CPU, and if the driver does not report it."""
     allocator_retries: Count | None
     """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
     rejections: tuple[str, ...]
-    """Why numbers above are None or not to be trusted; empty when all is well."""
+    """Reasons why numbers above are None or cannot be trusted; empty if there is no reason."""
     joules_per_sample: Positive | None = Field(None, exclude_if=operator.not_)
     """Energy of all ranks' devices per sample of the global batches. None: rejected, unknown or not requested."""
     why_no_energy: str | None = Field(None, exclude_if=operator.not_)
     """Why ``joules_per_sample`` is unknown."""
 
     def problems(self, batch_size: int) -> list[str]:
-        """Return contradictions between the window's figures. ``batch_size``: the global one of the measured steps."""
+        """Return contradictions between the window's figures. ``batch_size`` is the global batch size."""
         if not (self.samples_per_second and self.step_p50_ms):
             return []
         found = [] if self.measured_steps else ["a speed over a window of no steps"]
@@ -132,21 +133,21 @@ class Run(Window):
     steps: Count
     """Optimizer steps, warm-up included."""
     startup_seconds: Amount | None
-    """Cold start: from the process's start to the first step. Only for the first seed: later seeds start warm."""
+    """Time from the process's start to the first step. None for a later seed, which starts warm, and after a resume."""
     first_step_seconds: Amount | None
-    """Cold start: the first step, with compilation, autotuning and allocation. Only for the first seed."""
+    """Time of the first step, with compilation, autotuning and allocation. None if ``startup_seconds`` is None."""
     train_seconds: Amount
-    """All training steps, first and warm-up steps included, without evaluation and checkpoints."""
+    """Time of all training steps, including the first step and the warm-up, without evaluation and checkpoints."""
     evaluate_seconds: Amount
-    """All evaluations together."""
+    """Time of all evaluations together."""
     resumes: Count
     """How often this run was interrupted and resumed."""
     model_sha256: str
     """SHA-256 over names, dtypes, shapes and bytes of the model's state dict, in order."""
     teacher_sha256: str | None = Field(None, exclude_if=operator.not_)
-    """Likewise of the teacher's weights, if the variant has a teacher."""
+    """The same hash for the teacher's weights, if the variant has a teacher."""
     findings: dict[str, float] = {}
-    """Numbers that techniques and the task report on the main rank: blocks chosen, say, or perplexity."""
+    """Numbers that techniques and the task report on the main rank, such as chosen blocks or perplexity."""
 
 
 class ScoreName(Record):
@@ -159,13 +160,13 @@ class ScoreName(Record):
 
     @property
     def in_words(self) -> str:
-        """The score as a noun: "token accuracy", "score within tolerance"; "score" for the user's own."""
+        """The score as a noun: "token accuracy", "score within tolerance"; "score" for the user's own metric."""
         words = "score" if ":" in self.name else self.name.replace("_", " ")
         return words if words.endswith(("accuracy", "score")) else f"score {words}"
 
 
 class Unit(Record):
-    """What a throughput counts: samples, or the parts of a sample that the field counts, such as tokens."""
+    """The unit that throughput counts: samples, or parts of a sample, such as tokens."""
 
     name: str = "samples"
     per_sample: Count = 1
@@ -177,12 +178,12 @@ class Dataset(Record):
     train_count: Count
     test_count: Count
     test_in_train_count: Count | None = None
-    """Test inputs that are training inputs too; this and ``test_repeated_count`` are copied from ``dataset.json``."""
+    """Number of test inputs that are also training inputs, copied from ``dataset.json`` like the next count."""
     test_repeated_count: Count | None = None
 
 
 class Summary(Record):
-    """The runs, summarised in one number per quantity, for ``dvc metrics``."""
+    """Summary of the runs for ``dvc metrics``, with one number per quantity."""
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
@@ -203,13 +204,13 @@ class RunConditions(Record):
     applied: dict[str, Any]
     """The variant's settings as they were applied."""
     skipped: dict[str, str]
-    """Technique -> why this machine left it out."""
+    """Technique -> reason why this machine left the technique out."""
     decided: dict[str, str]
-    """Technique -> its automatic choice on this machine, and why."""
+    """Technique -> its automatic choice on this machine, and the reason."""
     batch_size: int
-    """Global batch size of the training: with weak scaling a multiple of the job's."""
+    """Global batch size of the training; with weak scaling, a multiple of the job's batch size."""
     learning_rate: float
-    """Peak learning rate of the training: with weak scaling a multiple of the job's."""
+    """Peak learning rate of the training; with weak scaling, a multiple of the job's learning rate."""
     micro_batches: int
     """Micro-batches of each process in one step."""
     device: str
@@ -224,7 +225,7 @@ class RunConditions(Record):
 
     @property
     def conditions(self) -> RunConditions:
-        """These fields alone, of a record that has more."""
+        """Only the fields of ``RunConditions``, from a record that has further fields."""
         return RunConditions(**{key: getattr(self, key) for key in RunConditions.model_fields})
 
 
@@ -244,7 +245,7 @@ class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """1: without the next three fields, so without a record of what the result was made from."""
+    """Version 1 had none of the next three fields, so it recorded nothing about the origin of the result."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
     history_sha256: str
@@ -252,13 +253,13 @@ class Result(RunConditions, VariantDocument):
     score: ScoreName
     unit: Unit = Unit()
     directions: dict[str, Literal["higher is better", "lower is better"]] = {}
-    """The task's further figures in the runs' ``findings``, and which values of them are better."""
+    """Name of each of the task's figures in the runs' ``findings`` -> whether higher or lower values are better."""
     summary: Summary
     runs: tuple[Run, ...]
 
 
 def summarise(runs: Sequence[Run]) -> Summary:
-    """Return one number per quantity over a variant's seeds. A number unknown for any seed is None in the summary."""
+    """Return one number per quantity over a variant's seeds. A number is None if it is unknown for any seed."""
     accuracies = [run.test_accuracy for run in runs]
     return Summary(
         test_accuracy_mean_fraction=statistics.fmean(accuracies),

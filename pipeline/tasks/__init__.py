@@ -21,8 +21,11 @@ _OWN = {"classification": Classification, "language_model": LanguageModel, "regr
 
 
 def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
-    """The task ``train.task``, with the job's settings, on the data set. Raises TaskError if the two do not fit, and
-    for an array that the task does not take: otherwise nobody would notice a misspelled name."""
+    """Return the task ``train.task`` for the job's settings and data set.
+
+    Raises TaskError if task and data set do not fit, and for an array that the task does not take. Otherwise nobody
+    would notice a misspelled name of an array.
+    """
     task = find(train.task)(train, dataset, device)
     if not isinstance(task, Task):
         raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
@@ -36,7 +39,7 @@ def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The class of the task ``name``; the user's own is imported. Raises TaskError."""
+    """Return the class of the task ``name``; a user's own task is imported. Raises TaskError if the import fails."""
     if ":" not in name:
         return _OWN[name]
     return factories.find(name, "train.task", "a task", example="my_tasks:Autoencoding", error=TaskError)

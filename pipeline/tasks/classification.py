@@ -28,11 +28,11 @@ class Classification(Task):
         return F.cross_entropy(outputs, targets, label_smoothing=self.train.label_smoothing)
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropies without label smoothing."""
+        """Return the sum of the samples' cross-entropies, without label smoothing."""
         return F.cross_entropy(outputs, targets, reduction="none").double().sum()
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Whether the largest logit is the label's."""
+        """Return whether the label has the largest logit, [b]."""
         return outputs.argmax(1) == targets
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
@@ -46,17 +46,20 @@ class Classification(Task):
 
 
 def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(taught / T) || softmax(logits / T)), the mean over rows [..., classes], at the temperature T.
+    """Return T^2 KL(softmax(taught / T) || softmax(logits / T)), the mean over rows [..., classes]; T: temperature.
 
-    T^2 keeps the gradients' size, which falls as 1 / T^2. Source: Hinton et al., "Distilling the Knowledge in a Neural
-    Network", 2015, section 2.
+    The factor T^2 compensates the gradients, which shrink as 1 / T^2. Source: Hinton et al., "Distilling the Knowledge
+    in a Neural Network", 2015, section 2.
     """
     ours, theirs = ((each.float() / temperature).flatten(0, -2).log_softmax(-1) for each in (logits, taught))
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
 
 def near_ties(logits: Tensor, nearness: float) -> int:
-    """Number of rows [..., classes] whose two largest logits differ by at most ``nearness`` times the largest."""
+    """Return the number of rows [..., classes] whose two largest logits nearly tie.
+
+    Two logits nearly tie if they differ by at most ``nearness`` times the row's largest absolute logit.
+    """
     if logits.shape[-1] < 2:
         return 0
     first, second = logits.topk(2).values.unbind(-1)

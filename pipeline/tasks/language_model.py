@@ -17,7 +17,7 @@ from pipeline.tasks.classification import divergence, near_ties
 
 
 class LanguageModel(Task):
-    """Cross-entropy and accuracy of the next token. A sample is a window of tokens; its score is their mean."""
+    """Cross-entropy and accuracy of the next token. A sample is a window; its score is the mean over its tokens."""
 
     arrays = ("inputs",)
     unit = "tokens"
@@ -62,12 +62,12 @@ class LanguageModel(Task):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self.train.label_smoothing)
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropies without label smoothing, each window's the mean over its tokens."""
+        """Return the sum of the windows' cross-entropies (means over the tokens), without label smoothing."""
         each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
         return each.view_as(targets).double().mean(1).sum()
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Share of a window's tokens whose largest logit is the next token's."""
+        """Return the share of a window's tokens for which the next token has the largest logit, [b]."""
         return (outputs.argmax(-1) == targets).double().mean(1)
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:

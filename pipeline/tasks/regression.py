@@ -1,4 +1,4 @@
-"""Regression: numbers to predict, standardised with the mean and standard deviation of the training targets."""
+"""Regression: predicts numbers, standardised with the mean and standard deviation of the training targets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipeline.tasks.base import Task, TaskError
 
 
 class Regression(Task):
-    """Mean squared error, and the share of samples whose every output is near its target.
+    """Mean squared error, and the share of samples whose outputs are all near their targets.
 
-    Errors are in standard deviations of the training targets. ``train.task_options``: ``tolerance``, the largest error
-    that counts as near (0.5 by default).
+    Errors are in standard deviations of the training targets. The option ``tolerance`` of ``train.task_options`` is the
+    largest error that counts as near (0.5 by default).
     """
 
     directions: ClassVar = {"explained_variance_fraction": "higher is better"}
@@ -65,21 +65,22 @@ class Regression(Task):
         return (outputs - targets).double().square().mean(1).sum()
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Whether a sample's outputs are all within the tolerance."""
+        """Return whether all errors of a sample are within the tolerance, [b]."""
         return ((outputs - targets).abs() <= self.tolerance).all(1)
 
     def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:
-        """Number of samples whose score may change if outputs change by ``nearness`` times the sample's largest."""
+        """Return the number of samples with an error that is nearly equal to the tolerance."""
         beyond = (outputs - targets).abs() - self.tolerance
         return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
 
     def findings(self, test_loss: float) -> dict[str, float]:
-        """The share of the training targets' variance that is explained."""
+        """Return one minus the mean squared error, which is in units of the training targets' variance."""
         return {"explained_variance_fraction": 1.0 - test_loss}
 
 
 class Standardised(nn.Module):
-    """(x - mean) / std of the training targets, or x * std + mean if ``inverse``, for x [b, outputs]."""
+    """Maps x [b, outputs] to (x - mean) / std, or to x * std + mean if ``inverse``, with the training targets' mean and
+    standard deviation."""
 
     mean: Tensor
     std: Tensor

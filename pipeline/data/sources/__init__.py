@@ -1,7 +1,7 @@
-"""Stage ``fetch``: bring the raw files, and keep only those whose content is right.
+"""Stage ``fetch``: gets the raw files, and keeps only files whose content is right.
 
-A file gets its final name only after the SHA-256 of its uncompressed content was checked, so it does not matter which
-source it came from.
+A file gets its final name only after the SHA-256 of its uncompressed content was checked, so even an untrusted source
+is safe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipeline.params import Fetch
 def fetch(config: Fetch, directory: Path) -> None:
     """Fill ``directory/<dataset>/`` with verified raw files.
 
-    Interrupted transfers stay in ``<directory>.partial`` until the next run continues them; afterwards it is deleted.
-    The user's own files (``image_folder``, ``text_folder``, ``arrays``) are not copied: ``fetch`` writes a listing of
-    paths, sizes and SHA-256, and ``prepare`` refuses files that differ from it. DVC does not look into the user's
-    directory, so run ``dvc repro --force fetch`` after a change of the files.
+    Interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes the
+    directory once all files are complete. The user's own files (``image_folder``, ``text_folder``, ``arrays``) are not
+    copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files that differ from the
+    listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after a change of the files.
 
-    Raises DataError, naming every source and why it failed, if no source has a file.
+    Raises DataError if no source has a file. The message names every source and the reason why it failed.
     """
     target = directory / config.dataset
     target.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pipeline.data.sources.store import RawFile
 
 @dataclass(frozen=True)
 class Listing:
-    """A data set's files, and its sources, best first."""
+    """A data set's files, and its sources in the order in which they are tried."""
 
     files: tuple[RawFile, ...]
     sources: tuple[Source, ...]

@@ -44,7 +44,7 @@ def describe_synthetic(asked: Synthetic, target: Path) -> None:
 
 
 def list_images(config: Fetch, target: Path) -> None:
-    """Write the listing of the user's images: SPLIT/CLASS/... path, size and SHA-256, in sorted order.
+    """Write the listing of the user's images, sorted by path: SPLIT/CLASS/... path, size and SHA-256.
 
     Raises DataError as ``images_of`` does, and for an image that cannot be read.
     """
@@ -55,8 +55,8 @@ def list_images(config: Fetch, target: Path) -> None:
 def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 
-    Raises DataError for a folder without images, for an image that is larger than ``LIMIT_BYTES``, and for a class name
-    that is not one line of printable UTF-8, because reports and MLflow show it.
+    Raises DataError for a folder without images, and for an image that is larger than ``LIMIT_BYTES``. Reports and
+    MLflow show class names, so a class name that is not one line of printable UTF-8 raises DataError too.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -86,7 +86,7 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
 
 
 def parent_instead(root: Path) -> str:
-    """A hint if ``root`` is one of the splits, or holds the classes; empty if neither."""
+    """Return a hint if ``root`` is the folder of a split, or directly contains the folders of the classes; else ""."""
     if (root.parent / "train").is_dir():
         return f" Did you mean {str(root.parent)!r}?"
     folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
@@ -94,9 +94,10 @@ def parent_instead(root: Path) -> str:
 
 
 def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:
-    """Write a listing of ``paths``, which are relative to ``root`` and stay there: path, size and SHA-256 of each.
+    """Write path, size and SHA-256 of each of ``paths`` to a listing in ``target``. Paths are relative to ``root``.
 
-    Raises DataError, naming ``key``, if one cannot be read, and OSError if this user has no right or the disk no room.
+    Raises DataError, naming ``key``, if a file cannot be read. Raises OSError if the disk is full or permission is
+    denied.
     """
     partial = target / f"{LISTING}.partial"
     try:

@@ -33,7 +33,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar archive, of which only the wanted regular files are ever read."""
+    """A tar archive from which only the wanted regular files are read."""
 
     name: str
     folder: str
@@ -43,7 +43,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Mirror:
-    """A directory of the user's: plain files, gzipped files, or the official archive."""
+    """The user's directory with plain files, gzipped files, or the official archive."""
 
     path: Path
     archive: Archive | None = None
@@ -92,13 +92,13 @@ class GzippedFiles:
                 with gzip.open(path) as content:
                     store.place(content, file)
 
-            # gzip never makes data larger by more than a few bytes a block
+            # gzip adds at most a few bytes per block
             store.download(f"{self.url}/{file.name}.gz", file.limit_bytes + CHUNK_BYTES, use)
 
 
 @dataclass(frozen=True)
 class WebArchive:
-    """One archive on the web with all files."""
+    """An archive on the web that contains all files."""
 
     url: str
     archive: Archive
@@ -117,10 +117,10 @@ class WebArchive:
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package of Debian and Ubuntu, taken through apt without root; nothing is installed.
+    """A package of Debian and Ubuntu, downloaded with apt without root rights; nothing is installed.
 
-    apt checks the package's signature chain. Package lists that are missing or out of date are fetched into a private
-    directory, so the system's lists are neither needed nor touched.
+    apt verifies the package's signature chain. If the system's package lists are missing or out of date, fresh lists
+    are downloaded into a private directory. The system's lists never change.
     """
 
     package: str
@@ -151,7 +151,7 @@ class DebianPackage:
             f"Acquire::Retries={store.attempts - 1}",
             f"Acquire::http::Timeout={math.ceil(store.timeout_seconds)}",
             f"Acquire::https::Timeout={math.ceil(store.timeout_seconds)}",
-            "APT::Sandbox::User=root",  # as root, apt would hand the work to a user who cannot write here
+            "APT::Sandbox::User=root",  # as root, apt would by default download as a user who cannot write here
         ]
         private = [f"Dir::State::Lists={scratch}/lists", f"Dir::Cache={scratch}/cache"]
         for folder in ("lists/partial", "cache/archives/partial"):
@@ -160,7 +160,7 @@ class DebianPackage:
         failed = _apt_get(["download", self.package], options, scratch)
         if failed:
             say(f"{self.label}: {failed}; trying again with private, fresh package lists")
-            # A failed update may still have fetched the right list: go on to the download.
+            # A failed update may still have fetched the right list, so the download is tried anyway.
             update_failed = _apt_get(["update"], options + private, scratch)
             failed = _apt_get(["download", self.package], options + private, scratch)
             if failed:
@@ -174,7 +174,7 @@ def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
 
 
 def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:
-    """Place ``files`` from the archive at ``path``. Raises SourceError if its SHA-256 is wrong, before opening it."""
+    """Place ``files`` from the archive at ``path``. Raises SourceError before unpacking if its SHA-256 is wrong."""
     found = file_sha256(path)
     if found != archive.sha256:
         raise SourceError(f"{archive.name}: wrong content (SHA-256 {found}, not {archive.sha256})")
@@ -183,10 +183,10 @@ def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store
 
 
 def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFile], store: Store) -> None:
-    """Place ``files`` from a tar stream in which they are called ``folder/NAME<suffix>``.
+    """Place ``files`` from a tar stream in which each file is called ``folder/NAME<suffix>``.
 
-    Only regular members of exactly these names are read, and only through ``Store.place``: no member's name, link or
-    device ever reaches the file system.
+    Only regular members with exactly these names are read, and only ``Store.place`` writes their content. So no other
+    name, link or device of the archive reaches the file system.
     """
     wanted = {f"{folder}/{file.name}{suffix}": file for file in files}
     try:
@@ -205,7 +205,7 @@ def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFil
 
 
 def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
-    """Run apt-get in ``directory``, and show its progress. Returns why it failed, else an empty string."""
+    """Run apt-get in ``directory``, and show its progress. Returns the reason of a failure, or an empty string."""
     log = directory / "apt-get.log"
     reports, apt_reports = os.pipe()
     options = [*options, f"APT::Status-Fd={apt_reports}"]
@@ -221,7 +221,7 @@ def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
         )
         os.close(apt_reports)
         with process, progress(f"apt-get {command[0]}", 100, "%") as bar:
-            for line in lines:  # dlstatus:FILE:PERCENT OF ALL:WORDS, until apt-get ends
+            for line in lines:  # a line reads dlstatus:FILE:PERCENT OF ALL:WORDS
                 if report := re.match(r"dlstatus:\d+:(\d+)", line):
                     bar.update(int(report[1]) - bar.n)
     if process.returncode == 0:

@@ -1,4 +1,4 @@
-"""Downloads and stores raw files: a file gets its final name only after its content was checked."""
+"""Downloads and stores raw files. A file gets its final name only after its content was checked."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from pipeline.errors import printable
 CHUNK_BYTES = 1 << 20
 
 PAUSE_SECONDS = 1.0
-"""Pause before the second attempt; doubled before each further one."""
+"""Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection: a reachable server accepts sooner, and a missing network should not cost minutes."""
+"""Longest wait for a connection. A reachable server accepts sooner, and a missing network must not cost minutes."""
 
 
 MOST_REDIRECTS = 10
 
 LEAST_BYTES_PER_SECOND = 1000
-"""After ``timeout_seconds``, a transfer with a lower mean rate fails, such as one byte now and then."""
+"""Lowest mean rate of a transfer, not counting its first ``timeout_seconds``. A slower transfer fails."""
 
 
 class SourceError(Exception):
-    """Why a source failed to deliver; the next source is tried."""
+    """A source failed to deliver, so the next source is tried. The message is the reason."""
 
 
 class InterruptedTransfer(Exception):
-    """Why a transfer failed that may succeed on another attempt."""
+    """A transfer failed, but may succeed on another attempt. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Store:
 
     directory: Path
     partials: Path
-    """Unfinished transfers. Outside ``directory``: DVC empties a stage's output before it runs the stage again."""
+    """Directory of unfinished transfers, outside ``directory`` because DVC empties a stage's output before each run."""
     timeout_seconds: float
     attempts: int
 
@@ -80,7 +80,10 @@ class Store:
         return absent
 
     def place(self, content: Readable, file: RawFile) -> None:
-        """Write ``content`` under the file's final name if it is right, else raise SourceError and leave nothing."""
+        """Write ``content`` under the file's final name.
+
+        Raises SourceError, and leaves no file, if the content is wrong.
+        """
         partial = self.directory / f"{file.name}.partial"
         digest, count = hashlib.sha256(), 0
         try:
@@ -105,7 +108,7 @@ class Store:
         """Download ``url`` and hand the finished file to ``use``, which raises SourceError if the content is wrong.
 
         Continues an earlier, interrupted transfer. If the joined parts are wrong, the file on the server may have
-        changed in between, so it is downloaded once more from the start.
+        changed between the transfers, so the file is downloaded once more from the start.
         """
         name = url.rsplit("/", 1)[-1]
         path = self.partials / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{name}.partial"
@@ -133,7 +136,7 @@ class Store:
                 if attempt == self.attempts:
                     raise SourceError(f"{error} (after {attempt} attempt{'s' if attempt > 1 else ''})") from None
                 pause = PAUSE_SECONDS * 2 ** (attempt - 1)
-                if path.exists():  # if nothing arrived yet, no message: the next source may work
+                if path.exists():  # no message if nothing arrived yet, because the next source may work
                     say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
                 time.sleep(pause)
         raise AssertionError("unreachable: attempts is at least 1")
@@ -149,7 +152,7 @@ class Store:
                 if total is not None and total > limit_bytes:
                     path.unlink(missing_ok=True)
                     raise SourceError(f"the server announces {total:,} bytes; at most {limit_bytes:,} are expected")
-                if response.status_code == 416:  # the earlier transfer was complete
+                if response.status_code == 416:  # an earlier transfer has fetched the whole file
                     return
                 have = have if response.status_code == 206 else 0
                 with (
@@ -194,7 +197,7 @@ class Store:
 
 
 class _Session(requests.Session):
-    """Follows no redirect: requests would read its body first, however long that is."""
+    """Follows no redirect, because requests would first read the redirect's body, which may have any length."""
 
     def get_redirect_target(self, resp: requests.Response) -> None:  # noqa: ARG002
         return None
@@ -219,7 +222,7 @@ def say(line: str) -> None:
 
 
 def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """Return a progress bar, which is shown only on a terminal."""
     return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
 
 
@@ -228,7 +231,7 @@ def path_name(url: str) -> str:
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
-    """Return the reason of a failed connection, for a person."""
+    """Return the reason of a failed connection in words for the user."""
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {min(CONNECT_SECONDS, timeout_seconds):g} s"
     if isinstance(error, requests.ReadTimeout | urllib3.exceptions.ReadTimeoutError):
