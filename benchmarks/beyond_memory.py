@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -136,8 +135,7 @@ def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "
     if what == "prepare":
         sources.fetch(config.fetch, Path(folder, "raw"))
         packing.prepare(config, Path(folder, "raw"), Path(folder, "prepared"))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        print(json.dumps({"prepare_seconds": time.perf_counter() - started, "prepare_peak_bytes": peak}))
+        print(json.dumps({"prepare_seconds": time.perf_counter() - started}))
         return
     plan = plans.plan(config, "baseline", environment.machine())
     with assembled(plan, Path(folder, "prepared")) as assembly, assembly.training(seed=0) as run:
