@@ -118,10 +118,10 @@ def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "
     if group:
         Path(group).write_text(str(os.getpid()), encoding="ascii")
     count, steps = 3 * int(limit) // SAMPLE_BYTES, _steps(int(limit))
-    asked = {"train": count, "test": 100, "shape": list(SHAPE), "classes": 10}
+    requested = {"train": count, "test": 100, "shape": list(SHAPE), "classes": 10}
     config = params.parse(
         {
-            "fetch": {"dataset": "synthetic", "synthetic": asked},
+            "fetch": {"dataset": "synthetic", "synthetic": requested},
             "train": {
                 "model": "benchmarks.beyond_memory:pooled",
                 "model_options": {"pool": int(pool)},

@@ -103,8 +103,8 @@ def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Ite
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
     for path in sorted(sets):
-        for name, asked in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-            alone = config.model_copy(update={"variants": {name: Variant.model_validate(asked)}})
+        for name, requested in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+            alone = config.model_copy(update={"variants": {name: Variant.model_validate(requested)}})
             try:
                 applied = plans.plan(alone, name, machine).applied
             except ConfigError:  # the variant cannot run here
@@ -113,7 +113,7 @@ def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Ite
             kinds = {(key, value if key in KINDS[:2] else None) for key, value in values_of_it.items()}
             if kinds - seen:
                 seen |= kinds
-                chosen[name] = asked
+                chosen[name] = requested
     return chosen
 
 

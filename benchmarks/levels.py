@@ -124,9 +124,9 @@ def main() -> None:
         parser.add_argument(f"--{level}", type=int, default=default)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     parser.add_argument("--keep", action="store_true", help="processes rest instead of being opened anew")
-    asked = parser.parse_args()
-    figure = nested(asked.servers, asked.processes, asked.turns, keep=asked.keep)
-    path, _ = machines.keep(asked.figures, "levels-", "levels", asked.name, figure)
+    requested = parser.parse_args()
+    figure = nested(requested.servers, requested.processes, requested.turns, keep=requested.keep)
+    path, _ = machines.keep(requested.figures, "levels-", "levels", requested.name, figure)
     for name, each in figure["ratios"].items():
         shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
         print(f"{name:20} {each['throughput']:.3f}  {shown}")

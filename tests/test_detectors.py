@@ -578,7 +578,7 @@ def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_too_few_steps_are_refused(measured: list[int], words: list[str]) -> None:
-    rejections = of_steps(measured, asked=20, warmup=7)
+    rejections = of_steps(measured, requested=20, warmup=7)
     assert len(rejections) == len(words)
     assert all(rejection.reason.startswith(start) for rejection, start in zip(rejections, words, strict=True))
 

@@ -35,7 +35,7 @@ from pipeline.tools.verification.claims import (
     evaluated,
     tensor_difference,
 )
-from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
+from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
 from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, miniature, observe
 from pipeline.training import evaluation
 from tests.nets import assembly_of, batch, conv_net, task_of
@@ -516,7 +516,7 @@ def test_differing_values_are_counted_by_their_bits(tmp_path: Path) -> None:
         ({"norm": True, "dropout": True}, Nature(True, False)),
     ],
 )
-def test_a_model_s_nature_is_seen_and_it_can_be_kept_still(parts: dict[str, bool], expected: Nature) -> None:
+def test_a_model_s_nature_is_seen_and_it_can_be_made_per_sample(parts: dict[str, bool], expected: Nature) -> None:
     images, _ = batch()
     model = conv_net(**parts)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -524,8 +524,8 @@ def test_a_model_s_nature_is_seen_and_it_can_be_kept_still(parts: dict[str, bool
     assert nature(model, images) == expected
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    kept = keep_still(model, statistics(copy.deepcopy(model), [images]))
-    assert nature(kept, images).still
+    kept = make_per_sample(model, statistics(copy.deepcopy(model), [images]))
+    assert nature(kept, images).per_sample
     assert list(kept.state_dict()) == list(state)
     assert torch.equal(random, torch.get_rng_state())
 
@@ -538,9 +538,9 @@ def test_the_statistics_of_batches_are_the_mean_of_theirs() -> None:
             torch.testing.assert_close(value, (each[0][name] + each[1][name]) / 2)
 
 
-def test_a_norm_that_is_kept_still_starts_with_the_batch_s_statistics() -> None:
+def test_a_norm_that_is_made_per_sample_starts_with_the_batch_s_statistics() -> None:
     images, _ = batch()
-    plain, kept = conv_net(norm=True), keep_still(conv_net(norm=True), statistics(conv_net(norm=True), [images]))
+    plain, kept = conv_net(norm=True), make_per_sample(conv_net(norm=True), statistics(conv_net(norm=True), [images]))
     torch.testing.assert_close(kept.train()(images), plain.train()(images), rtol=1e-2, atol=1e-2)  # n / (n - 1)
     kept(images).sum().backward()
     assert kept.get_parameter("0.1.weight").grad is not None
@@ -561,8 +561,8 @@ class _Attention(nn.Module):
 def test_dropout_inside_attention_is_switched_off_and_no_other_number() -> None:
     images, _ = batch()
     model = _Attention()
-    assert nature(model, images).draws
-    assert nature(keep_still(model, {}), images).still
+    assert nature(model, images).stochastic
+    assert nature(make_per_sample(model, {}), images).per_sample
     assert model.exponent == 3.0
 
 
@@ -605,7 +605,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
     assert "3 of 3 claims" in shown.err
     answer = json.loads(shown.out)
     assert answer["holds"] is True
-    assert (answer["steps"], answer["mixes"], answer["draws"]) == (20, True, False)
+    assert (answer["steps"], answer["batch_dependent"], answer["stochastic"]) == (20, True, False)
     assert [claim["bound"] for claim in answer["claims"]] == [0, 0, 0]
 
     assert cli.main(["verify"]) == 1

@@ -198,28 +198,29 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="for each job (default: 30)")
     parser.add_argument("--why", metavar="PEER: REASON", help="why a peer wins the job")
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
-    asked = parser.parse_args()
-    if asked.why:
-        content = kept(asked.figures)
-        if "why" not in content["peers"].get(asked.job, {}):
+    arguments = parser.parse_args()
+    if arguments.why:
+        content = kept(arguments.figures)
+        if "why" not in content["peers"].get(arguments.job, {}):
             parser.error(
-                f"--why needs a --job that was measured here, not {asked.job}; {file_of(asked.figures)} has them."
+                f"--why needs a --job that was measured here, not {arguments.job}; "
+                f"{file_of(arguments.figures)} has them."
             )
-        peer, _, reason = asked.why.partition(": ")
-        content["peers"][asked.job]["why"][peer] = reason
-        files.write_text(file_of(asked.figures), json.dumps(content, indent=1) + "\n")
+        peer, _, reason = arguments.why.partition(": ")
+        content["peers"][arguments.job]["why"][peer] = reason
+        files.write_text(file_of(arguments.figures), json.dumps(content, indent=1) + "\n")
     else:
         try:
             from benchmarks.peers import agreement
         except ModuleNotFoundError as error:
             parser.error(f"{error.name} is not installed here; `make peers` installs what this needs, and runs it.")
-        for name in [asked.job] if asked.job else [*JOBS, AGREEMENT]:
+        for name in [arguments.job] if arguments.job else [*JOBS, AGREEMENT]:
             if name == AGREEMENT:
-                machines.keep(asked.figures, "peers-", "peers", name, agreement.measured())
+                machines.keep(arguments.figures, "peers-", "peers", name, agreement.measured())
             else:
-                measure(name, asked.minutes, asked.figures)
-    page = table.page(kept(asked.figures))
-    files.write_text(file_of(asked.figures).with_suffix(".md"), page)
+                measure(name, arguments.minutes, arguments.figures)
+    page = table.page(kept(arguments.figures))
+    files.write_text(file_of(arguments.figures).with_suffix(".md"), page)
     print(page)
 
 

@@ -53,7 +53,7 @@ class Job:
     std: tuple[float, ...] = (0.3530,)
 
     @classmethod
-    def asked(cls) -> Job:
+    def requested(cls) -> Job:
         """The job on the command line."""
         return cls(**json.loads(sys.argv[1]))
 

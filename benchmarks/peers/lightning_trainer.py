@@ -50,4 +50,4 @@ def main(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Job.asked())
+    main(Job.requested())

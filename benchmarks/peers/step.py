@@ -44,4 +44,4 @@ def ours(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    {"barest": barest, "ours": ours}[Job.asked().variation](Job.asked())
+    {"barest": barest, "ours": ours}[Job.requested().variation](Job.requested())

@@ -30,4 +30,4 @@ def correct(model: nn.Module, batches: Any, device: torch.device) -> Tensor:
 
 
 if __name__ == "__main__":
-    Job.asked().run(train_epoch, correct)
+    Job.requested().run(train_epoch, correct)

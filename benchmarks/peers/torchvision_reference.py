@@ -47,4 +47,4 @@ def train_one_epoch(
 
 
 if __name__ == "__main__":
-    Job.asked().run(train_one_epoch, correct)
+    Job.requested().run(train_one_epoch, correct)

@@ -199,15 +199,15 @@ def _read_cifar10_batch(path: Path) -> Labelled:
 
 def _decode_synthetic(config: Config, path: Path) -> Decoded:
     try:
-        asked = Synthetic.model_validate_json(_read(path))
+        requested = Synthetic.model_validate_json(_read(path))
     except ValidationError as error:
         raise DataError(f"{path} is not what fetch wrote ({first_line(error)}): {AGAIN}") from None
     kept = config.prepare
     return Decoded(
-        classes=tuple(map(str, range(asked.classes))) if asked.targets == "labels" else (),
-        vocabulary=asked.classes if asked.targets == "tokens" else None,
-        train=synthetic.chunks(asked, "train", min(asked.train, kept.train_limit or asked.train)),
-        test=synthetic.chunks(asked, "test", min(asked.test, kept.test_limit or asked.test)),
+        classes=tuple(map(str, range(requested.classes))) if requested.targets == "labels" else (),
+        vocabulary=requested.classes if requested.targets == "tokens" else None,
+        train=synthetic.chunks(requested, "train", min(requested.train, kept.train_limit or requested.train)),
+        test=synthetic.chunks(requested, "test", min(requested.test, kept.test_limit or requested.test)),
     )
 
 

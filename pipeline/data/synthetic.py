@@ -25,35 +25,35 @@ _WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
 """Bytes of memory per input value while the value is generated."""
 
 
-def chunks(asked: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
+def chunks(requested: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
     """Yield the first ``count`` samples of a split in chunks: inputs [n, *shape], and targets except for tokens.
 
     Targets are labels [n], which repeat the sequence of all classes, or floats [n, classes] from 0 to 1. Each token is
-    one or two more than the token before, modulo ``classes``. A sample depends on ``asked``, ``split`` and its index,
-    not on ``count``.
+    one or two more than the token before, modulo ``classes``. A sample depends on ``requested``, ``split`` and its
+    index, not on ``count``.
     """
-    tile = (asked.shape[0], *(min(TILE, size) for size in asked.shape[1:]))
-    tiles = _bytes(asked.seed, "textures", 0, asked.classes, tile)
-    length = max(1, CHUNK_BYTES // (math.prod(asked.shape) * _WORK_BYTES[asked.targets]))
+    tile = (requested.shape[0], *(min(TILE, size) for size in requested.shape[1:]))
+    tiles = _bytes(requested.seed, "textures", 0, requested.classes, tile)
+    length = max(1, CHUNK_BYTES // (math.prod(requested.shape) * _WORK_BYTES[requested.targets]))
     for start in range(0, count, length):
         indices = np.arange(start, min(start + length, count))
-        noise = _bytes(asked.seed, split, start, len(indices), tuple(asked.shape))
-        if asked.targets == "tokens":
+        noise = _bytes(requested.seed, split, start, len(indices), tuple(requested.shape))
+        if requested.targets == "tokens":
             steps = (noise & 1) + np.ones(1, np.int64)
             steps[:, 0] += noise[:, 0]
-            yield ((steps.cumsum(1) % asked.classes).astype(np.uint16),)
+            yield ((steps.cumsum(1) % requested.classes).astype(np.uint16),)
             continue
-        targets: npt.NDArray[Any] = indices % asked.classes
-        if asked.targets == "labels":
+        targets: npt.NDArray[Any] = indices % requested.classes
+        if requested.targets == "labels":
             textures = tiles[targets]
         else:
-            levels = _bytes(asked.seed, f"{split} targets", start, len(indices), (asked.classes,))
+            levels = _bytes(requested.seed, f"{split} targets", start, len(indices), (requested.classes,))
             mixed = np.tensordot(levels.astype(np.int64), tiles.astype(np.int64), 1)
-            textures, targets = (mixed // (255 * asked.classes)).astype(np.uint8), levels / np.float32(255)
-        for axis, size in enumerate(asked.shape[1:], start=2):
+            textures, targets = (mixed // (255 * requested.classes)).astype(np.uint8), levels / np.float32(255)
+        for axis, size in enumerate(requested.shape[1:], start=2):
             textures = textures.take(np.arange(size) % TILE, axis)
         inputs = (textures >> 1) + (noise >> 1)
-        yield inputs / np.float32(255) if asked.dtype == "float32" else inputs, targets
+        yield inputs / np.float32(255) if requested.dtype == "float32" else inputs, targets
 
 
 def _bytes(seed: int, stream: str, start: int, count: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:

@@ -91,12 +91,12 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     }
     if shown:  # without a GPU these libraries may be installed, but are not used
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
-    asked = relied_on or {}
-    optional = {name for users in asked.values() for names in users.values() for name in names}
+    requested = relied_on or {}
+    optional = {name for users in requested.values() for names in users.values() for name in names}
     versions = {name: software.version_of_optional(name) for name in optional}
     of_users = {
         section: {user: {name: versions[name] for name in sorted(names)} for user, names in users.items()}
-        for section, users in asked.items()
+        for section, users in requested.items()
     }
     return {"hash": _sha256(content), **content, "relied_on": of_users}
 

@@ -328,18 +328,18 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
     rows = [([row.variant], row) for row in judged.variants]
     if judged.together:
         rows.append(([row.variant for row in judged.variants], judged.together))
-    asked: list[str] = []
+    requested: list[str] = []
     for names, row in rows:
         columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
         moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
-        asked_already = bool(asked) and row is judged.together  # about a variant, which is nearer to the cause
+        asked_already = bool(requested) and row is judged.together  # about a variant, which is nearer to the cause
         if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
-            asked.append(
+            requested.append(
                 f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
                 "it runs are the same on both sides. Find the cause before you believe it: gate again, and look at "
                 "what no digest covers, such as files that the code reads."
             )
-    return asked
+    return requested
 
 
 def differing(base: Any, head: Any, path: str) -> list[str]:

@@ -75,11 +75,11 @@ def pins(lock: Path) -> list[Requirement]:
 
 def _installed(lock: Path, other: Path) -> bool:
     """True if this Python has all packages of ``lock``, and none that only ``other`` has."""
-    asked = {each.name: each.specifier for each in pins(lock)}
-    strange = [each.name for each in pins(other) if each.name not in asked]
+    requested = {each.name: each.specifier for each in pins(lock)}
+    strange = [each.name for each in pins(other) if each.name not in requested]
     return all(
         version is not None and specifier.contains(version, prereleases=True)
-        for version, specifier in ((_version(name), each) for name, each in asked.items())
+        for version, specifier in ((_version(name), each) for name, each in requested.items())
     ) and not any(map(_version, strange))
 
 
@@ -103,8 +103,8 @@ def _made(lock: Path) -> Path:
         install, build = [*pip, "install", "--require-hashes"], lock.with_name(BUILD_LOCK)
         if build.is_file():  # older commits have none
             install += ["--no-build-isolation"]
-        asked = [[*install, "--requirement", str(each)] for each in (build, lock) if each.is_file()]
-        for command in (making, *asked):
+        requested = [[*install, "--requirement", str(each)] for each in (build, lock) if each.is_file()]
+        for command in (making, *requested):
             if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise GateError(f"{lock} cannot be installed; the output of pip is above.")

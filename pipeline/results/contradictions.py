@@ -37,11 +37,11 @@ def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
 
 def _of_run(run: Run, result: Result, train: Train) -> list[str]:
     found = run.problems(result.batch_size)
-    asked = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
-    if run.steps != asked:
-        found.append(f"{run.steps} steps, but the job has {asked}")
+    requested = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
+    if run.steps != requested:
+        found.append(f"{run.steps} steps, but the job has {requested}")
     # Each process that resumed the run warmed up again.
-    fewest, most = (max(0, asked - train.warmup_steps * times) for times in (1 + run.resumes, 1))
+    fewest, most = (max(0, requested - train.warmup_steps * times) for times in (1 + run.resumes, 1))
     if not fewest <= run.measured_steps <= most:
         found.append(f"{run.measured_steps} of {run.steps} steps measured, but {fewest} to {most} follow the warm-up")
     if run.test_count != result.dataset.test_count:

@@ -89,8 +89,8 @@ def read(path: Path, config: Config) -> Result:
         said = Variant().model_dump(mode="json") | said
     then = {"train": result.config.get("train"), "variants": {variant: said}}
     problems = [
-        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(asked)} in params.yaml"
-        for path, found, asked in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
+        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(requested)} in params.yaml"
+        for path, found, requested in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
         if path.removeprefix("train.") not in Train.OF_RESUMING  # a change of these keys causes no new training
     ]
     if result.variant != variant:
@@ -129,13 +129,13 @@ def train_again(variant: str, stage: str = "train") -> str:
     return f"`dvc repro --single-item --force {stage}@{variant}`"
 
 
-def differing(found: Any, asked: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted path of each value that differs from ``asked``, and both values."""
-    if isinstance(found, Mapping) and isinstance(asked, Mapping):
-        for key in dict.fromkeys([*asked, *found]):
-            yield from differing(found.get(key), asked.get(key), f"{path}.{key}" if path else key)
-    elif found != asked:
-        yield path, found, asked
+def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted path of each value that differs from ``requested``, and both values."""
+    if isinstance(found, Mapping) and isinstance(requested, Mapping):
+        for key in dict.fromkeys([*requested, *found]):
+            yield from differing(found.get(key), requested.get(key), f"{path}.{key}" if path else key)
+    elif found != requested:
+        yield path, found, requested
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:

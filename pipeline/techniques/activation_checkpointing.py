@@ -62,8 +62,8 @@ class ActivationCheckpointing(Technique):
     @property
     def where(self) -> str:
         """The beginning of a ConfigError."""
-        asked = self.plan.applied.activation_checkpointing
-        return f"variants.{self.plan.name}.activation_checkpointing: found {str(asked).lower()}"
+        requested = self.plan.applied.activation_checkpointing
+        return f"variants.{self.plan.name}.activation_checkpointing: found {str(requested).lower()}"
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
         """Return the blocks to checkpoint, out of the blocks ``found``."""

@@ -25,8 +25,8 @@ class ExpandableSegments(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        _tell_cuda_allocator(",".join(filter(None, [asked, "expandable_segments:True"])))
+        requested = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        _tell_cuda_allocator(",".join(filter(None, [requested, "expandable_segments:True"])))
 
 
 class ReleaseCache(Technique):

@@ -82,10 +82,10 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if "Dockerfile" in kept:
         del whole[".dockerignore"]  # the user's Dockerfile needs the user's .dockerignore
         kept = [name for name in kept if name in whole]
-    asked = {kind: path for kind, path in data.items() if path}
-    if PARAMS_FILE.exists() and (asked or model):
+    requested = {kind: path for kind, path in data.items() if path}
+    if PARAMS_FILE.exists() and (requested or model):
         raise ConfigError(f"init: {PARAMS_FILE} is there; set the data under fetch and train.model in it.")
-    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, asked)}
+    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, requested)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
     wanted |= {name: text for name, text in whole.items() if name not in kept}

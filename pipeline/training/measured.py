@@ -74,7 +74,7 @@ def window_of(
     ranks = world.gather((clock.state(), memory.state(), mine))
     clocks, memories, rejections = zip(*ranks, strict=True)
     steps = [len(each["step_seconds"]) for each in clocks]
-    rejected = of_steps(steps, asked=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
+    rejected = of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
     if (work := training.work()) and work.missing:
         rejected.append(Rejection(f"{work}: its speed is for less work", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])

@@ -30,17 +30,17 @@ def export_digits(target: Path) -> None:
     write_array(target / "labels.npy", digits.target.astype(np.uint8))
 
 
-def describe_synthetic(asked: Synthetic, target: Path) -> None:
+def describe_synthetic(requested: Synthetic, target: Path) -> None:
     """Write the settings by which ``prepare`` generates samples. Raises DataError if the disk has no room for them."""
-    item_bytes = 2 if asked.targets == "tokens" else np.dtype(asked.dtype).itemsize
-    needed = (asked.train + asked.test) * math.prod(asked.shape) * item_bytes
+    item_bytes = 2 if requested.targets == "tokens" else np.dtype(requested.dtype).itemsize
+    needed = (requested.train + requested.test) * math.prod(requested.shape) * item_bytes
     free = shutil.disk_usage(target).free
     if needed > free:
         raise DataError(
-            f"fetch.synthetic: found {asked.train + asked.test:,} samples of shape {asked.shape}, which take "
-            f"{needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
+            f"fetch.synthetic: found {requested.train + requested.test:,} samples of shape {requested.shape}, which "
+            f"take {needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
         )
-    write_text(target / SYNTHETIC_DESCRIPTION, asked.model_dump_json() + "\n")
+    write_text(target / SYNTHETIC_DESCRIPTION, requested.model_dump_json() + "\n")
 
 
 def list_images(config: Fetch, target: Path) -> None:

@@ -65,10 +65,10 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
     ]
 
 
-def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Rejection]:
+def of_steps(measured: Sequence[int], *, requested: int, warmup: int) -> list[Rejection]:
     """Return rejections if ranks measured too few steps, or different numbers of steps.
 
-    ``measured``: the number of measured steps of each rank; ``asked``: how many each rank should measure at least."""
+    ``measured``: the number of measured steps of each rank; ``requested``: how many each should have at least."""
     fewest = min(measured)
     if not fewest:
         return [
@@ -80,8 +80,8 @@ def of_steps(measured: Sequence[int], *, asked: int, warmup: int) -> list[Reject
     found = []
     if len(set(measured)) > 1:
         found.append(Rejection(f"the ranks measured different numbers of steps: {sorted(set(measured))}"))
-    if fewest < asked:
-        found.append(Rejection(f"{fewest} of {asked} steps were measured: the run ended early; raise train.epochs"))
+    if fewest < requested:
+        found.append(Rejection(f"{fewest} of {requested} steps were measured: the run ended early; raise train.epochs"))
     return found
 
 

@@ -47,9 +47,9 @@ def show(
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     dataset = prepared.read(data)
-    asked = {"device": device, "batch_size": batch_size}
+    requested = {"device": device, "batch_size": batch_size}
     values = config.model_dump(mode="json")
-    values["train"] |= {key: value for key, value in asked.items() if value is not None}
+    values["train"] |= {key: value for key, value in requested.items() if value is not None}
     config = parse(values, "predict-memory")
     train = config.train
     task = tasks.of_job(train, dataset)

@@ -47,9 +47,9 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
-    asked, seed = config.infer, plan.train.seeds[0]
+    requested, seed = config.infer, plan.train.seeds[0]
     weights = checkpoints.weights(results.read(results.result_file(name), config), seed)
-    kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *asked.forms))}
+    kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *requested.forms))}
     forms: list[Form] = []
     noise: list[Noise] = []
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]
@@ -67,7 +67,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                 preprocess=task.preprocess,
                 device=world.device,
                 samples=_calibration(task),
-                batch_sizes=sorted({1, *asked.batch_sizes}),
+                batch_sizes=sorted({1, *requested.batch_sizes}),
                 native=_native(device, machine, fingerprint, plan.train),
                 scratch=Path(scratch),
             )
@@ -79,16 +79,16 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                     task,
                     world,
                     label,
-                    rounds=asked.rounds,
-                    seconds=asked.window_seconds,
+                    rounds=requested.rounds,
+                    seconds=requested.window_seconds,
                     max_spread=config.compare.max_spread,
-                    energy=asked.energy,
+                    energy=requested.energy,
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 raise PipelineError(
-                    f"infer.batch_sizes: found {asked.batch_sizes}, for which {label} has too little memory "
+                    f"infer.batch_sizes: found {requested.batch_sizes}, for which {label} has too little memory "
                     f"({first_line(error)}); take smaller ones."
                 ) from error
             forms += here
@@ -97,12 +97,12 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
             threads = torch.get_num_threads()
     found = Inference(
         variant=name,
-        environment=environment.hash_of(fingerprint, "forms", *asked.forms),
-        config={"train": config.train.model_dump(mode="json"), "infer": asked.model_dump(mode="json")},
+        environment=environment.hash_of(fingerprint, "forms", *requested.forms),
+        config={"train": config.train.model_dump(mode="json"), "infer": requested.model_dump(mode="json")},
         dataset=about,
         seed=seed,
         model_sha256=checkpoints.state_sha256(weights),
-        rounds=asked.rounds,
+        rounds=requested.rounds,
         threads=threads,
         forms=tuple(forms),
         noise=tuple(noise),

@@ -53,7 +53,11 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
                 if not as_json:
                     print("\n".join(words.lines(claim, width)), flush=True)
                 print(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr, flush=True)
-        about |= {"steps": verifier.steps, "draws": verifier.nature.draws, "mixes": verifier.nature.mixes}
+        about |= {
+            "steps": verifier.steps,
+            "stochastic": verifier.nature.stochastic,
+            "batch_dependent": verifier.nature.batch_dependent,
+        }
     seconds = time.monotonic() - started
     print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
     return int(not words.hold(claims))

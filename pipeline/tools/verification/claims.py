@@ -20,7 +20,7 @@ from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
-from pipeline.tools.verification.natures import Nature, keep_still, nature, statistics
+from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
 from pipeline.tools.verification.observing import (
     EPOCHS,
     PLAIN_SGD,
@@ -57,7 +57,7 @@ of the root mean square over all tensors."""
 
 Distance = Callable[[Observed, Observed], float]
 
-STILL = "with dropout off and BatchNorm's statistics fixed"
+PER_SAMPLE = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
 _NO_REFERENCE = "the reference, the training without these techniques, fails"
 
@@ -198,12 +198,12 @@ class Verifier:
         self.nature, _ = self._natures_of(config.train)
 
     def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
-        """The nature of the job's model as it is, and of the model kept still."""
+        """The nature of the job's model as it is, and of the model made per-sample."""
         file = self.folder / statistics_file(train)
         if file not in self._natures:
-            as_it_is, kept_still, found = natures_of(replace(self._small, train=train))
+            as_it_is, made_per_sample, found = natures_of(replace(self._small, train=train))
             torch.save(found, file)
-            self._natures[file] = as_it_is, kept_still
+            self._natures[file] = as_it_is, made_per_sample
         return self._natures[file]
 
     def count(self, plan: Plan) -> int:
@@ -253,25 +253,25 @@ class Verifier:
         if expected.plan is None:
             yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
             return
-        as_it_is, kept_still = self._natures_of(plan.train)
-        still = not as_it_is.still
+        as_it_is, made_per_sample = self._natures_of(plan.train)
+        per_sample = not as_it_is.per_sample
         statistical = [each.name for each in entries if each.changes == "statistics"]
         loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
-        if not kept_still.still:
-            loose.append(f"only statistical: the model {said(kept_still)} even then")
+        if not made_per_sample.per_sample:
+            loose.append(f"only statistical: the model {said(made_per_sample)} even then")
         roundoff = max(each.roundoff for each in close)
         against = _Against(
             expected.plan,
             0.0 if loose else roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32,
             max(2, plan.data_processes * plan.micro_batches),
-            "; ".join([STILL] * still + loose),
+            "; ".join([PER_SAMPLE] * per_sample + loose),
         )
         plain = self.config.train.model_copy(update=PLAIN_SGD)
         if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
             note = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
         else:
-            (claim,) = self._compared(plan, against, [Task("step", still)], {gradients: way_difference})
+            (claim,) = self._compared(plan, against, [Task("step", per_sample)], {gradients: way_difference})
             yield claim
             if claim.undecided == UNMEASURABLE:
                 note = "rounding hides a fault already in the gradients of a step"
@@ -281,7 +281,7 @@ class Verifier:
                 )
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
-        runs = [Task("run", still, **changes) for changes in (RUNS[:1] if loose else RUNS)]
+        runs = [Task("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
         distances = {weights: way_difference, losses: loss_difference}
         yield from reversed(self._compared(plan, against, runs, distances))
 
@@ -418,19 +418,19 @@ class Verifier:
 
 
 def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """The natures of the job's model, as it is and kept still, and the statistics that keep it still. Raises
+    """The natures of the job's model, as it is and made per-sample, and the statistics for that. Raises
     ModelError."""
     batches = first_inputs(task, STATISTICS_BATCHES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.train.seeds[0])
         model = task.model()
         as_it_is, found = nature(model, batches[0]), statistics(model, batches)
-        return as_it_is, nature(keep_still(model, found), batches[0]), found
+        return as_it_is, nature(make_per_sample(model, found), batches[0]), found
 
 
 def said(found: Nature) -> str:
     """The nature in words that follow "the model"."""
-    parts = ["draws random numbers"] * found.draws + ["looks at several samples together"] * found.mixes
+    parts = ["draws random numbers"] * found.stochastic + ["looks at several samples together"] * found.batch_dependent
     return " and ".join(parts) or "draws nothing at random and sees each sample by itself"
 
 

@@ -1,7 +1,7 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. To show other differences, the model is kept still: both reasons are
+differs from a single device's by design. To show other differences, the model is made per-sample: both reasons are
 removed.
 """
 
@@ -25,14 +25,14 @@ this, relative to the largest logit. Rounding stays far below."""
 class Nature:
     """The reasons why a model's training depends on the number of processes."""
 
-    draws: bool
+    stochastic: bool
     """The model draws random numbers, as dropout does."""
-    mixes: bool
+    batch_dependent: bool
     """A sample's logits depend on the other samples of the batch, as with BatchNorm. False if random draws hide it."""
 
     @property
-    def still(self) -> bool:
-        return not (self.draws or self.mixes)
+    def per_sample(self) -> bool:
+        return not (self.stochastic or self.batch_dependent)
 
 
 def nature(model: nn.Module, images: torch.Tensor) -> Nature:
@@ -43,9 +43,9 @@ def nature(model: nn.Module, images: torch.Tensor) -> Nature:
         before = torch.get_rng_state()
         whole = tried(images)
         if not torch.equal(before, torch.get_rng_state()):
-            return Nature(draws=True, mixes=False)
+            return Nature(stochastic=True, batch_dependent=False)
         parts = torch.cat([tried(part) for part in images.chunk(2)])
-    return Nature(draws=False, mixes=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
+    return Nature(stochastic=False, batch_dependent=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
 
 
 def quieten(model: nn.Module) -> nn.Module:
@@ -74,7 +74,7 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
 
 
-def keep_still(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Module:
+def make_per_sample(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Module:
     """Switch dropout off and fix BatchNorm to the statistics ``found``, in place, and return the model.
 
     The names in the state dict stay. Modules that draw or mix in other ways do not change; ``nature`` detects them.

@@ -24,7 +24,7 @@ from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
 from pipeline.params import Train
 from pipeline.plans import Plan
-from pipeline.tools.verification.natures import keep_still
+from pipeline.tools.verification.natures import make_per_sample
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
 from pipeline.training.counting import Work
 from pipeline.training.failures import OutOfMemory, is_out_of_memory
@@ -38,7 +38,7 @@ TEST_SAMPLES = 2000
 TRIED_SAMPLES = 32
 """Number of samples on which a model's nature is tried."""
 STATISTICS_BATCHES = 4
-"""Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is kept still."""
+"""Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is made per-sample."""
 TIE = 2.0**-16
 """Two logits that differ by less, relative to the sample's largest logit, can change places by rounding."""
 
@@ -65,8 +65,8 @@ class Task:
     what: Literal["step", "run"]
     """step: a single step of plain SGD at ``RATE``, so that the weights' change is the gradient. run: the job itself,
     its schedule shrunk to the miniature."""
-    still: bool = False
-    """True if the model is kept still; see ``natures``."""
+    per_sample: bool = False
+    """True if the model is made per-sample; see ``natures``."""
     noise: float = 0.0
     """For a single device: the relative error (root mean square) that is put on each initial parameter and each value
     that a layer returns. It imitates rounding, in the forward pass and, through the same products, in the backward
@@ -172,7 +172,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
             }
             torch.save({} if not_finite else moved, seen.way)
         score = training.score
-        if score is None or not_finite or task.still or task.steps:
+        if score is None or not_finite or task.per_sample or task.steps:
             return seen
         alone = _scored_alone(training, after) if training.world.is_main else (0.0, 0, 0)
         correct, count, ties = training.world.broadcast(alone)
@@ -182,16 +182,16 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
 
 
 def statistics_file(train: Train) -> str:
-    """Name of the file with the statistics that keep the job's model still. The file is in the folder of the trainings'
+    """Name of the file with the statistics that make the job's model per-sample. It is in the folder of the trainings'
     files, and all trainings of this model use it."""
     model = json.dumps([train.model, train.model_options], sort_keys=True)
     return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
 
 
 def _change(task: Task, statistics: Path) -> Callable[[nn.Module], nn.Module]:
-    if not task.still:
+    if not task.per_sample:
         return lambda model: model
-    return partial(keep_still, found=torch.load(statistics, weights_only=True))
+    return partial(make_per_sample, found=torch.load(statistics, weights_only=True))
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:
