@@ -445,7 +445,7 @@ def test_what_is_about_to_be_measured_is_said(
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
     assert told.startswith(
-        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; how well ratios will be known is "
+        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; the precision of ratios cannot be "
     )
     monkeypatch.undo()
     time.tzset()
