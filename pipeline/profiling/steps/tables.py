@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.profiling.steps.profile_file import Profile
 
 LARGE_OVERHEAD = 0.3
-"""From this overhead on the profiler distorts its own figures, and the page says so."""
+"""Above this overhead, the profiler distorts its own figures, and the page says so."""
 
 _MEANINGS = {
     "forward": "the forward pass and the loss",
@@ -59,7 +59,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     ]
     lines += [
         "",
-        "Each without the operators that it calls.",
+        "Each time excludes the operators that the operator calls.",
         "",
         "## Beside this page",
         "",
