@@ -22,7 +22,8 @@ def begin() -> Callable[[], Session]:
 
     def session_so_far() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
-        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # in user too
+        # The times of guests are in the user times too.
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
         return Session(
             start_utc=start.isoformat(timespec="seconds"),
             boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,

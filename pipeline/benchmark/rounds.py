@@ -126,8 +126,8 @@ def measure(
                 if rounds and not overdue and began - started > limit:
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
-                    least = f"it needs {fewest} without a rejected sample, or {2 * fewest} in all"
-                    bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
+                    least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
+                    bar.write(f"bench: {over}; the bench goes on until it has {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})

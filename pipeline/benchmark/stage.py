@@ -164,7 +164,7 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-    # The baseline's speed is measured anew: its first look included the start of the server.
+    # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
     return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), *known)
 

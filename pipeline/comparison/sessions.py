@@ -136,7 +136,7 @@ def distinct(benches: Sequence[Bench]) -> list[Bench]:
 
 
 class PooledSession(NamedTuple):
-    """The benches of one session: one boot, pauses below an hour, the baseline measured as in ``compared``."""
+    """The benches of one boot that follow each other within an hour and measured the baseline as ``compared`` did."""
 
     compared: Bench
     """The present bench. Another bench counts for the variants that it measured in the same way."""

@@ -78,8 +78,8 @@ def paired_ratio(
     nominal 95% interval contained the median in 93 to 98% of the trials. With plain percentiles and BCa, the lowest
     share was 92%.
 
-    Fewer pairs than 1 - log2(1 - confidence), that is 6 for 95%, give no bounds: the chance that all pairs lie on one
-    side of the median is too large. Raises ValueError for values that are not pairs of positive numbers.
+    Fewer pairs than 1 - log2(1 - confidence) give no bounds, because the chance that all pairs lie on one side of the
+    median is too large; 95% needs 6 pairs. Raises ValueError for values that are not pairs of positive numbers.
     """
     logs = _log_ratios(a, b)
     count = len(logs)

@@ -39,9 +39,9 @@ def verdict(quantities: Sequence[Outcomes]) -> Verdict:
     """Return the verdict on one variant from the possible decisions on its quantities.
 
     A variant *pays* if a quantity is better and none is worse. It *costs* if a quantity is worse and none is better. It
-    *trades* if both occur, and is *neutral* if neither occurs. If a quantity is undecided, every decision that its
-    interval allows is tried; if these lead to different verdicts, the verdict is *undecided*. If a quantity is
-    untrusted, the verdict is *untrusted*.
+    *trades* if one quantity is better and another is worse. It is *neutral* if all quantities are the same. For an
+    undecided quantity, every decision that its interval allows is tried; if the verdicts differ, the verdict is
+    *undecided*. If a quantity is untrusted, the verdict is *untrusted*.
     """
     if ("untrusted",) in quantities:
         return "untrusted"
@@ -297,9 +297,9 @@ def tells_energy(arms: Sequence[Arm]) -> bool:
 class _Pairs(NamedTuple):
     above: list[float]
     below: list[float]
-    """``above`` and ``below``: the two arms' figures in the rounds in which neither was rejected."""
+    """``above`` and ``below`` are the two arms' figures in the rounds that have both figures."""
     rejected: int
-    """Number of rounds in which a figure was rejected."""
+    """Number of rounds in which a figure is missing or was rejected."""
     why_rejected: str | None
     """How many rounds were rejected, and the most common reason."""
     why_untrusted: str | None

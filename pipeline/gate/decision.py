@@ -347,9 +347,9 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
         asked_already = bool(asked) and row is judged.together  # a remark on a variant is more precise
         if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
             asked.append(
-                f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
-                "it runs are the same on both sides. Find the cause before you believe it: gate again, and look at "
-                "what no digest covers, such as files that the code reads."
+                f"{row.variant}: {', '.join(moved)}, although the digests of code, settings and packages are equal on "
+                "both sides. Find the cause before you trust this result: gate again, and check everything that has no "
+                "digest, such as files that the code reads."
             )
     return asked
 

@@ -242,7 +242,7 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
     """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
-            f"{problems[0]}: the two mean different things by accuracy, so nothing would say whether it got worse. "
+            f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. "
             "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
         )
     check_seeds(base["seeds"], head["seeds"])
