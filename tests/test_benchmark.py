@@ -199,7 +199,7 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
-    assert out.count("minutes are over after 1 round, and it goes on: it needs 6 without a rejected sample") == 1
+    assert out.count("minutes are over after 1 round; the bench goes on until it has 6 rounds without a rejected") == 1
     assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
 
 
@@ -445,7 +445,7 @@ def test_what_is_about_to_be_measured_is_said(
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
     assert told.startswith(
-        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; how well ratios will be known is "
+        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; the precision of ratios cannot be "
     )
     monkeypatch.undo()
     time.tzset()

@@ -1,1 +1,1 @@
-"""Measure all variants side by side: the rounds, and the processes that measure."""
+"""Measure all variants side by side, in rounds of fresh processes."""

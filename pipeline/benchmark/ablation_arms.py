@@ -1,4 +1,4 @@
-"""The arms that isolate each technique of a variant: the baseline with it alone, and the variant without it."""
+"""The arms that isolate a technique of a variant: the baseline plus the technique, the variant without it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pipeline.plans import Plan
 def isolating(
     config: Config, plans: Mapping[str, Plan], server: Server
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
-    """Return the arms that isolate each technique of the variants to ablate, and why some techniques have no arms.
-    ``plans``: the variants' plans."""
+    """Return the arms that isolate each technique of the variants in ``bench.ablate``, and the techniques without arms.
+
+    The latter are variant -> technique -> reason. ``plans``: the variants' plans.
+    """
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}
     base = plans[config.compare.baseline].applied
@@ -30,7 +32,7 @@ def isolating(
         shared = applied.keys() - techniques.keys()
         without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies it too")
         if len(techniques) < 2:
-            without[name] |= dict.fromkeys(techniques, f"it is all that {name} changes: the variant itself shows it")
+            without[name] |= dict.fromkeys(techniques, f"{name} changes nothing else: its own figures show the effect")
             continue
         for technique, keys in techniques.items():
             added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})

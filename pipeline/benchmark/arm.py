@@ -1,9 +1,9 @@
-"""The arms of a measurement: variants in fresh processes, which take steps when the bench asks for them.
+"""The arms of a measurement. An arm is a variant in fresh processes, which train as many steps as a request says.
 
 ``python -m pipeline arms`` serves the checkout in which it is started. It reads one JSON request per line from stdin
-and writes one JSON answer per line to stdout. Requests plan a variant, open an arm by a plan (and warm it up), let it
-take turns, and close it; the answer to "close" holds the measurement. Two checkouts, each with its own server, can be
-measured side by side.
+and writes one JSON answer per line to stdout. A request plans a variant, opens an arm from a plan and warms it up, lets
+an arm take a turn, or closes an arm. The answer to "close" holds the measurement. Two checkouts, each with its own
+server, can be measured side by side.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 4)
-"""On a CPU: warm-up steps and measured steps of the memory window. Both count as warm-up of the speed window."""
+"""Warm-up steps and measured steps of the memory window on a CPU. Both count as warm-up of the speed window."""
 FEWEST_WARMUP_STEPS = 3
-"""Steps after the allocator begins to keep freed memory: the first one takes the pages, the others reuse them."""
+"""Fewest warm-up steps of the speed window on a CPU: the first step allocates pages, later steps reuse these pages."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""The modules that every arm imports; torch imports the second one when the first optimizer is made."""
+"""Modules that every arm needs, imported once before the fork. torch would import the second one in every process."""
 
 
 class Measured(RunConditions):
@@ -51,7 +51,7 @@ class Measured(RunConditions):
 
     window: Window
     ledgers: Ledgers | None = None
-    """None unless the ledgers were asked for; the same holds for ``flops``."""
+    """None unless the request asked for ledgers; ``flops`` is None in the same cases."""
     flops: Flops | None = None
 
 
@@ -59,7 +59,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
-    terminate_with_parent()  # if the parent ended before this call, stdin is at its end
+    terminate_with_parent()  # if the parent has already ended, stdin is at its end
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the answers
 
@@ -113,14 +113,14 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _rank_of_arm(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
-    """Run one process of an arm: warm up, take turns of as many steps as are sent (``steps`` in all), yield the record.
+    """Run one process of an arm: warm up, train the steps sent for each turn (``steps`` in all), yield the record.
 
-    On a CPU, memory and speed cannot be measured together: an allocator that keeps freed blocks is fast, and one that
-    returns them shows how much memory is needed. So the memory is measured first, in ``MEMORY_STEPS``, then the speed.
+    On a CPU, memory and speed cannot be measured together: the allocator is fast if it keeps freed blocks, but shows
+    the needed memory only if it returns freed blocks. So the memory is measured first, in ``MEMORY_STEPS``, then the
+    speed.
 
-    At the end of a randomly drawn turn (with one turn, after the window), one extra step counts its samples. If a
-    technique leaves samples out only inside the measured windows, training's count finds it (``Training.count_later``),
-    and this one does not.
+    After a randomly drawn turn, an extra step outside the window counts the samples that it trains on. This step cannot
+    find a technique that leaves out samples only inside the window; ``Training.count_later`` finds such a technique.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
@@ -152,7 +152,7 @@ def _rank_of_arm(
             training.advance(warmup)
             memory = memory or training.memory
             aside = waited = 0.0
-            counted_after = training.steps + world.broadcast(secrets.randbelow(steps))  # no step can foresee it
+            counted_after = training.steps + world.broadcast(secrets.randbelow(steps))  # no code can foresee it
             turn = yield None
             while turn:
                 training.advance(turn)
@@ -170,7 +170,7 @@ def _rank_of_arm(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.rejections:  # the rejections are the same on every rank
+            if config.bench.energy and not window.rejections:  # every rank has the same, so all ranks gather
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
@@ -181,11 +181,11 @@ def _rank_of_arm(
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:
-    """Return the share of a window that may be spent waiting for input; None where that wait is part of the comparison.
+    """Return the share of a window that may be spent waiting for input; None if the wait is not limited.
 
-    The wait is part of the comparison where a technique chooses the input's placement, and where a CUDA graph replays
-    the steps: a small model's step then takes little longer than its input, which is made on the device outside the
-    graph.
+    It is not limited if a technique chooses the data set's placement, because this wait is then compared. It is also
+    not limited if a CUDA graph replays the steps on a resident data set: the graph does not include the making of the
+    input, which can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))
@@ -194,9 +194,10 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
 
 
 def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | None:
-    """Return the variant's ledger, measured (on the rank with the highest peak) and predicted.
+    """Return the variant's memory ledgers: measured (on the rank with the highest peak) and predicted.
 
-    None if no peak is known, and on ranks other than the main one."""
+    Return None if no peak is known, and on all ranks except the main one.
+    """
     from pipeline.profiling import ledger  # most arms need no ledger
 
     own_peak = None if window.peak_memory_bytes is None else memory.peak_bytes

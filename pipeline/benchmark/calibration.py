@@ -1,4 +1,4 @@
-"""Short samples before the rounds: how many steps fill a window, and how long a round takes."""
+"""Take short samples before the rounds, to find out how many steps fill a window and how long a round takes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeline.results import Window
 
 CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
-"""Most tries for the calibration sample, which gives the number of steps; other load can spoil a try."""
+"""Most tries for the sample that gives the number of steps. Other load on the machine can spoil a try."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
-"""Start-up time of the arms for which windows of 1.5 s were found to be the best (docs/measuring.md)."""
+"""For arms with this start-up time, windows of 1.5 s were found to be the best (docs/measuring.md)."""
 
 
 class Calibration(NamedTuple):
@@ -25,30 +25,30 @@ class Calibration(NamedTuple):
     answer: dict[str, Any]
     """The answer of ``Server.close``."""
     opening_seconds: float
-    """From the start of the arm's processes to the first measured step."""
+    """Time from the start of the arm's processes to the first measured step."""
     step_seconds: float
 
     def seconds(self, steps: int) -> float:
-        """Return about how long the arm takes in a round of ``steps`` steps."""
+        """Estimate how long the arm takes in a round of ``steps`` steps."""
         return self.opening_seconds + steps * self.step_seconds
 
 
 def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
-    """Measure ``CALIBRATION_STEPS`` of ``arm``. Its times do not include the time that ``ledgers`` take."""
+    """Measure ``CALIBRATION_STEPS`` steps of ``arm``. The returned times do not include the making of ledgers."""
     began = time.monotonic()
     arm.server.open(arm.name, arm.plan, CALIBRATION_STEPS, ledgers=ledgers)
     opened = time.monotonic()
     arm.server.turn(arm.name, CALIBRATION_STEPS)
     ended = time.monotonic()
-    steps = CALIBRATION_STEPS + 1  # the only turn ends with the step whose samples are counted
+    steps = CALIBRATION_STEPS + 1  # the turn includes an extra step that counts samples
     return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / steps)
 
 
 def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
-    """Return how many steps of ``arm`` fill a window, from short samples, and the last of these samples.
+    """Take short samples of ``arm``; return how many of its steps fill a window, and the last sample.
 
-    A window takes ``seconds``. Where the arms take r times ``OPENING_SECONDS`` to start, r > 1, it takes sqrt(r) times
-    as long, which yields the most information per minute (Kalibera and Jones, ISMM 2013).
+    A window takes ``seconds``. If the arms' mean start-up takes r times ``OPENING_SECONDS``, with r > 1, the window is
+    sqrt(r) times as long: this yields the most information per minute (Kalibera and Jones, ISMM 2013).
     """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)

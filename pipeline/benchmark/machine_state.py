@@ -1,4 +1,4 @@
-"""The state of the machine while a bench ran: recorded beside the bench's figures, and used for none of them."""
+"""Record the state of the machine while a bench runs. The bench's figures do not depend on this record."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def begin() -> Callable[[], Session]:
-    """Call this when a bench starts. The returned function returns the session up to its call."""
+    """Call this when a bench starts. The returned function describes the session from this call until its own call."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
     def session_so_far() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
-        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))  # user includes it
+        # The times of guests are in the user times too.
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
         return Session(
             start_utc=start.isoformat(timespec="seconds"),
             boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,

@@ -1,4 +1,4 @@
-"""Announce a measurement in words, before it takes the user's minutes."""
+"""Describe a measurement in words before it starts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def outlook(
     before: int = 0,
     deviation: float | None = None,
 ) -> str:
-    """Say in words what ``measure`` is about to do, when it will end, and how well ratios will be known then.
+    """Describe what ``measure`` is about to do, when it will end, and how precise the ratios will be.
 
-    ``round_seconds``: estimate for one round. ``before``: the number of rounds that exist already. ``deviation``: of an
-    earlier bench (``deviation_of``); None: there is none.
+    ``round_seconds``: estimated time of a round. ``before``: the number of rounds that exist already. ``deviation``:
+    the ``deviation_of`` an earlier bench; None if there is no earlier bench.
     """
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest - before)
@@ -38,17 +38,20 @@ def outlook(
     elif rounds > fitting:
         remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
     cost = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s"
-    known = "how well ratios will be known is not foreseen, as there is no earlier bench of this baseline"
+    known = "the precision of ratios cannot be foreseen, as there is no earlier bench of this baseline"
     if deviation is not None:
-        # The error of a median of normal values is sqrt(pi / 2) times that of the mean; the A/A doubt is as large.
+        # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as the
+        # error of the median, and adding both in quadrature gives the last factor.
         error = 1.96 * math.sqrt(math.pi / 2) * deviation / math.sqrt(before + rounds) * math.sqrt(2)
         known = f"a throughput's ratio will be known to about {error:.1%}, if rounds vary as in the last bench"
     return f"{cost}: {count(rounds, 'round')}{remark}, until about {ends}; {known}"
 
 
 def deviation_of(bench: Bench) -> float | None:
-    """Return the standard deviation, over rounds, of the logarithm of the baseline's speed over its control's; None
-    for fewer than three rounds with both."""
+    """Return the standard deviation over rounds of log(control's speed / baseline's speed).
+
+    Return None if fewer than three rounds have both speeds.
+    """
     control, baseline = (bench.arm(role, bench.baseline) for role in ("aa_control", "variant"))
     if not (control and baseline):
         return None

@@ -1,7 +1,7 @@
-"""Rounds of arms, side by side: fresh processes, interleaved, each round in an order of its own.
+"""Measure arms side by side in rounds. Each round starts every arm in fresh processes, in another order.
 
-There are three kinds of processes. This one sends requests; one server per checkout (``server``, ``arm.serve``) answers
-them; the ranks of an arm, which the server forks (``arm._rank_of_arm``), train and measure.
+There are three kinds of processes. This process sends requests. One server per checkout (``server``, ``arm.serve``)
+answers the requests, and forks the ranks of each arm. The ranks (``arm._rank_of_arm``) train and measure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.results import Arm, RunConditions, Window
 TOLD_SECONDS = 30
 """Without a terminal, a line of progress is printed at this interval."""
 FEWEST_ROUNDS = 6
-"""Equals ``stats.FEWEST_PAIRS``, which is not imported here: a change of the statistics must not repeat the bench."""
+"""Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
 
 
@@ -58,24 +58,25 @@ def measure(
 ) -> Rounds:
     """Measure rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one round.
 
-    Whatever ``seconds`` says, at least ``fewest`` rounds without a rejected sample are measured, or 2 * ``fewest``
-    rounds in all; an arm whose samples were rejected in every round does not count. When the time is over,
-    ``leaves_open`` is called once with the rounds: if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on,
-    ``decided`` is called after each round: the measurement ends when it returns True, or after ``max_rounds``. ``keep``
-    is called after each round.
+    Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
+    in all. An arm whose samples were rejected in every round does not count. When the time is over, ``leaves_open`` is
+    called once with the rounds; if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on, ``decided`` is
+    called after each round. The measurement ends when ``decided`` returns True, or after ``max_rounds``. ``keep`` is
+    called after each round.
 
-    ``margins``: the margin of each field of ``Window``. With margins, a variant whose ratios are all settled
-    (``unsettled``) takes no part in later rounds, so it has samples of the first rounds only; when all variants are
-    settled, the measurement ends. No variant is settled while the A/A control deviates, or its ratios spread wider than
-    ``max_spread`` (``equal``).
+    ``margins``: field of ``Window`` -> margin. With margins, a variant whose ratios are all settled (``unsettled``)
+    takes no part in later rounds, and the measurement ends when all variants are settled. No variant is settled while
+    the A/A control differs from the baseline, or their ratios spread by more than ``max_spread`` (``equal``).
 
-    ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. All rounds count
-    for ``fewest``, ``max_rounds`` and the margins, and all are returned; the time is that of the new rounds only.
+    ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. Earlier rounds
+    count for ``fewest``, ``max_rounds`` and the margins, and are returned too; ``seconds`` limits only the new rounds.
 
-    With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started, and
-    each takes its ``steps`` in ``turns`` short turns while the others wait, so that a disturbance of some seconds hits
-    all arms (for the order of the arms see ``order_of``). A KeyboardInterrupt keeps the complete rounds; if there are
-    none, it is raised again.
+    With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started first.
+    Each arm then takes its ``steps`` in ``turns`` short turns while the other arms wait, so that a disturbance of some
+    seconds hits all arms. ``order_of`` gives the order of the arms.
+
+    A KeyboardInterrupt ends the measurement and keeps the complete rounds; without a complete round, it is raised
+    again.
     """
     turns = min(turns, steps)  # no turn without a step
     conditions = {arm.name: arm.conditions for arm in earlier}
@@ -125,14 +126,14 @@ def measure(
                 if rounds and not overdue and began - started > limit:
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
-                    least = f"it needs {fewest} without a rejected sample, or {2 * fewest} in all"
-                    bar.write(f"bench: {over}, and it goes on: {least} (bench.hard_limit)", sys.stdout)
+                    least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
+                    bar.write(f"bench: {over}; the bench goes on until it has {least} (bench.hard_limit)", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
-                    why = f"every sample of round 1 was rejected, such as for this reason: {reasons[0][0]}"
+                    why = f"every sample of round 1 was rejected; the first reason: {reasons[0][0]}"
                     bar.write(f"bench: {why}. If that goes on, no ratio is trusted", sys.stdout)
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
@@ -154,8 +155,10 @@ def measure(
 
 
 def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
-    """Return the order of the arms in round ``number``, counted from 0. Every other round draws a new order, so that no
-    arm has a fixed place or fixed neighbours; the round after it reverses the order, so that drift hits all arms alike.
+    """Return the order of the arms in round ``number``, counted from 0.
+
+    Even rounds draw a new order, so that no arm has a fixed place or fixed neighbours. Odd rounds reverse the order of
+    the round before, so that drift affects all arms equally.
     """
     drawn = random.Random(number // 2).sample(arms, len(arms))
     return drawn[:: 1 if number % 2 == 0 else -1]
@@ -177,8 +180,8 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
 
 
 def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
-    """True if there are ``fewest`` rounds without a rejected sample, or twice as many in all. Arms that were rejected
-    in every round do not count."""
+    """True if ``fewest`` rounds have no rejected sample, or if there are twice as many rounds in all. Arms that were
+    rejected in every round do not count."""
     rejected = [{name for name, window in each.items() if window.rejections} for each in rounds]
     always = set.intersection(*rejected)
     return sum(each <= always for each in rejected) >= fewest or len(rounds) >= 2 * fewest
@@ -208,7 +211,7 @@ def _in_turns(
 
 
 def fewest_rounds(settings: BenchSettings) -> int:
-    """Return how many rounds are measured even if that takes longer than allowed."""
+    """Return the number of rounds that are measured even if they take longer than allowed."""
     return 0 if settings.hard_limit else FEWEST_ROUNDS
 
 

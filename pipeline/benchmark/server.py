@@ -17,11 +17,11 @@ from tqdm import tqdm
 from pipeline.errors import PipelineError
 
 LAST_WORDS_SECONDS = 2.0
-"""Longest wait for an ended server's output: its arms' processes may still hold the other end of the pipe."""
+"""Longest wait for the output of a server that has ended. Its arms' processes may still keep the pipe open."""
 
 
 class BenchError(PipelineError):
-    """A variant could not be measured. The message says which, where and why."""
+    """A variant could not be measured. The message names the variant or the checkout, and the reason."""
 
 
 class Server(AbstractContextManager["Server"]):
@@ -61,11 +61,11 @@ class Server(AbstractContextManager["Server"]):
         return self._ask(do="describe")
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the plan of the variant ``name`` with these settings, as the checkout's code makes it."""
+        """Return the plan that the checkout's code makes for the variant ``name`` with the settings ``values``."""
         return self._ask_of(name, do="plan", values=values)
 
     def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start an arm by its plan in a fresh process or world and warm it up, to measure ``steps`` steps in all."""
+        """Start an arm from its plan in fresh processes and warm it up. Its turns will have ``steps`` steps in all."""
         self._ask_of(name, do="open", plan=plan, steps=steps, ledgers=ledgers)
 
     def turn(self, name: str, steps: int) -> None:
@@ -109,7 +109,7 @@ class Server(AbstractContextManager["Server"]):
 
 
 def _passed_on(words: IO[str]) -> None:
-    """Print what a server and its arms say, such as a library's warnings, above a progress bar instead of into it."""
+    """Print the output of a server and its arms, such as a library's warnings, above the progress bar."""
     with words:
         for line in words:
             tqdm.write(line.rstrip("\n"), file=sys.stderr)

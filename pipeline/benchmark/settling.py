@@ -1,4 +1,4 @@
-"""Decide when a variant is settled: later rounds then leave it out, and its minutes go to the others."""
+"""Decide when a variant is settled. Later rounds leave out settled variants, which gives the others more rounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pipeline.benchmark.server import ArmSpec
 from pipeline.results import Window
 
 SETTLED_ROUNDS = 10
-"""This many rounds in a row on one side of a margin settle a ratio. If the median lies on the margin, one look settles
-the ratio with a probability of 2 / 2^10, whatever the noise; ``benchmarks.simulations`` has that of all looks."""
+"""A ratio is settled if it lies on one side of a margin in this many rounds in a row. If the true median lies on the
+margin, one check settles the ratio with a probability of 2 / 2^10 under any noise. ``benchmarks.simulations`` computes
+the probability over all checks of a bench."""
 NEGLIGIBLE = 0.001
-"""Equals ``stats.NEGLIGIBLE``, for the same reason: a bias up to this between equal arms' speeds disturbs nothing. The
-peaks of equal arms may differ by the margin, because their heaps differ."""
+"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. The
+memory peaks of equal arms may differ by the margin instead, because the arms' heaps differ."""
 
 
 def unsettled(
@@ -22,12 +23,14 @@ def unsettled(
     margins: Mapping[str, float],
     max_spread: float = math.inf,
 ) -> list[ArmSpec]:
-    """Return the ``arms`` that the next round must measure: the baseline, its control, and each variant with a ratio
-    that is not ``settled``, with the arms of its ablation. Unless baseline and control are ``equal``, return all arms.
+    """Return the ``arms`` that the next round must measure.
 
-    An arm is compared with both the baseline and its control, so that a difference between equal arms settles nothing;
-    an arm without one technique is compared with its variant. A rejected sample settles nothing. A figure that this
-    machine cannot measure counts as settled.
+    These are the baseline, its control, and each variant with a ratio that is not ``settled``, with the arms of its
+    ablation. If baseline and control are not ``equal``, all arms are returned.
+
+    An arm is compared with both the baseline and its control, so that noise between equal arms settles nothing. In an
+    ablation, the arm without a technique is compared with its variant. An arm with a rejected sample in the last rounds
+    is not settled. A figure that this machine cannot measure counts as settled.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]
@@ -59,18 +62,18 @@ def unsettled(
 
 def settled(rounds: Sequence[Sequence[float]], margin: float, count: int = SETTLED_ROUNDS) -> bool:
     """True if the ratios of the last ``count`` rounds all lie above 1 + margin, all below 1 / (1 + margin), or all
-    between the two. False with fewer rounds."""
+    between these two bounds. False with fewer rounds."""
     bound = 1 + margin
     sides = {(ratio > bound) - (ratio < 1 / bound) for each in rounds[-count:] for ratio in each}
     return len(rounds) >= count and len(sides) == 1
 
 
 def equal(ratios: Sequence[float], tolerance: float, max_spread: float, count: int = SETTLED_ROUNDS) -> bool:
-    """True if the last ``count`` ratios look like those of equal arms. The interval from the second smallest to the
-    second largest (of ten ratios a 97.9% interval of the median) must hold a value within ``tolerance`` of 1, and be no
-    wider than ``max_spread``, a relative width. False with fewer ratios.
+    """True if the last ``count`` ratios look like ratios of equal arms; False with fewer ratios.
 
-    Source of the interval: the sign test; two binomial tails of at most one in ten, 1 - 2 * 11 / 2^10.
+    The interval from the second smallest to the second largest ratio must contain a value within ``tolerance`` of 1.
+    Its relative width must be at most ``max_spread``. For ten ratios, this is a 97.9% interval of the median by the
+    sign test: each tail is the binomial probability of at most one in ten, and 1 - 2 * 11 / 2^10 remains.
     """
     if len(ratios) < count:
         return False

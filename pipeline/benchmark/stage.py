@@ -1,4 +1,4 @@
-"""The bench stage: steady-state speed and memory of all variants, side by side, with an A/A arm; and its sessions."""
+"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and keep the sessions."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ N = TypeVar("N", int, float)
 def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     """Measure all variants and write ``bench.json``; with ``again``, write another bench into its own file.
 
-    Without ``again``, continue a bench of the same session that measured the same arms and left a variant unsettled.
-    Each complete round is saved at once, so a killed bench keeps it. If interrupted, raises KeyboardInterrupt, whose
-    message says what is kept. Raises PipelineError.
+    Without ``again``, a bench of the same session is continued if it measured the same arms and left a variant
+    unsettled. Each complete round is saved at once, so that a killed bench loses only its current round. Raises
+    PipelineError. An interrupt raises KeyboardInterrupt, whose message says which rounds are kept.
     """
     try:
         bench = _measured(config, machine, again=again)
@@ -53,7 +53,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
-    else:  # not a session unless asked for: an interval over two sessions can leave open what one session decides
+    else:  # only ``again`` adds a session: two sessions can leave a ratio undecided that one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(
         f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}",
@@ -75,7 +75,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
 def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
     session_so_far = machine_state.begin()
-    # Read before anything is measured: code that is edited during the bench was not measured.
+    # The code is read before it is measured, so that edits during the bench are not taken for measured code.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
     keys = {name: stages.key(content, "bench", name) for name in config.variants}
@@ -143,19 +143,19 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
 
 
 class _Calibrated(NamedTuple):
-    """What is known of the arms before their rounds."""
+    """The calibration's results for all arms, known before the rounds."""
 
     steps: int
     round_seconds: float
-    """What a round is expected to take."""
+    """Expected time of a round."""
     ledgers: dict[str, Ledgers]
     flops: dict[str, Flops]
 
 
 def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool) -> _Calibrated:
-    """Take a short sample of each variant. This is also a warm-up: from here on the files are in the page cache.
+    """Take a short sample of each variant. This also loads all files into the page cache.
 
-    ``arms``: the variants', those of the ablation, and the baseline's control, which is last.
+    ``arms``: the arms of the variants, then the arms of the ablation, and the baseline's control last.
     """
     specs, samples = [arm for arm in arms if arm.role == "variant"], {}
     for number, spec in enumerate(specs, 1):
@@ -164,14 +164,17 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-    # The baseline's speed is measured anew: its first look included the start of the server.
+    # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
     return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), *known)
 
 
 def _margins(margins: Margins) -> dict[str, float]:
-    """Return the margin of each quantity that can settle a variant. Like max_minutes, they change how much is measured,
-    not what. dvc.yaml does not name them, so a changed margin is applied to the rounds that exist."""
+    """Return field of ``Window`` -> margin, for the quantities that can settle a variant.
+
+    Margins change only the number of rounds, as max_minutes does. dvc.yaml does not name them for the bench, so that a
+    changed margin is applied to the existing rounds.
+    """
     of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
     return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
 
@@ -193,8 +196,10 @@ def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: S
 
 
 def recalled(bench: Bench) -> list[Path]:
-    """Move the kept benches that measured the baseline and a variant as ``bench`` did to the sessions; return their new
-    files. The benches of a session with too few rounds to bound a ratio stay where they are."""
+    """Move kept benches to the sessions if they measured the baseline and a variant as ``bench`` did.
+
+    Return the new files. A session's benches are not moved if it has too few rounds for the interval of a ratio.
+    """
 
     def same(kept: Bench) -> bool:
         names = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
@@ -211,11 +216,11 @@ def recalled(bench: Bench) -> list[Path]:
 
 
 def _name(bench: Bench) -> str:
-    """Return the name of the bench's file among other sessions: the time at which the bench started."""
+    """Return the name of the bench's file, made of the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
 
 
 def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
-    """Return the records under ``key`` by variant, without the variants that have none."""
+    """Return variant -> record under ``key``, for the variants that have such a record."""
     found = {name: sample.answer[key] for name, sample in samples.items()}
     return {name: record.model_validate(values) for name, values in found.items() if values is not None}

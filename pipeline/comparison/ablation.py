@@ -1,4 +1,4 @@
-"""Each technique's own effect in an ablated variant: added alone to the baseline, and removed from the full variant."""
+"""The effect of each technique of an ablated variant: added alone to the baseline, and removed from the variant."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pipeline.results import Arm, Bench, Record
 
 
 class Share(Record):
-    """The effect of one technique of an ablated variant, alone and beside the variant's other techniques."""
+    """The effect of one technique of an ablated variant, alone and combined with the variant's other techniques."""
 
     variant: str
     technique: str
     added_throughput: Ratio | None = None
-    """The baseline with the technique over the baseline. In all fields here, None means not measured."""
+    """The baseline plus the technique, divided by the baseline. None in the four ratios means not measured."""
     added_memory: Ratio | None = None
     stacked_throughput: Ratio | None = None
-    """The variant over the variant without the technique."""
+    """The variant divided by the variant without the technique."""
     stacked_memory: Ratio | None = None
     accuracy: Accuracy | None = None
-    """Accuracy of a trained variant that equals the baseline with exactly this technique; None if there is none."""
+    """Accuracy of a trained variant that is the baseline plus exactly this technique; None without such a variant."""
     accuracy_from: str | None = None
-    """That variant's name."""
+    """Name of the variant that has this accuracy."""
     verdict: Verdict | None = None
     """Verdict on the technique added alone to the baseline. Accuracy and memory count only where they are known."""
     interaction: str | None = None
     """One sentence per quantity whose added and stacked ratios disagree."""
     why_not: str | None = None
-    """Why nothing was measured; then everything above is None."""
+    """The reason if nothing was measured; all other fields except the names are then None."""
 
 
 def shares(
@@ -40,8 +40,8 @@ def shares(
 ) -> tuple[Share, ...]:
     """Return every technique's share in every ablated variant, in the bench's order.
 
-    ``accuracies``: the trained variants' accuracy against the baseline, by name. ``noise``: returns the A/A noise of a
-    quantity in a given number of first rounds.
+    ``accuracies``: trained variant -> accuracy against the baseline. ``noise``: returns the A/A noise of a quantity in
+    a given number of rounds, counted from the first.
     """
     pairs = [(arm.variant, arm.technique or "") for arm in bench.arms if arm.role in ("with", "without")]
     pairs += [(variant, technique) for variant, reasons in bench.not_ablated.items() for technique in reasons]
@@ -94,7 +94,7 @@ def _ratios(
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
     """Return the trained variant that applies the same techniques as ``arm``; None if there is none."""
 
-    def how(one: Arm) -> tuple[dict[str, Any], int]:  # processes "auto" equals the number it resolves to
+    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" equals the resolved number of processes
         return {key: value for key, value in one.applied.items() if key != "processes"}, one.world_size
 
     others = (bench.arm("variant", variant) for variant in accuracies)
@@ -102,8 +102,10 @@ def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str 
 
 
 def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
-    """Say in which quantities the intervals of the two ratios do not overlap and the ratios differ by more than the
-    margin; None if in none."""
+    """Describe the quantities whose two ratios differ by more than the margin and whose intervals do not overlap.
+
+    Return None if there is no such quantity.
+    """
     sentences = []
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):
         if alone is None or beside is None or "untrusted" in (alone.decision, beside.decision):

@@ -1,4 +1,4 @@
-"""Explain why figures do not lead to a decision, and advise what would help."""
+"""Explain why figures do not lead to a decision, and what would help."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_SEEDS = 20
 """Training more seeds than this is never advised."""
 
 ODDS = "more likely than not"
-"""A forecast assumes that the estimate stays. In simulation, the forecast number of pairs decided in 53 to 85% of the
-cases, and twice as many pairs in 70 to 94% (``benchmarks.simulations.forecasts``)."""
+"""A forecast assumes that the estimate stays. In simulations, the forecast number of pairs gave a decision in 53 to 85%
+of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
-"""More rounds than this narrow the interval of one session only, which says nothing about the next one."""
+"""More rounds than this narrow the interval of one session, but say nothing about other sessions."""
 
 _CERTAIN: dict[tuple[str, Outcomes], str] = {
     ("throughput", ("better",)): "faster",
@@ -33,8 +33,10 @@ _CERTAIN: dict[tuple[str, Outcomes], str] = {
 
 
 def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
-    """Return the decided part of an undecided verdict and its possible outcomes, or the decided part of an untrusted
-    one. Empty if nothing is decided for better or worse, or the verdict is neither.
+    """Say which quantities are better or worse although the verdict is undecided or untrusted.
+
+    For an undecided verdict, the possible verdicts follow. The list is empty if no quantity is better or worse, or if
+    the verdict is decided.
 
     >>> certain({"throughput": ("better", "same", "worse"), "accuracy": ("same",), "memory": ("better",)})
     ['saves memory; pays or trades']
@@ -53,7 +55,7 @@ def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
 def reasons(
     throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
 ) -> tuple[str, ...]:
-    """Return the reasons and advice for one variant; ``stopped``: ``bench`` considered the variant settled."""
+    """Return the reasons and advice for one variant. ``stopped``: True if ``bench`` considered the variant settled."""
     cost = planning.cost_of(bench)
     found = [
         *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),
@@ -72,7 +74,7 @@ def interrupted(bench: Bench) -> str:
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
     """Return why ``ratio`` is untrusted or undecided, and what would decide it; empty if it is decided.
 
-    If a decision would take longer than ``LONGEST_MINUTES``, name the margin at which this time would suffice.
+    If a decision would take longer than ``LONGEST_MINUTES``, the advice names the margin at which they would suffice.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
@@ -112,7 +114,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     """Return why ``accuracy`` is undecided, and what would decide it; empty if it is decided.
 
-    If a decision would take more than ``MOST_SEEDS`` further seeds, name the margin at which these would suffice.
+    If more than ``MOST_SEEDS`` further seeds would be needed, the advice names the margin at which they would suffice.
     """
     if accuracy.decision != "undecided":
         return []

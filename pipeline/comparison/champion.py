@@ -1,5 +1,8 @@
-"""The best of the variants that pay. A variant chosen for its figure has an inflated figure: of ten variants that all
-gain 6%, the best seems to gain about 8%. So its gain comes from other measurements than those that chose it."""
+"""Choose the best of the variants that pay, and estimate its gain without bias.
+
+A variant that is chosen for its measured gain seems better than it is: of ten variants that all gain 6%, the best seems
+to gain about 8%. So the gain comes from other measurements than the choice.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from pipeline.results import Bench
 
 
 def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[PooledSession]) -> Champion | None:
-    """Return the champion of the variants that pay, which lose no accuracy: the one with the largest gain in speed; if
-    none gains speed, in memory, then in energy. None if no variant pays.
+    """Return the champion: among the variants that pay, the variant with the largest gain in speed.
+
+    If no variant gains speed, memory decides, then energy. A variant that pays loses no accuracy. Return None if no
+    variant pays.
 
     ``paying``: the variants' ratios in the order of ``QUANTITIES``. Undecided gains do not count.
     """
@@ -40,7 +45,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
             )
-    for first in paying:  # it pays by its accuracy alone
+    for first in paying:  # these variants pay by accuracy alone
         return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
     return None
 
@@ -48,16 +53,19 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
 def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
     """Return, for each part of a measurement, the index of the best candidate by the ``middle`` of all *other* parts.
 
-    ``gains``: [candidates, parts], at least two parts, higher is better. The gain in the part left out has no influence
-    on the choice, so luck does not inflate it.
+    ``gains``: [candidates, parts], at least two parts, higher is better. The gains in a part have no influence on the
+    choice for this part, so luck does not inflate them.
     """
     parts = range(gains.shape[1])
     return [int(middle(np.delete(gains, part, axis=1), axis=1).argmax()) for part in parts]
 
 
 def no_narrower(interval: Interval, own: Interval) -> Interval:
-    """Widen ``interval``, on each side, to at least the width of ``own``, the best variant's interval. Parts that
-    choose for each other are not independent, so their agreement would make the interval too narrow."""
+    """Widen ``interval``, on each side, to at least the relative width of ``own``, the best variant's interval.
+
+    Each part takes part in the choices for the other parts, so the parts are not independent. Without widening, the
+    interval would be too narrow.
+    """
     return replace(
         interval,
         low=interval.estimate * min(interval.low / interval.estimate, own.low / own.estimate),
@@ -66,10 +74,10 @@ def no_narrower(interval: Interval, own: Interval) -> Interval:
 
 
 def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity) -> Ratio | None:
-    """Return the gain of choosing the best variant, over the sessions that have all of ``ratios``; with a single such
-    session, over its rounds.
+    """Return the gain of choosing the best variant, over the sessions that have all of ``ratios``.
 
-    None if there is no such session, or too few rounds of the single one have all variants.
+    With a single such session, the gain is over its rounds. Return None if there is no such session, or if too few
+    rounds of the single session have all variants.
     """
     starts = _shared(ratios)
     margin, sign = next(iter(ratios.values())).margin, 1 if quantity.higher_is_better else -1
@@ -109,7 +117,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
 def _head_to_head(
     first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
 ) -> Ratio | None:
-    """Return ``first`` over ``second``, from the rounds and sessions that have both; None if no session has both."""
+    """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session has both."""
     starts = _shared({name: ratios[name] for name in (first, second)})
 
     def of(session: PooledSession, rounds: Bench) -> Ratio:

@@ -1,7 +1,8 @@
-"""Results of all variants and the bench -> one comparison with the baseline. A pure function of files.
+"""Compare the results and the bench of all variants with the baseline. The comparison depends on files only.
 
-Throughput and memory come from the bench, which measured all variants side by side; accuracy and the steps to reach it
-come from the training runs; verdicts use both. ``None`` means unknown: a figure that is in no file is not estimated.
+Throughput and memory come from the bench, which measured all variants side by side. Accuracy and the steps to the
+target accuracy come from the training runs. Verdicts use both. ``None`` means unknown: a figure that is in no file is
+not estimated.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def compare(
     environment: Mapping[str, Any],
     made_of: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Compare every result with the baseline's. The first of ``sessions`` is the bench's own; ratios use all sessions
-    that measured the pair as the first did, and all other figures use the first session only.
+    """Compare every result with the baseline's.
+
+    The first of ``sessions`` is the present bench. Ratios use all sessions that measured both variants as the present
+    bench did; all other figures come from the present bench only.
 
     The Pareto front holds the variants that no other variant beats in throughput, memory and accuracy, each relative to
     the baseline. A difference that was not shown to matter counts as none; untrusted variants are not on the front.
@@ -131,9 +134,9 @@ def _baseline_of(measured: Sequence[Result], name: str) -> Result:
 
 
 def _trusts(own: PooledSession, ratio: Ratio | None) -> bool:
-    """True if the bench's own session gave a trusted ratio: only then are the session's figures shown."""
+    """True if the bench's own session gave a trusted ratio; otherwise the session's figures are not shown."""
     return ratio is not None and any(each.trusted for each in ratio.sessions if each.start_utc == own.start_utc)
 
 
 _NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()}
-"""The values of these fields for the baseline, which is not judged."""
+"""The fields of ``Judgement`` for the baseline, which is not judged."""

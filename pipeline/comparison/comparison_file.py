@@ -15,7 +15,7 @@ from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, R
 
 
 class SeedDifference(Record):
-    """One seed's test accuracy minus the baseline's of the same seed."""
+    """One seed's test accuracy minus the baseline's accuracy with the same seed."""
 
     seed: int
     difference_fraction: float
@@ -41,8 +41,11 @@ class SeedTarget(Record):
 
 
 class TimeRatio(Record):
-    """Ratio of the times to the target: the ratio of the samples divided by the ratio of the throughputs. The interval
-    is only the throughput's, because evaluations are too rare to show how far seeds differ in steps."""
+    """Ratio of the times to the target: the ratio of the samples divided by the ratio of the throughputs.
+
+    The interval covers the throughputs only, because evaluations are too rare to show how much the steps differ
+    between seeds.
+    """
 
     estimate: float
     low: float
@@ -50,8 +53,10 @@ class TimeRatio(Record):
 
 
 class TimeToTarget(Record):
-    """Training time until an evaluation shows the target accuracy: steps of the trainings at the speed of the bench,
-    which measured all variants side by side. Evaluation, start-up and the first step are not in it."""
+    """Training time until an evaluation shows the target accuracy: the training runs' steps at the bench's speed.
+
+    The time does not include evaluation, start-up and the first step.
+    """
 
     seeds: tuple[SeedTarget, ...]
     reached_count: int
@@ -59,12 +64,14 @@ class TimeToTarget(Record):
     samples: float | None
     """Median of the seeds' steps, times the global batch. None unless every seed reached the target."""
     train_seconds: float | None
-    """None also if the throughput is unknown or not trusted."""
+    """None if ``samples`` is None, or if the throughput is unknown or not trusted."""
 
 
 class EqualTime(Record):
-    """Test accuracies (means over seeds) of a variant and the baseline after the same training time: each at its last
-    evaluation before the faster of the two ends."""
+    """Test accuracies (means over seeds) of a variant and the baseline after the same training time.
+
+    The time ends when the faster training ends. Each accuracy is that of the last evaluation in this time.
+    """
 
     train_seconds: float
     accuracy_fraction: float
@@ -72,17 +79,17 @@ class EqualTime(Record):
 
 
 class Compared(Record):
-    """One variant beside the baseline. The baseline has an entry too, whose comparisons with itself are None."""
+    """One variant compared with the baseline. The baseline has an entry too, whose comparisons are None."""
 
     variant: VariantName
     techniques: tuple[str, ...]
     """Names of the techniques that were in effect."""
     skipped: dict[str, str]
-    """Technique that was requested -> why this machine skipped it."""
+    """Requested technique -> why this machine skipped it."""
     decided: dict[str, str]
-    """Technique -> what it decided automatically on this machine, and why."""
+    """Technique -> the value that it chose automatically on this machine, and the reason."""
     batch_size: int
-    """Global batch size in training. With weak scaling, it and the learning rate differ from the job's."""
+    """Global batch size in training. With weak scaling, batch size and learning rate differ from the job's."""
     learning_rate: float
     """Peak learning rate."""
     micro_batches: int
@@ -94,34 +101,35 @@ class Compared(Record):
     verdict: Verdict | None
     """None for the baseline, like throughput, memory and accuracy."""
     reasons: tuple[str, ...]
-    """Why something is untrusted or undecided, and about how many more pairs or seeds would decide."""
+    """Why a quantity is untrusted or undecided, and about how many more pairs or seeds would decide."""
     throughput: Ratio | None
     memory: Ratio | None
     accuracy: Accuracy | None
     energy: Ratio | None = Field(None, exclude_if=operator.not_)
-    """None if energy was not asked for. The margin is 0 where energy does not count for the verdict."""
+    """None if energy was not asked for. The margin is 0 if energy does not count for the verdict."""
     on_front: bool
     """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of the three is unknown."""
 
     samples_per_second: float | None
-    """This and the next five: medians over the bench's samples, without rejected ones."""
+    """This field and the next five are medians over the bench's samples that were not rejected."""
     step_p50_ms: float | None
     step_p90_ms: float | None
     step_p99_ms: float | None
     input_wait_fraction: float | None
     peak_memory_bytes: int | None
-    """How it is made of the ranks' peaks: see ``results.Window``."""
+    """``results.Window`` says how the peak is made of the ranks' peaks."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
-    """Each rank's median over the bench's samples that have a peak. Empty where no peak is known or trusted."""
+    """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
-    """This and the next, on a GPU: median bytes held by its allocator and by its driver, on the rank with most."""
+    """On a GPU: median bytes that torch's allocator holds, on the rank that holds the most. The next field counts the
+    bytes of the driver."""
     driver_memory_bytes: int | None = None
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
-    """Median over the bench's samples: see ``results.Window``."""
+    """Median over the bench's samples. ``results.Window`` defines it."""
     allocator_retries: int | None = None
     """Sum over all samples; a sample with a retry is rejected. None on a CPU."""
     rejected: int
-    """How many of the bench's samples of this variant were rejected, in part or whole."""
+    """Number of this variant's samples in the bench that were rejected, in part or as a whole."""
 
     ledgers: Ledgers | None
     prediction_error_fraction: float | None
@@ -134,9 +142,9 @@ class Compared(Record):
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
     test_correct_count: int | float
-    """Over all seeds."""
+    """Sum over all seeds."""
     test_count: int
-    """Test samples evaluated, over all seeds."""
+    """Number of evaluated test samples, summed over all seeds."""
     findings: dict[str, float] = Field({}, exclude_if=operator.not_)
     """The task's further figures of the trained models: means over the seeds."""
     accuracy_difference: AccuracyDifference | None
@@ -147,19 +155,19 @@ class Compared(Record):
     training_peak_memory_bytes: int | None
     """Peak memory of the training runs: as in ``results.Window``, largest over seeds."""
     startup_seconds: float | None
-    """This and the next: cold times, from the first seed, the only one that starts cold."""
+    """This field and the next are the first seed's times, because only the first seed starts cold."""
     first_step_seconds: float | None
     train_seconds: float
     """Median over seeds."""
     train_time_ratio: float | None
     time_to_target: TimeToTarget
     time_to_target_ratio: TimeRatio | None
-    """Ratio to the baseline's time. None for the baseline itself, and if either time or the throughput's interval is
+    """Ratio to the baseline's time. None for the baseline itself, or if a time or the throughput's interval is
     unknown."""
     another_model: str | None = Field(None, exclude_if=operator.not_)
     """The variant's model, if it is not the baseline's."""
     equal_time: EqualTime | None = Field(None, exclude_if=operator.not_)
-    """For a variant with another model or a teacher; None also if a throughput is unknown or not trusted, and if the
+    """Only for a variant with another model or a teacher. None if a throughput is unknown or not trusted, or if the
     time is too short for an evaluation."""
     runs: tuple[Run, ...]
 
@@ -169,32 +177,32 @@ class Champion(Record):
 
     variant: VariantName
     quantity: str | None
-    """The quantity by which it was chosen; None: it pays by its accuracy alone, and then the ratios are None too."""
+    """The quantity by which it was chosen. None if it pays by its accuracy alone; the ratios are then None too."""
     among: int
-    """How many variants pay by this quantity."""
+    """Number of variants that pay by this quantity."""
     ratio: Ratio | None
-    """Ratio to the baseline, from other sessions than those that chose the best, or from other rounds of a single
-    session (``champion``). None also if no session has enough rounds of all candidates."""
+    """Ratio to the baseline. With several candidates, it comes from other sessions than the choice, or from other
+    rounds of a single session (``champion``). None also if no session has enough rounds of all candidates."""
     runner_up: VariantName | None
     """The second best."""
     head_to_head: Ratio | None
-    """The champion over the runner-up, from the same rounds. None without a runner-up, and if no session has both."""
+    """Ratio of the champion to the runner-up, from the rounds that have both. None if no session has both."""
 
 
 class SessionSummary(Session):
     """One session of the bench, in short."""
 
     benches: int
-    """How many benches the session has; its rounds are those of all of them."""
+    """Number of benches in the session. ``rounds`` counts the rounds of all these benches."""
     commit: str | None
-    """Of the last bench. The fields of ``Session`` are the first bench's."""
+    """Commit of the last bench. The fields of ``Session`` are the first bench's."""
     rounds: int
     baseline_samples_per_second: float | None
-    """Median over its rounds."""
+    """Median over the session's rounds."""
     noise_throughput: Noise
     noise_memory: Noise
     variants: tuple[str, ...]
-    """The variants for which the session counts, if trusted: it measured them and the baseline as they are now."""
+    """The variants that the session measured in their present form. If trusted, the session counts for them."""
 
 
 class Comparison(Document):
@@ -211,9 +219,9 @@ class Comparison(Document):
     """The job that every variant trained: ``train`` in params.yaml."""
     parameter_count: int
     unit: Unit = Unit()
-    """What throughputs count in the report; in this file they count samples."""
+    """The unit that throughputs count in the report. In this file, throughputs count samples."""
     directions: Mapping[str, str] = {}
-    """The names of ``Compared.findings``, and which of their values are better."""
+    """Name in ``Compared.findings`` -> which values are better."""
     seeds: tuple[int, ...]
     noise_throughput: Noise
     noise_memory: Noise
@@ -226,15 +234,15 @@ class Comparison(Document):
     """The sessions that measured the baseline as ``bench`` did, the oldest first. Only ratios use all sessions; other
     figures are from ``bench``."""
     sessions_set_aside: int = 0
-    """Number of the other sessions: with other code, settings or data, or from another environment."""
+    """Number of benches that do not count, because their code, settings, data or environment differ."""
     shares: tuple[Share, ...]
     """Effects of the techniques of ablated variants, in the bench's order."""
     bench: Bench
     """The whole bench, raw samples included."""
     made_of: Mapping[str, str] = {}
-    """File -> SHA-256, for the results, histories, bench and sessions. Empty in a file older than this field."""
+    """File -> SHA-256 of the results, histories, bench and sessions. Empty in a file older than this field."""
     settings: Compare | None = None
-    """``compare`` in params.yaml at that time. None in a file older than this field."""
+    """``compare`` in params.yaml when the comparison was made. None in a file older than this field."""
 
     def problems(self) -> list[str]:
         return self.bench.problems()

@@ -26,8 +26,8 @@ class ComparisonError(PipelineError, ValueError):
 def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[str, list[HistoryRow]]]:
     """Read the results, in the order of the variants in ``params``, and the histories by variant.
 
-    Raises ComparisonError, listing every file that is missing, cannot be read, is from another job or variant, or no
-    longer matches its inputs or its record (``broken_links``); PipelineError for environment.json that cannot be read.
+    Raises ComparisonError, listing every file that is missing, unreadable, from another job or variant, or changed
+    (``broken_links``). Raises PipelineError if environment.json cannot be read.
     """
     found: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
@@ -49,7 +49,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
             problems.append(str(error))
     problems += broken_links(found, root.parent)
     if problems:
-        raise ComparisonError("\n".join(dict.fromkeys(problems)))  # a history may be refused twice
+        raise ComparisonError("\n".join(dict.fromkeys(problems)))  # one history can be reported twice
     return found, histories
 
 
@@ -58,10 +58,10 @@ DATASET = PREPARED / "dataset.json"
 
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
-    """List where files under ``root`` (results, histories, the bench and ``others``) contradict the files from which
-    they were made, or dvc.lock. Missing files are not compared.
+    """List the contradictions of files under ``root`` (results, histories, the bench and ``others``) with dvc.lock, and
+    with the files from which they were made. Missing files are not compared.
 
-    Raises ComparisonError for dvc.lock, and PipelineError for environment.json, that cannot be read.
+    Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
     here = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
     problems = [_environment_problem(each, here) for each in measured if here]
@@ -102,7 +102,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Name the seeds that learned from other weights than their teacher, a variant among ``weights``, has now."""
+    """Name the seeds whose teacher has other weights now. ``weights``: variant -> seed -> SHA-256 of the weights."""
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
@@ -187,7 +187,7 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
 def _key_problem(
     key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
 ) -> str:
-    """Return why a variant did not run as environment.json says; empty if it did, or if the file has no stages."""
+    """Return how a variant's run differs from environment.json; empty if it does not, or if the file has no stages."""
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
@@ -200,7 +200,7 @@ def _key_problem(
 
 
 def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
-    """Describe the optional packages that entered the hash of ``variants``, and the variants environment.json lacks."""
+    """Name the optional packages in the hash of ``variants``, and the variants that environment.json lacks."""
     known = optional_versions(environment, "variants")
     parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
     parts += [f"no variant {each!r}" for each in variants if known and each not in known]
@@ -208,7 +208,7 @@ def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
 
 
 def _job_problems(result: Result, baseline: Result) -> list[str]:
-    """List where ``result`` is from another job than the baseline."""
+    """List the parts of the job in which ``result`` differs from the baseline."""
     name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
     again = "Run `dvc repro`, which trains every variant with what params.yaml says now."
     problems = []
@@ -230,7 +230,7 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
-    """List where, of ``runs`` by name, those with as many processes computed with other numbers of threads."""
+    """List the ``runs``, given by name, that differ in threads per process from a run with as many processes."""
     first: dict[int, tuple[str, int]] = {}
     problems = []
     for name, each in runs.items():
@@ -238,7 +238,7 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
         if threads != each.threads_per_process:
             problems.append(
                 f"{name} computed with {count(each.threads_per_process, 'thread')} per process, {other} with {threads}"
-                ": the job's code changes it (torch.set_num_threads). Let all variants have as many"
+                ": the job's code changes it (torch.set_num_threads). Use the same number in all variants"
             )
     return problems
 
@@ -246,7 +246,7 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """List where the bench measured something other than what was trained."""
+    """List the differences between the bench's job and variants and the trained job and variants."""
     again = "Run `dvc repro bench`, which measures what params.yaml says now."
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     here = hash_of(environment, "variants", *variants)
@@ -263,7 +263,7 @@ def _bench_problems(
             if (problem := _key_problem(bench.keys.get(each.variant), environment, "bench", each.variant))
         ]
     if bench.baseline != baseline.variant:
-        problems.append(f"the bench's baseline is {bench.baseline!r}, that of compare.baseline {baseline.variant!r}")
+        problems.append(f"the bench's baseline is {bench.baseline!r}, but compare.baseline is {baseline.variant!r}")
     elif not bench.arm("aa_control", baseline.variant):
         problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
     if bench.dataset != baseline.dataset:
@@ -298,7 +298,7 @@ def _bench_problems(
 
 
 def _run_of(one: Arm | Result) -> tuple[object, ...]:
-    """Return the values that are equal in equal runs of a variant. Defaults fill in techniques that a file lacks."""
+    """Return the values that are equal in equal runs of a variant. Techniques that a file lacks have their defaults."""
     return Variant().model_dump(mode="json") | one.applied, one.world_size, one.batch_size, one.micro_batches
 
 

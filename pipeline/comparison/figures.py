@@ -1,4 +1,4 @@
-"""The figures of one variant beside the baseline's, from the bench and from the training runs."""
+"""The figures of one variant, from the bench and from the training runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from pipeline.results import Arm, Bench, HistoryRow, Result
 
 
 def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
-    """Return the fields of Compared that the bench measured. ``speeds``, ``memory`` and ``energy``: whether these are
-    trusted.
+    """Return the fields of Compared that the bench measured. ``speeds``, ``memory``, ``energy``: True if trusted.
 
-    If an arm has fewer rounds than the baseline, its figures are multiplied by the baseline's median over all rounds
-    divided by the baseline's median over the arm's rounds, so that variants can be compared. Fractions are not scaled.
+    If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
+    is the baseline's median over all rounds, divided by its median over the arm's rounds. Fractions are not scaled.
     """
     base = bench.arm("variant", bench.baseline)
     same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None
@@ -103,7 +102,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
 def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
-    """Return when each seed first reached ``target`` test accuracy (0 to 1), at the variant's speed in the bench."""
+    """Return the steps of each seed to the test accuracy ``target`` (0 to 1), and their time at the bench's speed."""
     reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
@@ -145,7 +144,7 @@ def equal_time(
     histories: Mapping[str, Sequence[HistoryRow]],
     speeds: Mapping[str, float | None],
 ) -> EqualTime | None:
-    """Compare the test accuracies when the faster of the two has ended, at the throughputs ``speeds`` of the bench."""
+    """Compare the test accuracies at the end of the faster training. ``speeds``: the throughputs in the bench."""
     rates = [(speeds[each.variant] or 0.0) / each.batch_size for each in (result, baseline)]  # steps a second
     if not all(rates):
         return None
@@ -163,7 +162,7 @@ def equal_time(
 
 
 def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
-    """Return the per-seed differences of test accuracy, from the exact counts; 0 where both have the same weights.
+    """Return the per-seed differences of test accuracy, from exact counts; 0 for a seed with equal weights in both.
 
     Both results must have the same seeds and test set.
     """

@@ -1,4 +1,4 @@
-"""How one variant is judged: its samples and the baseline's, session by session -> ratios, decisions, verdict."""
+"""Judge one variant: turn its samples and the baseline's of each session into ratios, decisions and a verdict."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class Judgement(NamedTuple):
 def judge(
     result: Result, baseline: Result, pooled: Sequence[PooledSession], own: PooledSession, margins: Margins
 ) -> Judgement:
-    """Turn the samples of each quantity into an interval over sessions and a decision at a margin; the decisions give
-    the verdict. ``own``: the session of ``pooled`` that has the bench's own rounds."""
+    """Turn the samples of each quantity into an interval over sessions and a decision; the decisions give the verdict.
+
+    ``own``: the session in ``pooled`` that has the present bench's rounds.
+    """
 
     def in_session(session: PooledSession, quantity: Quantity, margin: float) -> Ratio | None:
         rounds = session.rounds_of(result.variant)

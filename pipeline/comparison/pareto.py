@@ -13,7 +13,7 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
     """Return the indices, ascending, of the points that no other point beats.
 
     A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
-    ``higher_is_better`` has one entry per coordinate. Raises ValueError for NaN: leave out points that are not known.
+    ``higher_is_better`` has one entry per coordinate. Raises ValueError for NaN: leave out points that have one.
     """
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
     if np.isnan(values).any():
@@ -27,10 +27,10 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
 
 
 def on_front(baseline: str, judged: Mapping[str, tuple[Ratio, Ratio, Accuracy]]) -> set[str]:
-    """Return those of the baseline and the variants that no other beats in throughput, memory and accuracy.
+    """Return the variants, the baseline included, that no other variant beats in throughput, memory and accuracy.
 
-    ``judged``: each variant's ratios and accuracy relative to the baseline. A difference that was not shown to matter
-    counts as none; a variant with an unknown ratio is left out.
+    ``judged``: each variant's ratios and accuracy relative to the baseline. A difference counts only if it is decided
+    as better or worse. A variant with an unknown ratio is left out.
     """
     points = {baseline: (1.0, 1.0, 0.0)}
     for variant, (throughput, memory, accuracy) in judged.items():

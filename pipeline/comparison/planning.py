@@ -1,4 +1,4 @@
-"""Forecasts, from the existing rounds and seeds: what more of them would decide, and what they would cost."""
+"""Forecast from the existing rounds and seeds how many more would decide, and how long more rounds would take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORESEEABLE = 1000
 
 
 class RoundCost(NamedTuple):
-    """The time that rounds took, and what limited them."""
+    """The time that rounds took, and the setting that limited their number."""
 
     key: str
     """The key of params.yaml that limited the number of rounds."""
@@ -27,7 +27,7 @@ class RoundCost(NamedTuple):
     seconds: float | None
     """Time of all rounds together; None: not known."""
     minutes: float = 0.0
-    """The minutes that were allowed. If they would already suffice, they did not limit the rounds."""
+    """The allowed minutes. If they suffice for the wanted rounds, they did not limit the rounds."""
 
     def affordable(self) -> float:
         """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.
@@ -37,7 +37,7 @@ class RoundCost(NamedTuple):
         return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
 
     def duration(self, rounds: int) -> str:
-        """Say how long ``rounds`` rounds in all take; if that is not known, their number."""
+        """Say how long ``rounds`` rounds in all take; if the time of a round is not known, say their number."""
         minutes = self._minutes(rounds)
         return f"{minutes:g} minute{'' if minutes == 1 else 's'} of rounds" if self.seconds else f"{rounds} rounds"
 
@@ -46,7 +46,7 @@ class RoundCost(NamedTuple):
         return math.ceil((rounds + 1) * (self.seconds or 0.0) / self.rounds / 30) / 2
 
     def remedy(self, rounds: int) -> str:
-        """Say what gives ``rounds`` rounds in all: the key with its value, or how to make rounds cheaper."""
+        """Advise how to get ``rounds`` rounds in all: set a key to a value, make rounds cheaper, or bench again."""
         if not self.seconds:
             return f"raise {self.key}"
         minutes = self._minutes(rounds)
@@ -62,7 +62,7 @@ class RoundCost(NamedTuple):
 
 
 def cost_of(bench: Bench) -> RoundCost:
-    """Return the time that the bench's rounds took, and what limited them."""
+    """Return the time that the bench's rounds took, and the setting that limited their number."""
     rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
     return RoundCost(key, rounds, bench.seconds, bench.config["bench"]["max_minutes"])
@@ -74,7 +74,7 @@ def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
 
 
 def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
-    """Say what may help on a machine that ``stats.distrust`` calls noisy. ``rejected``: rounds without a valid pair."""
+    """Advise on a machine that ``stats.distrust`` finds too noisy. ``rejected``: number of rounds without a pair."""
     quiet = why_rejected or ("let nothing else run here" if aa.low > 0 else None)
     more = None
     if calm := calm_pairs(aa, max_spread):
@@ -109,9 +109,9 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
 
 
 def calm_pairs(aa: Interval, max_spread: float) -> int | None:
-    """Estimate how many pairs in all ``distrust`` would accept, after it found too few pairs or too wide a spread.
+    """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too wide a spread.
 
-    For a spread, assume that log(high / low) shrinks with 1 / sqrt(n). None where more pairs do not help.
+    The estimate assumes that log(high / low) shrinks with 1 / sqrt(n). Return None if more pairs do not help.
     """
     if aa.low <= 0:
         return FEWEST_PAIRS
@@ -123,9 +123,9 @@ def calm_pairs(aa: Interval, max_spread: float) -> int | None:
 def margin_decided(interval: Interval, pairs: int) -> float:
     """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
-    This assumes that the estimate r stays and that the interval shrinks from n to N pairs as in ``pairs_needed``: its
-    ends are then log r -+ w sqrt(n / N), w being its width on that side, and log(1 + margin) is the farther end's
-    distance from 0. Raises ValueError for an interval without bounds.
+    This assumes that the estimate r stays and that the interval shrinks from n to N pairs as in ``pairs_needed``. On
+    the logarithmic scale, its ends are then log r -+ w sqrt(n / N), where w is the present width on that side.
+    log(1 + margin) is the larger of the ends' distances from 0. Raises ValueError for an interval without bounds.
     """
     if interval.low <= 0:
         raise ValueError("interval: found one without bounds, which allows no forecast.")
@@ -154,7 +154,8 @@ def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confide
     """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
 
     This assumes that mean and deviation stay. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of n =
-    ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N); the margin is |mean| plus that.
+    ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N). The margin is |mean| plus this
+    half-width.
     """
     narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)
     return abs(mean) + half * float(narrower)

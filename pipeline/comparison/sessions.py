@@ -1,7 +1,7 @@
 """Combine several sessions of the bench into a ratio that holds beyond one session.
 
-Within a session, a ratio's interval covers the variation between rounds. Conditions that are fixed for a session (the
-memory layout, the boot, the neighbours, the day) are the same in all its rounds, and vary only between sessions.
+The interval of a ratio in one session covers only the variation between rounds. Some conditions vary only between
+sessions: the memory layout, the boot, other users of the machine, the day.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_SESSIONS = 20
 
 
 def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) -> Interval:
-    """Return the geometric mean of the sessions' ratios, equally weighted, with its interval; one session, unchanged.
+    """Return the equally weighted geometric mean of the sessions' ratios with its interval; one session unchanged.
 
-    The interval is a t interval with S - 1 degrees of freedom on the ratios' logarithms, as sessions are independent
-    draws of the conditions. On each side it is at least as wide as the median of the sessions' own intervals: a few
-    sessions that agree by chance know no more than their rounds. Raises ValueError for no interval, or for one without
-    bounds.
+    Sessions are independent draws of the conditions. So the interval of S sessions is a t interval with S - 1 degrees
+    of freedom on the logarithms of the ratios. On each side it is at least as wide as the median of the sessions' own
+    intervals, because a few sessions can agree by chance. Raises ValueError if there is no interval, or if an interval
+    has no bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
         raise ValueError("sessions: expected at least one interval, and each with its bounds.")
@@ -73,7 +73,7 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
     """Combine the ratios of several sessions, given as (start of the session, its ratio), into one; ``own`` is the
     ratio of the bench's own session.
 
-    An untrusted ratio does not count. If only one ratio is trusted, it is returned; if none is, ``own``.
+    An untrusted ratio does not count. If only one ratio is trusted, return this ratio; if no ratio is, return ``own``.
     """
     shown, trusted = [], []
     intervals: list[Interval] = []
@@ -112,14 +112,17 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
 
 
 def alike(one: Bench, other: Bench, *variants: str) -> bool:
-    """True if ``other`` measured ``variants`` as ``one`` did, on the same data, and the baseline against itself."""
+    """True if ``other`` has an A/A control, and measured ``variants`` as ``one`` did and on the same data."""
     same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
     return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
 
 
 def distinct(benches: Sequence[Bench]) -> list[Bench]:
-    """Return the benches without duplicates, the oldest first. Two are duplicates if their common arms begin with the
-    same samples, whatever their start times; the first one given is kept."""
+    """Return the benches without duplicates, the oldest first.
+
+    Two benches are duplicates if their common arms begin with the same samples, even with different start times. The
+    bench that comes first in ``benches`` is kept.
+    """
 
     def same(one: tuple[Window, ...], other: tuple[Window, ...]) -> bool:
         return all(a == b for a, b in zip(one, other, strict=False))
@@ -133,10 +136,10 @@ def distinct(benches: Sequence[Bench]) -> list[Bench]:
 
 
 class PooledSession(NamedTuple):
-    """One session: benches of one boot, less than an hour apart, that measured the baseline as ``compared`` did."""
+    """The benches of one boot that follow each other within an hour and measured the baseline as ``compared`` did."""
 
     compared: Bench
-    """The bench that is compared: another bench counts for the variants that it measured in the same way."""
+    """The present bench. Another bench counts for the variants that it measured in the same way."""
     benches: tuple[Bench, ...]
     max_spread: float
 
@@ -145,8 +148,10 @@ class PooledSession(NamedTuple):
         return self.benches[0].session.start_utc
 
     def rounds_of(self, *variants: str) -> Bench | None:
-        """Return the session's rounds in which all ``variants`` took part, as one bench of only these arms, the
-        baseline and its control; None if no bench counts for all of them."""
+        """Return the session's rounds in which all ``variants`` took part; None if no bench counts for all of them.
+
+        The rounds form one bench, whose arms are ``variants``, the baseline and its control.
+        """
         found = [each for each in self.benches if alike(self.compared, each, *variants)]
         return _pooled(found, variants) if found else None
 
@@ -171,14 +176,14 @@ def _pooled(benches: Sequence[Bench], variants: Sequence[str]) -> Bench:
 
 
 def noise_of(bench: Bench, quantity: Quantity, max_spread: float, rounds: int | None = None) -> Noise:
-    """Return the A/A noise of ``quantity`` in the first ``rounds`` rounds of ``bench``; None: in all of them."""
+    """Return the A/A noise of ``quantity`` in the first ``rounds`` rounds of ``bench``; with None, in all rounds."""
     arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
     baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
     return verdicts.noise_between(baseline, control, quantity, max_spread, planning.cost_of(bench))
 
 
 def summary(session: PooledSession, variants: Sequence[str]) -> SessionSummary:
-    """Summarise a session. ``variants``: those to look for in its rounds."""
+    """Summarise a session. ``variants``: the variants to look for in its rounds."""
     whole = session.rounds_of()
     assert whole is not None
     return SessionSummary(
@@ -202,5 +207,5 @@ def pooled_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> li
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:
     arm = bench.arm(role, variant)
-    assert arm is not None  # consistency.check
+    assert arm is not None  # consistency.check has made sure
     return arm

@@ -13,7 +13,7 @@ from scipy.special import ndtr, stdtrit
 from pipeline.errors import count
 
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
-"""The decision on one quantity. ``decide`` never returns *untrusted*: that depends on the samples; see ``verdicts``."""
+"""The decision on one quantity. ``decide`` never returns *untrusted*: ``verdicts`` does, depending on the samples."""
 
 FEWEST_PAIRS = 6
 """Fewer pairs give no 95% interval: the chance that all of them lie on one side of the median is too large."""
@@ -42,7 +42,7 @@ def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) 
     """Return the decision that a ratio's interval supports at a margin, symmetric on the logarithmic scale.
 
     With a margin of 0.02: *better* if the whole interval lies above 1.02, *worse* if it lies below 1 / 1.02, *same* if
-    it lies between the two, else *undecided*. *Better* and *worse* are swapped where lower is better.
+    it lies between these bounds, else *undecided*. *Better* and *worse* are swapped if lower is better.
     """
     found = outcomes(interval.low, interval.high, 1 / (1 + margin), 1 + margin, higher_is_better=higher_is_better)
     return found[0] if len(found) == 1 else "undecided"
@@ -51,9 +51,9 @@ def decide(interval: Interval, margin: float, *, higher_is_better: bool = True) 
 def outcomes(
     low: float, high: float, lower: float, upper: float, *, higher_is_better: bool = True
 ) -> tuple[Decision, ...]:
-    """Return which of *better*, *same* and *worse* the interval from ``low`` to ``high`` allows, high values first.
+    """Return which of *better*, *same* and *worse* the interval from ``low`` to ``high`` allows.
 
-    *Same* is from ``lower`` to ``upper``, the bounds included.
+    The order is from high values to low values. Values from ``lower`` to ``upper``, bounds included, are *same*.
 
     >>> outcomes(0.90, 1.01, 0.98, 1.02)
     ('same', 'worse')
@@ -68,23 +68,25 @@ def paired_ratio(
 ) -> Interval:
     """Return the median of ``a[i] / b[i]`` over the pairs, with a bootstrap confidence interval.
 
-    ``a`` and ``b`` are positive and have the same length. The median is taken of the ratios' logarithms (for an even
-    number of pairs, the geometric mean of the middle two), so b over a gives exactly the reciprocals.
+    ``a`` and ``b`` are positive and have the same length. The median is taken of the ratios' logarithms; for an even
+    number of pairs, this is the geometric mean of the middle two ratios. So b over a gives exactly the reciprocals.
 
-    The interval is the *expanded percentile* one: percentiles of the resampled medians at the levels
-    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentiles for small n. Source: Hesterberg, "What Teachers
-    Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
+    The interval is the *expanded percentile* interval: percentiles of the resampled medians at the levels
+    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentile interval for small n. Source: Hesterberg, "What
+    Teachers Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
     pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom, Cauchy), contaminated and skewed noise, a
-    nominal 95% interval held the median in 93 to 98% of the trials; plain percentiles and BCa fell to 92%.
+    nominal 95% interval contained the median in 93 to 98% of the trials. With plain percentiles and BCa, the lowest
+    share was 92%.
 
-    Fewer pairs than 1 - log2(1 - confidence), 6 for 95%, give no bounds: the chance that all pairs lie on one side of
-    the median is too large. Raises ValueError for values that are not pairs of positive numbers.
+    Fewer pairs than 1 - log2(1 - confidence) give no bounds, because the chance that all pairs lie on one side of the
+    median is too large; 95% needs 6 pairs. Raises ValueError for values that are not pairs of positive numbers.
     """
     logs = _log_ratios(a, b)
     count = len(logs)
     if 2.0 ** (1 - count) > 1 - confidence:
         return Interval(math.exp(np.median(logs)), 0.0, math.inf, count)
-    # Sorted, and each resample with its mirror image: neither the order of the pairs nor of a and b makes a difference.
+    # With sorted pairs, their order makes no difference. With the mirror image of each resample, swapping a and b
+    # gives exactly the reciprocals.
     logs.sort()
     drawn = np.random.default_rng(seed).integers(count, size=(math.ceil(resamples / 2), count))
     medians = np.median(np.concatenate([logs[drawn], logs[count - 1 - drawn]]), axis=1)
@@ -94,7 +96,10 @@ def paired_ratio(
 
 
 def widened(interval: Interval, doubt: float) -> Interval:
-    """Add ``doubt`` to each side of ``interval`` in quadrature, on the logarithmic scale; without bounds, no change."""
+    """Add ``doubt`` to each side of ``interval`` in quadrature, on the logarithmic scale.
+
+    An interval without bounds stays as it is.
+    """
     if interval.low <= 0:
         return interval
     below, above = math.log(interval.estimate / interval.low), math.log(interval.high / interval.estimate)
@@ -106,12 +111,12 @@ def widened(interval: Interval, doubt: float) -> Interval:
 
 
 def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:
-    """Return why a machine with the A/A interval ``aa`` is too noisy to compare anything; None if it is not.
+    """Return why a machine with the A/A interval ``aa`` is too noisy to compare anything; None if it is quiet enough.
 
     ``aa`` is a 95% interval, and its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
-    pairs: if it excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. By the meaning
-    of a 99% interval, a quiet machine is distrusted in about 1% of all cases. With too few pairs for a 99% interval,
-    the 95% interval is used instead, because no machine is trusted without a check.
+    pairs. If it excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. A 99% interval
+    excludes 1 by chance in about 1% of all cases, so a quiet machine is distrusted that often. With too few pairs for a
+    99% interval, the 95% interval is used instead, because no machine is trusted without a check.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
@@ -148,7 +153,8 @@ class Equivalence:
 
     @property
     def decision(self) -> Decision:
-        """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between the two."""
+        """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between these bounds,
+        else *undecided*."""
         found = outcomes(self.low, self.high, -self.margin, self.margin)
         return found[0] if len(found) == 1 else "undecided"
 
@@ -163,14 +169,14 @@ def equivalence(
 ) -> Equivalence:
     """Test if paired differences (variant minus baseline, one per seed, in the margin's unit) are too small to matter.
 
-    Two one-sided paired t-tests at alpha = 1 - confidence; both reject exactly when the 1 - 2 alpha interval
-    mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided tests
-    procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
+    This uses two one-sided paired t-tests at alpha = 1 - confidence. Both tests reject exactly when the 1 - 2 alpha
+    interval mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided
+    tests procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
 
-    One difference decides nothing: its interval is infinite. If two or more differences are all equal, the interval has
-    no width. Differences of counts are often equal by chance; ``resolution`` is their smallest step, and a lower bound
-    of the deviation. The interval of two or more differences is cut off at ``limits``, beyond which no mean can lie.
-    Raises ValueError for no or non-finite differences, or a margin that is not positive.
+    One difference decides nothing, because its interval is infinite. Differences of counts are often equal by chance,
+    and their interval would then have no width. So ``resolution``, the smallest step of the differences, is a lower
+    bound of the deviation. The interval of two or more differences is cut off at ``limits``, beyond which no mean can
+    lie. Raises ValueError if there are no differences, if one is not finite, or if the margin is not positive.
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():

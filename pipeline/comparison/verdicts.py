@@ -21,25 +21,27 @@ from pipeline.results import Arm, Record, kind_of
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 
 HEAP_BYTES = 2**20
-"""How far apart the peaks of equal processes on a CPU can be. All processes forked from one server inherit the same
-free blocks in its heap, so the rounds of one session do not show this. Peaks under five servers differed by up to 0.9
-MiB; half of it is the 95% half-width of a difference (docs/measuring.md)."""
+"""Largest difference between the memory peaks of equal processes on a CPU. The rounds of one session do not show this
+difference, because all processes forked from one server inherit the same free blocks in its heap. Peaks under five
+servers differed by up to 0.9 MiB. Half of this constant is the 95% half-width of a difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
-"""Fewer seeds decide nothing about accuracy: the difference between two seeds says little about further seeds."""
+"""Fewer seeds decide nothing about accuracy: the differences of two seeds say little about further seeds."""
 
 
 Outcomes = tuple[Decision, ...]
-"""What a quantity can turn out to be: its decision, or all that its interval allows while it is undecided."""
+"""The possible decisions on a quantity: its decision or, if it is undecided, all decisions that its interval allows."""
 
 ANY: Outcomes = ("better", "same", "worse")
 
 
 def verdict(quantities: Sequence[Outcomes]) -> Verdict:
-    """Return the verdict on one variant, of all its quantities.
+    """Return the verdict on one variant from the possible decisions on its quantities.
 
-    Something better and nothing worse: *pays*; the reverse: *costs*; both: *trades*; neither: *neutral*. An undecided
-    quantity is tried with every outcome that its interval allows: the verdict is *undecided* unless all outcomes agree.
+    A variant *pays* if a quantity is better and none is worse. It *costs* if a quantity is worse and none is better. It
+    *trades* if one quantity is better and another is worse. It is *neutral* if all quantities are the same. For an
+    undecided quantity, every decision that its interval allows is tried; if the verdicts differ, the verdict is
+    *undecided*. If a quantity is untrusted, the verdict is *untrusted*.
     """
     if ("untrusted",) in quantities:
         return "untrusted"
@@ -76,7 +78,7 @@ class SessionRatio(Record):
     """The ratio of one session of the bench."""
 
     start_utc: str
-    """Of the session's first bench."""
+    """Start of the session's first bench."""
     estimate: float | None
     low: float | None
     high: float | None
@@ -90,14 +92,17 @@ class SessionRatio(Record):
 
 
 class Ratio(Record):
-    """An arm's figure over the reference's: the median of the rounds' ratios, with its 95% interval, widened by the A/A
-    noise of the baseline; or the mean over several sessions (``sessions.combined``)."""
+    """An arm's figure divided by the reference's figure, with a 95% interval.
+
+    In one session, it is the median of the rounds' ratios, and the A/A noise widens the interval. Over several
+    sessions, it is the mean of the sessions' ratios (``sessions.combined``).
+    """
 
     estimate: float | None
-    """None: no round has both figures."""
+    """None if no round has both figures."""
     low: float | None
     high: float | None
-    """Both None: too few pairs for bounds."""
+    """``low`` and ``high`` are None if there are too few pairs for bounds."""
     pairs: int
     """Rounds in which neither figure was rejected."""
     rejected: int
@@ -105,15 +110,15 @@ class Ratio(Record):
     margin: float
     decision: Decision
     more_pairs: int | None
-    """If undecided in one session: about how many more pairs would decide. None: decided, or no forecast."""
+    """About how many more pairs would decide a ratio of one session. None if it is decided or has no forecast."""
     why_untrusted: str | None
     more_sessions: int | None = None
-    """If undecided over several sessions: about how many more sessions would decide."""
+    """About how many more sessions would decide a ratio over several sessions. None as for ``more_pairs``."""
     sessions: tuple[SessionRatio, ...] = ()
-    """For a variant: the sessions' ratios of the same pair, the oldest first."""
+    """For a variant: the same ratio in each session, the oldest session first."""
 
     def outcomes(self, quantity: Quantity) -> Outcomes:
-        """Return what ``quantity``, of which this is the ratio, can turn out to be."""
+        """Return the possible decisions on ``quantity``, whose ratio this is."""
         if self.decision != "undecided":
             return (self.decision,)
         if self.low is None or self.high is None:
@@ -128,23 +133,23 @@ class Ratio(Record):
 
 
 class Accuracy(Record):
-    """Test accuracy minus the baseline's, paired by seed, as a fraction: two one-sided tests at a margin."""
+    """Test accuracy minus the baseline's, paired by seed, as a fraction, with two one-sided tests at a margin."""
 
     mean_fraction: float
     low_fraction: float | None
     high_fraction: float | None
-    """The interval that lies inside the margins exactly if both tests reject, cut off at accuracies of 0 and 1; None
-    for a single seed, unless its weights equal the baseline's."""
+    """The interval of the mean, cut off at accuracies of 0 and 1. Both tests reject exactly if it lies inside the
+    margins. None for a single seed, unless its weights equal the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision
-    """same: neither a loss nor a gain that matters."""
+    """*same*: any loss or gain is smaller than the margin."""
     more_seeds: int | None
-    """If undecided: about how many more seeds would decide. None: decided, or no forecast."""
+    """About how many more seeds would decide. None if the accuracy is decided or there is no forecast."""
 
     @property
     def outcomes(self) -> Outcomes:
-        """What the accuracy can turn out to be; anything with fewer than ``FEWEST_SEEDS``."""
+        """The possible decisions on the accuracy. If undecided with fewer than ``FEWEST_SEEDS`` seeds, all of them."""
         if self.decision != "undecided":
             return (self.decision,)
         if self.seeds < FEWEST_SEEDS or self.low_fraction is None or self.high_fraction is None:
@@ -153,7 +158,7 @@ class Accuracy(Record):
 
 
 class Noise(Record):
-    """The baseline against itself: the difference that the machine produces between two equal arms."""
+    """The baseline measured against itself: the difference that the machine produces between two equal arms."""
 
     estimate: float | None
     low: float | None
@@ -166,8 +171,8 @@ class Noise(Record):
     @property
     def doubt(self) -> float:
         """How far equal arms may differ, on the logarithmic scale: half the interval's width and the estimate's
-        distance from 1, added in quadrature. The width alone is not enough: an undetected bias moves the estimate.
-        0 if the interval has no bounds."""
+        distance from 1, added in quadrature. The width alone is not enough, because an undetected bias moves the
+        estimate. The doubt is 0 if the interval has no bounds."""
         if not (self.estimate and self.low and self.high):
             return 0.0
         return math.hypot(math.log(self.high / self.low) / 2, math.log(self.estimate))
@@ -183,15 +188,16 @@ def ratio(
     *,
     doubt: float = 0.0,
 ) -> Ratio:
-    """Return ``arm`` over ``reference``; untrusted if the machine was too noisy, or too many rounds were rejected.
+    """Return the ratio of ``arm`` to ``reference``.
 
-    ``doubt``: the interval is widened by this on each side, in quadrature on the logarithmic scale (``doubt_of``).
+    It is untrusted if the machine was too noisy, or if too many rounds were rejected. ``doubt`` (``doubt_of``) widens
+    the interval on each side, in quadrature on the logarithmic scale.
     """
     pairs = _pairs(arm, reference, quantity)
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
-    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # the machine's reason, shared by all, comes first
+    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # the machine's reason holds for all arms
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
@@ -212,11 +218,11 @@ def ratio(
 def accuracy(
     differences: Sequence[float], margin: float, base: float, resolution: float = 0.0, *, identical: bool = False
 ) -> Accuracy:
-    """Judge ``differences`` in test accuracy, one per seed, from the baseline's mean ``base``; ``resolution``: the
-    accuracy of one test sample, or of one token of them.
+    """Judge ``differences`` in test accuracy from the baseline, one per seed.
 
-    ``identical``: every seed has the baseline's weights, bit by bit, so the decision is *same* for any number of seeds.
-    Otherwise fewer than ``FEWEST_SEEDS`` are undecided.
+    ``base``: the baseline's mean accuracy. ``resolution``: the accuracy that one test sample (or one token of the test
+    samples) contributes. ``identical``: every seed has the baseline's weights, bit by bit, so the decision is *same*
+    for any number of seeds. Otherwise fewer than ``FEWEST_SEEDS`` seeds leave the accuracy undecided.
     """
     if identical:
         return Accuracy(
@@ -261,8 +267,11 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
-    """Return the doubt in a ratio of ``arms`` that their rounds do not show, on the logarithmic scale: how far equal
-    arms may differ (``Noise.doubt``) and, for memory, also how far servers may differ."""
+    """Return the doubt in a ratio of ``arms`` that their rounds do not show, on the logarithmic scale.
+
+    Equal arms may differ (``Noise.doubt``); for memory, equal arms under different servers may also differ
+    (``HEAP_BYTES``).
+    """
     heap = max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
     return math.hypot(noise.doubt, heap)
 
@@ -275,7 +284,7 @@ def heap_share(arm: Arm) -> float:
 
 
 def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
-    """True if no sample has the figure although not all were rejected: this machine cannot measure it."""
+    """True if this machine cannot measure the figure: no sample has it, although not all samples were rejected."""
     samples = [sample for arm in arms for sample in arm.samples]
     return not any(getattr(each, quantity.field) for each in samples) and not all(each.rejections for each in samples)
 
@@ -288,9 +297,9 @@ def tells_energy(arms: Sequence[Arm]) -> bool:
 class _Pairs(NamedTuple):
     above: list[float]
     below: list[float]
-    """``above`` and ``below``: the two arms' figures in the rounds in which neither was rejected."""
+    """``above`` and ``below`` are the two arms' figures in the rounds that have both figures."""
     rejected: int
-    """Number of the other rounds."""
+    """Number of rounds in which a figure is missing or was rejected."""
     why_rejected: str | None
     """How many rounds were rejected, and the most common reason."""
     why_untrusted: str | None

@@ -1,8 +1,8 @@
-"""Compare a commit with another: have throughput, memory or accuracy got worse beyond the margins?
+"""Check whether throughput, memory or accuracy of a commit is worse than another commit's by more than the margins.
 
-The *head* is this work tree, with its uncommitted changes. The *base* is either a revision, which is measured beside
-the head on this machine, or a ``reports/comparison.json`` that was recorded in the same environment; then only accuracy
-is decided, and the other figures are advice. Ratios are the head's figure over the base's.
+The *head* is this work tree, with its uncommitted changes. The *base* is a revision, which is measured side by side
+with the head on this machine. It can also be a ``reports/comparison.json`` that was recorded in the same environment;
+then only accuracy is decided, and all other figures are advisory. A ratio is the head's figure divided by the base's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MARKDOWN_FILE = REPORTS / "gate.md"
 def run(config: Config, against: str) -> int:
     """Compare this work tree with ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
-    Returns the exit code: 0 if nothing got worse, 1 if something did, 3 if the machine was too noisy to tell, or most
-    of the head's samples were rejected. Against a file no ``gate.json`` is written, so nothing can be promoted on it.
-    Raises GateError and other PipelineErrors if something could not be measured or decided; then there is no
-    ``reports/gate.*``, not even from an earlier gate.
+    Returns the exit code: 0 if nothing got worse, 1 if something got worse, 3 if the outcome is untrusted or undecided
+    (``decision.EXIT_CODES``). Against a file, no ``gate.json`` is written, so that no promotion can rely on it. Raises
+    GateError and other PipelineErrors if something could not be measured or decided; then no ``reports/gate.*`` exists,
+    because earlier files are removed first.
     """
     for file in (JSON_FILE, MARKDOWN_FILE):
         file.unlink(missing_ok=True)
@@ -57,10 +57,10 @@ def run(config: Config, against: str) -> int:
 
 
 def confirm(config: Config) -> None:
-    """Check ``reports/gate.json`` against its own raw samples and this machine, before something is promoted on it.
+    """Check ``reports/gate.json`` against its own raw samples and this machine, before a promotion relies on it.
 
-    Raises ResultError for a file that cannot be read, and GateError if its samples do not support the outcome, or if it
-    was made in another environment or with other code and settings. ``promote`` reports a missing file.
+    Raises ResultError if the file cannot be read. Raises GateError if its samples do not support the outcome, or if it
+    was made in another environment or with other code and settings. A missing file is left to ``promote``.
     """
     if not JSON_FILE.exists():
         return
@@ -84,7 +84,7 @@ def confirm(config: Config) -> None:
 
 
 def _is_file(against: str) -> bool:
-    """True if ``against`` names a file. Raises GateError if it names a revision too: a commit could add such a file."""
+    """True if ``against`` names a file. Raises GateError if it is a revision too: a commit could add such a file."""
     if not Path(against).is_file():
         return False
     try:

@@ -17,7 +17,7 @@ from pipeline.gate.environments import pythons
 
 
 class Copy(NamedTuple):
-    """One side: its directory, and the Python that runs it."""
+    """The copy of one side: its directory, and the Python that runs it."""
 
     root: Path
     python: Path = Path(sys.executable)
@@ -25,11 +25,11 @@ class Copy(NamedTuple):
 
 @contextmanager
 def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
-    """The project at ``commit`` and in this work tree, without ignored files.
+    """Yield copies of the project at ``commit`` and in this work tree, without ignored files.
 
-    Both are copies, so that neither has a better place on disk, and nothing that runs there touches the work tree, the
-    index or a branch. The copies are not git worktrees, so none can be left behind. They share this checkout's DVC
-    cache: outputs that DVC has made are restored, and those made in a copy are not made again here.
+    Both sides are copies, so that neither has a better place on disk. Nothing that runs in a copy touches the work
+    tree, the index or a branch. The copies are not git worktrees, which an interrupted gate could leave behind. Both
+    copies use this checkout's DVC cache, so that DVC restores existing outputs and makes no output twice.
     """
     here = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")
@@ -85,8 +85,10 @@ def check_arms(side: Copy, label: str) -> None:
 
 
 def check_imports(side: Copy, modules: Sequence[str]) -> None:
-    """Raise GateError if the copy ``side`` imports one of ``modules`` from the work tree that was copied: both sides
-    would run the same code, and nothing could ever get worse."""
+    """Raise GateError if the copy ``side`` imports one of ``modules`` from the original work tree.
+
+    Both sides would then run the same code, and the gate could never find a difference.
+    """
     asking = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
     root, python = side
     found = output([str(python), "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
@@ -100,7 +102,7 @@ def check_imports(side: Copy, modules: Sequence[str]) -> None:
 
 
 def commit_of(revision: str) -> str:
-    """The full hash of ``revision``. Raises GateError if there is no repository or no such revision."""
+    """Return the full hash of ``revision``. Raises GateError if there is no repository or no such revision."""
     _git("rev-parse", "--git-dir")
     try:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -118,8 +120,8 @@ def _git(*arguments: str, **variables: str) -> str:
 def output(
     command: list[str], otherwise: str, *, root: Path = Path(), variables: Mapping[str, str] | None = None
 ) -> str:
-    """Run ``command`` in ``root`` and return its output. Raises GateError, beginning with ``otherwise``, if it
-    fails."""
+    """Run ``command`` in ``root`` and return its output. If it fails, raise GateError with ``otherwise`` and its error
+    output."""
     given = {**_variables(), **(variables or {})}
     try:
         done = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True)
@@ -131,8 +133,11 @@ def output(
 
 
 def _variables(python: Path = Path(sys.executable)) -> dict[str, str]:
-    """The environment variables of a copy's processes: ``python`` comes first in PATH, git finds the repository around
-    the copy, not the one that a git hook's variables name, and MLflow uses the embedded store in the copy."""
+    """Return the environment variables of a copy's processes.
+
+    The directory of ``python`` comes first in PATH. A git hook's variables are removed, so that git finds the
+    repository around the copy. MLFLOW_TRACKING_URI is removed, so that MLflow uses the embedded store in the copy.
+    """
     hidden = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "MLFLOW_TRACKING_URI"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}

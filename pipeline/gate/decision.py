@@ -19,12 +19,12 @@ from pipeline.results import Arm, Dataset, Document, Record, ScoreName, Unit, Wi
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
-"""Exit code 2 is a user's mistake, as in every command."""
+"""Exit code 2 means a user's mistake, as in every command."""
 
 
 CONFIDENCE_OF_LOOKS = 0.995
 """After each round the gate tests whether everything is decided already. These interim tests use a higher confidence
-than the final one, so that testing often adds few errors: the Haybittle-Peto rule. Source: Haybittle, "Repeated
+than the final test, so that testing often adds few errors (the Haybittle-Peto rule). Source: Haybittle, "Repeated
 assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
 
 
@@ -33,14 +33,14 @@ class GateError(PipelineError):
 
 
 class Held(Record):
-    """One variant of the head against the same variant of the base."""
+    """One variant of the head, compared with the same variant of the base."""
 
     variant: str
     throughput: Ratio
     memory: Ratio | None
-    """None: memory cannot be measured on this machine."""
+    """None if this machine cannot measure memory."""
     accuracy: Accuracy | None
-    """None: not compared."""
+    """None if accuracy was not compared."""
 
 
 class Judged(Record):
@@ -48,31 +48,32 @@ class Judged(Record):
 
     outcome: Outcome
     noise_throughput: Noise
-    """The base's baseline against itself."""
+    """The base's baseline measured against itself; the same for ``noise_memory``."""
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
-    """The geometric mean of all variants' ratios in each round: a change that hits all variants shows here first. None
-    for a single variant."""
+    """The ratios of the variants' geometric mean in each round. A change that affects all variants shows here first.
+    None for a single variant."""
     hidden: tuple[str, ...]
-    """Quantities that most samples of the base have and most of the head lack, in words. They may be worse, so the gate
-    does not pass."""
+    """Quantities, in words, that most of the base's samples have and most of the head's samples lack. Such a quantity
+    may be worse, so the gate does not pass."""
     unseen: tuple[str, ...]
-    """Quantities whose interval does not exclude a loss of ``gate.must_see``, in words. If there is one, the gate
-    does not pass."""
+    """Quantities, in words, whose interval does not exclude a loss of ``gate.must_see``. If there is such a quantity,
+    the gate does not pass."""
 
 
 class Side(Record):
-    """Base or head."""
+    """The measurement of base or head."""
 
     commit: str | None
-    """Ends with "+" if the files differed from the commit. None: not known."""
+    """Ends with "+" if the files differed from the commit. None if unknown."""
     environment: str
-    """Hash of all that the side's variants depend on, taken by the side's own code."""
+    """Hash of the environment that the side's variants depend on, computed by the side's own code."""
     made_of: str | None
-    """Digest of the code, settings and plans of the side's stages and variants. None: its version reports none."""
+    """Digest of the code, settings and plans of the side's stages and variants. None if the side's version has no
+    such digest."""
     arms: tuple[Arm, ...]
-    """Arms with their raw samples. Samples of one index on both sides belong to one round."""
+    """Arms with their raw samples. Samples with the same index belong to the same round, on both sides."""
     test_accuracies: dict[str, dict[int, float]]
     """Variant -> seed -> fraction."""
 
@@ -88,13 +89,13 @@ class Gated(Judged, Document):
     dataset: Dataset
     """The data set of both sides."""
     score: ScoreName
-    """What the accuracies of both sides are."""
+    """The score that both sides report as accuracy."""
     unit: Unit
-    """What the accuracies count; samples where they were not compared."""
+    """The unit that the accuracies count; samples if accuracies were not compared."""
     base: Side
     head: Side
     remarks: tuple[str, ...]
-    """Notes: jobs that differ, variants that only one side has, an interruption."""
+    """Notes, such as differing settings, variants that only one side has, or an interruption."""
     seconds: float
     """Duration of the rounds."""
     budget: str
@@ -116,8 +117,8 @@ def judge(
 ) -> Judged:
     """Decide on the variants that both sides have. ``base``, ``head``: variant -> arm.
 
-    ``noise``: of throughput and of memory. Samples of one index were measured side by side. ``must_see``: the loss
-    that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
+    Samples with the same index were measured side by side. ``noise``: the noise of throughput and of memory.
+    ``must_see``: the loss that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -175,7 +176,7 @@ def judge(
 
 
 def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
-    """The noise of throughput and of memory, from two equal arms."""
+    """Return the noise of throughput and of memory, from two equal arms."""
     return (
         verdicts.noise_between(baseline, control, THROUGHPUT, max_spread, cost),
         verdicts.noise_between(baseline, control, MEMORY, max_spread, cost),
@@ -183,8 +184,10 @@ def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> t
 
 
 def supported(gated: Gated, baseline: str, max_spread: float, must_see: float) -> Outcome:
-    """Judge the raw samples of ``gated`` anew and return the outcome that they support. Raises ValueError for arms that
-    do not fit together."""
+    """Judge the raw samples of ``gated`` again and return the outcome that they support.
+
+    Raises ValueError if the arms do not fit together.
+    """
     control, *of_base = gated.base.arms
     base, head = ({arm.variant: arm for arm in arms} for arms in (of_base, gated.head.arms))
     if not set(base) == set(head) == {each.variant for each in gated.variants}:
@@ -205,8 +208,10 @@ def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
 
 
 def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
-    """True if the interval excludes a loss of ``loss``, or of the margin if that is larger. Also True for untrusted and
-    worse ratios, which are reported as such."""
+    """True if the interval excludes a loss of ``loss``, or of the margin if the margin is larger.
+
+    Also True for untrusted and worse ratios, because these are reported anyway.
+    """
     if ratio.decision in ("untrusted", "worse"):
         return True
     worst = ratio.low and 1 / ratio.low if quantity.higher_is_better else ratio.high
@@ -214,16 +219,22 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 
 
 def settled(judged: Judged) -> bool:
-    """True if the gate may end early: ``judged``, at ``CONFIDENCE_OF_LOOKS``, found something worse, or passed with
-    every quantity trusted and decided. An undecided quantity could hide a smaller loss."""
+    """True if the gate may end early: something is worse, or the gate passes and every ratio is decided.
+
+    ``judged`` uses ``CONFIDENCE_OF_LOOKS``. An undecided ratio could hide a loss smaller than ``gate.must_see``.
+    """
     ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
     decided = all(each.decision in ("same", "better") for each in ratios)
     return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
 
 
 def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
-    """The gate's outcome: "worse" if anything is worse; else "untrusted" if a quantity is untrusted for all variants or
-    the head ``hides`` one; else "undecided" if a loss that must be seen is left open; else "passed"."""
+    """Return "worse" if anything is worse; else "untrusted" if ``hides``, or if a quantity is untrusted for all
+    variants; else "undecided" if ``leaves_open``; else "passed".
+
+    ``hides``: the head hides a quantity (``Judged.hidden``). ``leaves_open``: an interval does not exclude a loss that
+    must be seen (``Judged.unseen``).
+    """
     columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
     if any("worse" in each for each in decisions):
@@ -234,7 +245,7 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
-    """One arm per side: in every round the geometric mean over the variants whose figures are known on both sides."""
+    """Return one arm per side with, in every round, the geometric mean of the figures that both sides have."""
     sides: tuple[list[Window], list[Window]] = ([], [])
     for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
         figures = [getattr(window, quantity.field) for window in windows]
@@ -248,11 +259,11 @@ def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tupl
     return of_head, of_base
 
 
-# For samples of both kinds: measured side by side, or recorded.
+# The functions below serve both kinds of samples: measured side by side, and recorded.
 
 
 def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> list[str]:
-    """The names of the base's variants. Raises GateError unless the head has them all."""
+    """Return the names of the base's variants. Raises GateError unless the head has all of them."""
     names = list(base)
     if lacking := ", ".join(name for name in names if name not in set(head)):
         raise GateError(
@@ -263,14 +274,14 @@ def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> lis
 
 
 def accuracy_of(correct: float, count: int, of: str) -> float:
-    """Accuracy as a fraction. Raises GateError if the counts give none."""
+    """Return the accuracy as a fraction. Raises GateError if the counts are impossible."""
     if count > 0 and 0 <= correct <= count:
         return correct / count
     raise GateError(f"{of}: found {correct} right of {count} test samples: train it again.")
 
 
 def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
-    """Raise GateError unless the head trains every seed of the base: with fewer, less would be decided."""
+    """Raise GateError unless the head trains every seed of the base: fewer seeds would decide less."""
     there, here = sorted(base), sorted(head)
     if not there or not set(there) <= set(here):
         raise GateError(
@@ -282,10 +293,10 @@ def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
 def accuracies(
     test_count: int, base: Mapping[str, Mapping[int, float]], head: Mapping[str, Mapping[int, float]], margin: float
 ) -> dict[str, Accuracy]:
-    """Variant -> the head's test accuracies (variant -> seed -> fraction of ``test_count`` samples or tokens) minus the
-    base's.
+    """Return variant -> the head's test accuracy minus the base's.
 
-    Raises GateError if the head lacks an accuracy.
+    ``base``, ``head``: variant -> seed -> fraction of ``test_count`` samples or tokens. Raises GateError if the head
+    lacks an accuracy.
     """
     found = {}
     for name, there in base.items():
@@ -297,14 +308,14 @@ def accuracies(
 
 
 def own_modules(train: Mapping[str, Any]) -> list[str]:
-    """The user's own modules, which the settings task, model, loss and metric name as ``module:function``."""
+    """Return the user's own modules, which the settings task, model, loss and metric name as ``module:function``."""
     return [
         name.partition(":")[0] for key in ("task", "model", "loss", "metric") if ":" in (name := str(train.get(key)))
     ]
 
 
 def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
-    """A line for each side with variants that only it has."""
+    """Return a line for each side that has variants which the other side lacks."""
     there, here = list(base), list(head)
     gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
     return [
@@ -314,9 +325,10 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
 
 
 def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """A question about each variant, or about all together, that got better or worse though nothing that runs changed.
+    """Return a remark on each variant that got better or worse although both sides have the same digests for it.
 
-    ``base``, ``head``: the content of each side's ``environment.json``, with the digests of code, plans and settings.
+    Without such a variant, the remark can be on all variants together. ``base``, ``head``: the content of each side's
+    ``environment.json``, with the digests of code, plans and settings.
     """
 
     def ran(fingerprint: Mapping[str, Any], name: str) -> list[Any]:
@@ -328,22 +340,22 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
     rows = [([row.variant], row) for row in judged.variants]
     if judged.together:
         rows.append(([row.variant for row in judged.variants], judged.together))
-    requested: list[str] = []
+    remarks: list[str] = []
     for names, row in rows:
         columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
         moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
-        asked_already = bool(requested) and row is judged.together  # about a variant, which is nearer to the cause
-        if moved and not asked_already and all(ran(base, name) == ran(head, name) for name in names):
-            requested.append(
-                f"{row.variant}: {', '.join(moved)}, yet by their digests the code, the settings and the packages that "
-                "it runs are the same on both sides. Find the cause before you believe it: gate again, and look at "
-                "what no digest covers, such as files that the code reads."
+        told_already = bool(remarks) and row is judged.together  # a remark on a variant is more precise
+        if moved and not told_already and all(ran(base, name) == ran(head, name) for name in names):
+            remarks.append(
+                f"{row.variant}: {', '.join(moved)}, although the digests of code, settings and packages are equal on "
+                "both sides. Find the cause before you trust this result: gate again, and check everything that has no "
+                "digest, such as files that the code reads."
             )
-    return requested
+    return remarks
 
 
 def differing(base: Any, head: Any, path: str) -> list[str]:
-    """A line for each value that differs, with its dotted path."""
+    """Return a line for each value that differs, with its dotted path."""
     if isinstance(base, Mapping) and isinstance(head, Mapping):
         keys = dict.fromkeys([*base, *head])
         return [line for key in keys for line in differing(base.get(key), head.get(key), f"{path}.{key}")]

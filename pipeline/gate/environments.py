@@ -1,4 +1,4 @@
-"""The Python of each side: where the lock files differ, an environment with the side's own packages."""
+"""Choose the Python of each side. If the lock files differ, each side gets an environment with its own packages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BUILD_LOCK = "requirements-build.lock"
 """Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""Number of environments to keep, the last used ones: an environment with torch for CUDA takes some 6 GB."""
+"""Number of most recently used environments to keep. An environment with torch for CUDA takes about 6 GB."""
 NAMED = 12
 """Largest number of differing packages that a message names."""
 
 
 def pythons(base: Path, head: Path) -> tuple[Path, Path]:
-    """The Python that each of the two copies runs under.
+    """Return the Python of each of the two copies.
 
-    If their lock files are equal, or one copy has none, both run under this Python. Else each copy gets a Python with
-    the packages of its own lock file: this Python if it has them, or one that is created and kept in ``CACHE``. Raises
-    GateError if that fails.
+    If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
+    packages of its own lock file. A copy uses this Python if it has these packages, else an environment that is created
+    and kept in ``CACHE``. Raises GateError if the environment cannot be created.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
@@ -39,7 +39,7 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
 
 
 def packages(base: Path, head: Path) -> list[str]:
-    """How the two lock files differ, in words; empty if they do not."""
+    """Describe how the two lock files differ; empty if they do not."""
     if not all((root / LOCK).is_file() for root in (base, head)):
         return []
     there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
@@ -56,7 +56,7 @@ def _torch_first(name: str) -> tuple[bool, str]:
 
 
 def systems(base: Path, head: Path) -> list[str]:
-    """A sentence if the Dockerfiles of the two differ."""
+    """Return a sentence if the Dockerfiles of the two sides differ."""
     images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
     if len(set(images)) < 2:
         return []
@@ -64,7 +64,7 @@ def systems(base: Path, head: Path) -> list[str]:
 
 
 def pins(lock: Path) -> list[Requirement]:
-    """The requirements of the lock file on this platform. Raises GateError, naming the file, if it cannot be read."""
+    """Return the lock file's requirements on this platform. Raises GateError, naming the file, if it is malformed."""
     lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and line[0] not in " #-"]
     try:
         found = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
@@ -91,8 +91,10 @@ def _version(name: str) -> str | None:
 
 
 def _made(lock: Path) -> Path:
-    """A Python with the packages of ``lock``, created the first time. The stamp is written last, so that an interrupted
-    installation starts again."""
+    """Return a Python with the packages of ``lock``, which the first call creates.
+
+    The stamp is written last, so that an interrupted installation starts again.
+    """
     content = lock.read_bytes() + f"{sys.version} {sys.base_prefix}".encode()
     folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
     python, stamp = folder / "bin" / "python", folder / "installed"
@@ -101,7 +103,7 @@ def _made(lock: Path) -> Path:
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
         making = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)]
         install, build = [*pip, "install", "--require-hashes"], lock.with_name(BUILD_LOCK)
-        if build.is_file():  # older commits have none
+        if build.is_file():  # older commits lack this file
             install += ["--no-build-isolation"]
         requested = [[*install, "--requirement", str(each)] for each in (build, lock) if each.is_file()]
         for command in (making, *requested):

@@ -11,7 +11,7 @@ from pipeline.gate.decision import Gated, Held
 
 
 def markdown(gated: Gated) -> str:
-    """The outcome in the first line, the figures in a table, then the remarks."""
+    """Return the outcome in the first line, then the figures in a table, then the remarks."""
     rows = [*gated.variants, *([gated.together] if gated.together else [])]
     arm, margins = gated.base.arms[0], gated.margins
     rounds = min(len(each.samples) for side in (gated.base, gated.head) for each in side.arms)
@@ -43,7 +43,7 @@ def markdown(gated: Gated) -> str:
 
 
 def commits(base: str | None, head: str | None) -> str:
-    """Both commits in words. A "+" at the end: files differ from the commit. None: not known."""
+    """Describe both commits. A "+" at the end of a commit means that files differ from it; None means unknown."""
 
     def shown(commit: str | None) -> str:
         if commit is None:
@@ -54,7 +54,7 @@ def commits(base: str | None, head: str | None) -> str:
 
 
 def accuracy_cell(accuracy: Accuracy | None) -> str:
-    """Percentage points and the decision."""
+    """Return the difference in percentage points and the decision."""
     if accuracy is None:
         return "not compared"
     mean, low, high = accuracy.mean_fraction, accuracy.low_fraction, accuracy.high_fraction
@@ -74,7 +74,7 @@ def _headline(gated: Gated, rows: Sequence[Held]) -> str:
 
 
 def _decided(rows: Sequence[Held], decision: str) -> str:
-    """The quantities with this ``decision``, such as "throughput (baseline, ddp), accuracy (ddp)"."""
+    """Return the quantities with this ``decision``, such as "throughput (baseline, ddp), accuracy (ddp)"."""
     columns: dict[str, list[tuple[str, Ratio | Accuracy | None]]] = {
         "throughput": [(row.variant, row.throughput) for row in rows],
         "peak memory": [(row.variant, row.memory) for row in rows],
@@ -88,7 +88,7 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
-    """Why figures are untrusted or undecided; if something is worse, only why they are untrusted."""
+    """Yield why figures are untrusted or undecided. If something is worse, undecided ratios are left out."""
     cost = RoundCost(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     told = ("untrusted",) if gated.outcome == "worse" else ("untrusted", "undecided")

@@ -33,11 +33,14 @@ RATES = (
 
 
 def recorded(config: Config, path: Path) -> tuple[str, bool]:
-    """Compare ``reports/comparison.json`` with the comparison in ``path``: Markdown, and True if an accuracy is worse.
+    """Compare ``reports/comparison.json`` with the comparison in ``path``.
 
-    Only accuracies are decided: they follow from the seeds. Raises GateError if the two are of different jobs or
-    environments, naming the differences, if this checkout's comparison lacks a variant or seed of the other, or if it
-    is out of date; and ResultError, naming the file, for a file that is not a comparison.
+    Returns the figures as Markdown, and True if an accuracy is worse.
+
+    Only accuracies are decided, because they follow from the seeds. Raises GateError, naming the differences, if the
+    two comparisons are of different jobs or environments. Raises GateError also if this checkout's comparison is out of
+    date, or lacks a variant or seed of the comparison in ``path``. Raises ResultError, naming the file, for a file that
+    is not a comparison.
     """
     if path.resolve() == COMPARISON_FILE.resolve():
         raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")
@@ -78,14 +81,14 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
 
 
 def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
-    """The ratio of the medians of samples that were not rejected."""
+    """Return the ratio of the medians of samples that were not rejected."""
     known = [[value for each in arm.samples if (value := getattr(each, quantity.field))] for arm in (head, base)]
     return f"{statistics.median(known[0]) / statistics.median(known[1]):.3f}" if all(known) else "not known"
 
 
 def check_current(config: Config, names: Sequence[str]) -> None:
-    """Raise GateError unless the comparison is up to date: made from the present code, the present settings and,
-    according to DVC, the present files."""
+    """Raise GateError unless the comparison was made from the present code and settings and, by `dvc status`, the
+    present files."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
     described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
     changed = [
@@ -109,7 +112,7 @@ def check_current(config: Config, names: Sequence[str]) -> None:
 
 
 def _changed(change: Any) -> list[str]:
-    """The names in one entry of a stage in `dvc status`; of the stage's outputs only the comparison counts."""
+    """Return the changed names in one entry of `dvc status`. Among a stage's outputs, only the comparison counts."""
     if not isinstance(change, dict):
         return [str(change).removeprefix("changed ")]  # the stage's command
     names = [path for path in change.get("changed outs", {}) if path == str(COMPARISON_FILE)]
@@ -119,7 +122,7 @@ def _changed(change: Any) -> list[str]:
 
 
 def _stale(head: Comparison) -> list[str]:
-    """A sentence if another commit is checked out than the one that was measured."""
+    """Return a sentence if the commit that is checked out is not the measured commit."""
     here = checked_out()
     if here == head.bench.commit:
         return []
@@ -145,7 +148,7 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
 
 
 def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The part of ``environment`` that the variants ``names`` depend on, without its hash."""
+    """Return the part of ``environment`` that the variants ``names`` depend on, without its hash."""
     of_variants = optional_versions(environment, "variants")
     relied_on = {"variants": {name: of_variants.get(name, {}) for name in names}}
     return {**environment, "hash": None, "relied_on": relied_on}

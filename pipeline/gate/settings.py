@@ -1,4 +1,4 @@
-"""The settings that count: for each key the stricter value of base and head, so that no change loosens its own gate."""
+"""Choose the stricter value of base and head for each setting, so that no change loosens its own gate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ends the rounds too soon, the gate does not pass."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-    """Key -> the value that counts, for keys on which the sides differ. Raises GateError if a side lacks a key."""
+    """Return key -> the value that counts, if the sides' values differ. Raises GateError if a side lacks a key."""
     try:
         pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
         return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
@@ -56,7 +56,7 @@ def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]
 
 
 def at(values: Mapping[str, Any], key: str) -> Any:
-    """The value at the dotted ``key``."""
+    """Return the value at the dotted ``key``."""
     found: Any = values
     for part in key.split("."):
         found = found[part]
@@ -64,7 +64,7 @@ def at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
-    """The head's ``config`` with the requirements of ``base`` added: its variants, and the stricter values.
+    """Return the head's ``config`` with the requirements of ``base``: the base's variants, and the stricter values.
 
     ``base``: sections of the base's params.yaml. Raises ConfigError if this version cannot parse a variant of it.
     """
@@ -77,8 +77,10 @@ def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
 
 
 def require(root: Path, effective: Config, config: Config) -> None:
-    """Add the variants of ``effective``, and its limits for rejecting samples, to the params.yaml of the head's copy in
-    ``root``, which has ``config``."""
+    """Add the variants of ``effective`` and its limits for rejecting samples to the params.yaml of the head's copy.
+
+    ``root``: the head's copy. ``config``: the present content of its params.yaml.
+    """
     lacking = effective.variants.keys() - config.variants
     variants = {name: effective.variants[name].model_dump(mode="json") for name in lacking}
     limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
@@ -93,7 +95,7 @@ def require(root: Path, effective: Config, config: Config) -> None:
 
 
 def differences(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
-    """A line for each setting in which the sides differ, with the value that counts."""
+    """Return a line for each setting in which the sides differ, with the value that counts."""
     return [
         f"{line}; {json.dumps(value)} counts"
         for key, value in stricter(base, head).items()

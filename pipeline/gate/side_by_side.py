@@ -1,4 +1,4 @@
-"""A revision and this work tree, measured side by side."""
+"""Measure a revision and this work tree side by side."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ RULERS = (
     "training/loop.py",
     "training/measured.py",
 )
-"""Modules that measure a training; each side is measured by its own modules."""
+"""Modules that measure a training. Each side is measured by its own version of these modules."""
 
 
 def measured(config: Config, revision: str) -> Gated:
-    """Measure ``revision`` and this work tree in turns, each with its own code and params.yaml.
+    """Measure ``revision`` and this work tree side by side, each with its own code and params.yaml.
 
     Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
     """
@@ -92,8 +92,8 @@ def measured(config: Config, revision: str) -> Gated:
         unit = Unit()
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # Differences that DVC does not see, so that it would reuse one side's training for the other: packages that
-            # no fingerprint names, and the user's own code if a side predates digests as dependencies.
+            # DVC does not see these differences, and would reuse one side's training for the other: packages that no
+            # fingerprint names, and the user's own code if a side's version does not make digests of code.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
@@ -151,8 +151,7 @@ def measured(config: Config, revision: str) -> Gated:
 
 
 def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
-    """The A/A control (the base's baseline once more), then the variants of base and of head, from the order of
-    ``arms_of``."""
+    """Return the A/A control, the base's variants and the head's variants. ``rounds`` has the order of ``arms_of``."""
     control, *others = rounds.arms
     base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
     return control, base, head
@@ -170,8 +169,10 @@ def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy], co
 
 
 def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
-    """The A/A control (the first side's baseline once more), then every variant of every side, the baseline first: arms
-    that are compared are measured next to each other. ``sides``: name -> its server, and the server's description."""
+    """Return the A/A control (a second arm of the first side's baseline), then each variant on every side.
+
+    The baseline is the first variant. ``sides``: name -> its server, and the server's description.
+    """
 
     ordered = [baseline, *(name for name in names if name != baseline)]
     arms = [
@@ -183,9 +184,9 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
-    """The number of steps that fill a window of the first arm, and about the seconds of a round.
+    """Return the number of steps that fill a window of the first arm, and about the seconds of a round.
 
-    Measures every arm once first, which warms it up.
+    Every arm is measured once, which also loads its files into the page cache.
     """
     others = [calibration.calibrate(each) for each in arms[1:]]
     steps, first = calibration.steps_of(arms[0], window_seconds, others)
@@ -217,7 +218,7 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
 
 
 def _other_rulers(base: Path, head: Path) -> list[str]:
-    """A sentence that names the ``RULERS`` that differ; empty if none does."""
+    """Return a sentence that names the ``RULERS`` that differ; empty if all are equal."""
     roots = base, head
     found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
     texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}
@@ -241,15 +242,17 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
     """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
-            f"{problems[0]}: the two mean different things by accuracy, so nothing would say whether it got worse. "
+            f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. "
             "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
         )
     check_seeds(base["seeds"], head["seeds"])
 
 
 def _test_accuracies(root: Path, names: Sequence[str]) -> tuple[dict[str, dict[int, float]], Unit]:
-    """Variant -> seed -> test accuracy, from the results in ``root``, and what the accuracies count. Reads only the
-    keys that every version writes; without a unit, samples count."""
+    """Return variant -> seed -> test accuracy from the results in ``root``, and the unit that the accuracies count.
+
+    Only keys that every version writes are required. Without a unit in a result, the accuracies count samples.
+    """
     found, unit = {}, Unit()
     for name in names:
         file = root / results.result_file(name)

@@ -18,11 +18,11 @@ from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 
 _SAMPLES = 2
-"""Samples in one count: BatchNorm cannot train on a single value per channel. The count is proportional to them."""
+"""Samples in one count, which is proportional to them. BatchNorm cannot train on a single value per channel."""
 
 
 class Peak(NamedTuple):
-    """A GPU's dense peak in 10^12 operations per second; None: not known, or not supported by the hardware."""
+    """A GPU's dense peak in 10^12 operations per second; None if unknown, or if the hardware lacks the format."""
 
     fp32: float | None
     """Without TF32. TF32's peak is not listed, so no utilisation is computed for it."""
@@ -34,8 +34,9 @@ _A100 = Peak(19.5, 312, 312)
 _V100_SXM, _V100_PCIE = Peak(15.7, None, 125), Peak(14, None, 112)
 
 PEAKS = {
-    # By torch.cuda.get_device_name. From NVIDIA's data sheets, at the boost clock; where they give 16-bit Tensor Core
-    # figures only with sparsity (Hopper, Ada, Blackwell), half of the figure.
+    # The keys are names from torch.cuda.get_device_name. The figures are from NVIDIA's data sheets, at the boost clock.
+    # For Hopper, Ada and Blackwell the data sheets give 16-bit Tensor Core figures only with sparsity, and half of each
+    # figure is used here.
     "NVIDIA B200": Peak(None, 2250, 2250),  # its data sheets disagree on fp32
     "NVIDIA H200": Peak(67, 989.5, 989.5),
     "NVIDIA H200 NVL": Peak(60, 835.5, 835.5),
@@ -54,7 +55,7 @@ PEAKS = {
     "Tesla V100-PCIE-16GB": _V100_PCIE,
     "Tesla V100-PCIE-32GB": _V100_PCIE,
     "Tesla T4": Peak(8.1, None, 65),
-    # From NVIDIA's architecture papers on GA102 and Ada: 16-bit products accumulated in float32.
+    # These figures are from NVIDIA's papers on GA102 and Ada, for 16-bit products accumulated in float32.
     "NVIDIA RTX A6000": Peak(38.7, 154.8, 154.8),
     "NVIDIA GeForce RTX 3090": Peak(35.6, 71, 71),
     "NVIDIA GeForce RTX 4090": Peak(82.6, 165.2, 165.2),
@@ -64,9 +65,9 @@ PEAKS = {
 def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """Count the operations of one forward and backward pass for one sample.
 
-    The model and the variant's techniques run on the meta device, without arithmetic; a model that cannot run there,
-    because it reads a value, runs on the CPU. Precision and parallelism do not change the count. Recomputation inside
-    an attention kernel is not counted. Raises ModelError.
+    The model and the techniques that recompute run on the meta device, without arithmetic. A model that reads values
+    cannot run there, and runs on the CPU. Precision and parallelism do not change the count. Recomputation inside an
+    attention kernel is not counted. Raises ModelError.
     """
     with torch.random.fork_rng(devices=[]):
         model = task.model()
@@ -86,10 +87,10 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
 
 
 def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int:
-    """Count the operations of a step's forward and backward pass; the latter if the model trains."""
+    """Count the operations of the forward pass and, if the model has trainable parameters, of the backward pass."""
     try:
         return _count_on("meta", model, task, techniques)
-    except Exception:  # an operation that needs values can raise anything; a bug in the model is raised again below
+    except Exception:  # an operation that needs values can raise anything; the CPU raises a model's bug again
         return _count_on("cpu", model, task, techniques)
 
 
@@ -99,7 +100,7 @@ def _count_on(device: str, model: nn.Module, task: Task, techniques: Sequence[Te
     for technique in techniques:
         technique.change_model(setup)
     with FlopCounterMode(display=False) as counter:
-        total = setup.model(inputs).sum()  # a loss has no operation that is counted
+        total = setup.model(inputs).sum()  # instead of a loss, whose operations are not counted
         if total.requires_grad:
             total.backward()
     count: int = counter.get_total_flops()

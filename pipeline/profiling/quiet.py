@@ -1,4 +1,4 @@
-"""torch's profiler without the messages of Kineto, its library."""
+"""Silence Kineto, the library that torch's profiler uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Kineto, which reports a missing GPU as an error, while the block runs. A level set by the user stays."""
+    """Silence Kineto while the block runs: it reports a missing GPU as an error. A log level set by the user stays."""
     silenced = _LEVEL not in os.environ
     if silenced:
         os.environ[_LEVEL] = "99"

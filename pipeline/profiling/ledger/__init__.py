@@ -1,8 +1,9 @@
-"""The memory ledger: where the bytes of a training step's peak are, measured on the device and predicted without it.
+"""The memory ledger: the parts of a training step's peak memory, measured on the device and predicted without it.
 
-Both watch one step of the same ``Training``: the measurement through the reports of torch's allocators (``tracker``),
-the prediction on fake tensors (``estimate``). Memory that is allocated throughout the step, parameters and optimizer
-state, is counted; allocations during the step are recorded in an ``allocation_trace``, and enter with their peak.
+Measurement and prediction watch one step of the same ``Training``. The measurement reads the allocations that torch's
+profiler records (``tracker``); the prediction runs the step on fake tensors (``estimate``). The ledger counts memory
+that is allocated during the whole step, such as parameters and optimizer state, and adds the peak of the allocations
+during the step (``allocation_trace``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Allocations and frees while a step runs, and the peak of the allocated bytes."""
+"""Record allocations and frees while a step runs, and find the peak of the allocated bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Block:
     size: int
     kind: Kind
     taken: int
-    """How many blocks were allocated before this one."""
+    """Number of blocks allocated before this block."""
     given_back: int | None = None
-    """How many blocks had been allocated when this one was freed; None: it is not freed."""
+    """Number of blocks that had been allocated when this block was freed; None if it is not freed."""
 
 
 class AllocationTrace:
-    """Blocks in the order of their allocation. A key stands for one block at a time, as an address does."""
+    """Blocks in the order of their allocation. A key, such as an address, stands for one block at a time."""
 
     def __init__(self) -> None:
         self.held: dict[int, Block] = {}

@@ -1,4 +1,4 @@
-"""A training rehearsed on fake tensors, so that its memory is known before it runs."""
+"""Rehearse a training on fake tensors, to predict its memory before it runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
-"""Share of a device's memory that is kept free for memory that no prediction includes. CUDA: its context, libraries'
-workspaces, fragmentation. CPU: the free blocks between a process's tensors, up to two thirds of the tensor memory
-(``benchmarks/ledgers.py``, a measured ledger's rest)."""
+"""Share of a device's memory that is kept free for memory that no prediction includes. On CUDA this is the context, the
+libraries' workspaces and fragmentation. On a CPU it is the free blocks between a process's tensors. They take up to two
+thirds of the tensor memory, as the rest of measured ledgers shows (``benchmarks/ledgers.py``)."""
 TRIED_SAMPLES = (16, 32)
 """Sizes of the micro-batches on which the CPU's kernels are tried. Below 16 torch uses other convolutions
 (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp), so a smaller micro-batch is tried at its own size."""
@@ -66,13 +66,13 @@ class Estimate:
     - Fake tensors do not show the temporary memory of a kernel, such as oneDNN's reordered copies. For a plan on the
       CPU, real steps with ``TRIED_SAMPLES`` samples measure each operation's temporary memory, which is extrapolated
       linearly to the micro-batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
-    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU, and autocast leaves other
-      operations in float32; of the latter, the ones that matter (normalisations and softmax) are rehearsed as on CUDA.
-    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and take over gradients as DDP's do.
+    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast also leaves
+      other operations in float32; only normalisations and softmax, which matter most, are rehearsed as on CUDA.
+    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and gradients move into them.
     - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
       when memory is short.
 
-    ``placement`` None: the placement in params.yaml, where ``auto`` counts as resident. Raises ModelError.
+    If ``placement`` is None, the placement in params.yaml is used, and ``auto`` counts as resident. Raises ModelError.
     """
 
     def __init__(self, plan: Plan, task: Task, placement: Placement | None = None) -> None:
@@ -108,9 +108,10 @@ class Estimate:
     def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:
         """Return the largest global batch whose predicted peak leaves ``reserve_bytes`` of ``memory_bytes`` free.
 
-        Return None if not even one sample per micro-step fits. The batch is never larger than the training set.
-        ``reserve_bytes`` None: ``RESERVE_FRACTION`` of the memory. The answer is verified: it fits, and the next larger
-        batch does not. The peak is nearly affine in the batch, so a line through two predictions comes close to it.
+        Return None if not even one sample per micro-step fits. The batch is never larger than the training set. By
+        default, ``reserve_bytes`` is ``RESERVE_FRACTION`` of the memory. Predictions confirm that the returned batch
+        fits and the next larger batch does not. The peak is nearly affine in the batch, so the search follows a line
+        through two predictions.
         """
         if reserve_bytes is None:
             reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
@@ -120,7 +121,7 @@ class Estimate:
         peaks: dict[int, int] = {}
         while fails - fits > 1:
             guess = _aim(peaks, limit) if peaks else self.plan.micro_batch_size
-            if len(peaks) > 12:  # far from affine
+            if len(peaks) > 12:  # the peak is far from affine
                 guess = (fits + fails) // 2
             guess = min(max(guess, fits + 1), fails - 1)
             peaks[guess] = self.ledger(guess).peak_bytes
@@ -136,7 +137,7 @@ class Estimate:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = faked(self._model, fake)
         with fake, tracker, CudaAutocast() if on_gpu else nullcontext():
-            # All micro-batches after the first are alike: they add to existing gradients.
+            # All micro-batches after the first need the same memory: they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
             losses = DeviceLosses(ALONE) if on_gpu else UnreadLosses(ALONE)
             task = faked_task(self.task)
@@ -179,7 +180,7 @@ class Estimate:
         return Training(compose(plan, model, task, batches, ALONE, of_plan(plan), losses=losses), seed=0)
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
-        """Return a function: operation of a micro-step -> bytes of its temporary memory, beyond its results."""
+        """Return a function that maps an operation of a micro-step to the bytes of its temporary memory."""
         if self.plan.device == "cuda":
             return _cublas_bytes
         inside = self._inside_on_cpu(samples)
@@ -205,19 +206,19 @@ class Estimate:
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
-                with training.step.instrument(update=lambda _: _nothing):  # the optimizer's state can be large
+                with training.step.instrument(update=lambda _: _nothing):  # optimizer state can be large
                     tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
 
 
 def _nothing() -> None:
-    """An update that does nothing."""
+    """Take the place of the optimizer's update, and do nothing."""
 
 
 @contextmanager
 def _threads(processes: int) -> Iterator[None]:
-    """Use as many threads as each process of the job will have: some kernels allocate memory per thread."""
+    """Use as many threads as each process of the job will have, because some kernels allocate memory per thread."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(cores() / processes)))
@@ -243,8 +244,8 @@ def _cublas_bytes(call: Call) -> int:
 def _buckets(training: Training) -> AbstractContextManager[None]:
     """Move complete gradients into persistent buckets while the block runs, as DistributedDataParallel's reducer does.
 
-    With ``gradient_as_bucket_view`` each gradient is first a separate tensor. After the last micro-batch's backward
-    pass it is copied into its place in a bucket, and from then on the gradient is a view of the bucket.
+    With ``gradient_as_bucket_view``, each gradient is first a separate tensor. In the last micro-batch's backward pass,
+    the gradient is copied into its place in a bucket, and is then a view of the bucket.
     """
     holding = False
 

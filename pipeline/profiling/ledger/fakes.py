@@ -1,4 +1,4 @@
-"""Fake tensors, which have shapes and no memory: a fake model, a fake data set, and a watch on their storages."""
+"""A model and a data set of fake tensors, which have shapes but no memory, and a tracker of their storages."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _IN_FLOAT32 = {
     *(torch.Tensor.softmax, torch.Tensor.log_softmax),
 }
 _NO_STORAGE = 0
-"""The key of an operation's temporary memory."""
+"""The key of an operation's temporary memory, which has no tensor."""
 
 
 class UnreadLosses(HostLosses):
-    """Discards losses: those of fake tensors have no value."""
+    """Discards losses, because the losses of fake tensors have no value."""
 
     def add(self, loss: torch.Tensor) -> None:
         pass
 
 
 class FakeTracker(Tracker, TorchDispatchMode):
-    """Follows the storages of fake tensors. The watch must be entered before any fake tensor is made."""
+    """Follows the storages of fake tensors. Enter this tracker before any fake tensor is made."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,8 @@ def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
         copied = fake.from_tensor(tensor.detach())
         copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     copied_model = copy.deepcopy(model, copies)
-    # Module.to swaps the contents of fake parameters. Swapping fails for tensors with weak references, which all have.
+    # Module.to swaps the contents of fake parameters. Swapping fails for tensors with weak references, and all fake
+    # parameters have weak references.
     vars(copied_model)["_apply"] = functools.partial(_apply, copied_model)
     return copied_model
 
@@ -134,7 +135,7 @@ def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def faked_task(task: Task) -> Task:
-    """Return the same task on fake tensors of the same form. Call this in fake mode."""
+    """Return the same task on fake tensors of the same shapes and dtypes. Call this in fake mode."""
 
     def empty(split: Split) -> Split:
         return Split({name: torch.empty(each.shape, dtype=each.dtype) for name, each in split.arrays.items()})

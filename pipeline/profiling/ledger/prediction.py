@@ -1,4 +1,4 @@
-"""The predicted ledgers as a printed table."""
+"""Print the predicted ledgers as a table."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def show(
 ) -> None:
     """Print the predicted ledgers of variants (``names`` empty: all) and, with ``memory``, the largest batch that fits.
 
-    ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` replace those of params.yaml; for
-    "cuda" this machine needs no GPU: as many GPUs as the variants ask for are assumed, with native bf16 and TF32. If a
-    variant cannot run here or cannot be predicted, the reason is printed below the table. Raises PipelineError, also if
-    no variant can be predicted.
+    ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` replace the values in params.yaml. For
+    "cuda" this machine needs no GPU: without GPUs, the prediction assumes as many as the variants ask for, with native
+    bf16, TF32 and float8. If a variant cannot run here or cannot be predicted, the reason is printed below the table.
+    Raises PipelineError, also if no variant can be predicted.
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     dataset = prepared.read(data)

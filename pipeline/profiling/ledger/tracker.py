@@ -1,4 +1,4 @@
-"""Watch one step of a training on the device, through the allocations that torch's profiler records."""
+"""Record the allocations of one training step on the device, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Call = tuple[str, int]
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
 _FSDP, _FSDP_ENDS = "FSDP::", "/FSDP::"
-"""fully_shard's names of the parts of a step in which it gathers parameters and reduces gradients."""
+"""Prefixes of the annotations in which fully_shard gathers parameters and reduces gradients."""
 _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
 def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
-    """Return this rank's ledger. ``training``, which is warm, takes one more step for it; all ranks call it together.
+    """Return this rank's ledger, from one more step of ``training``, which is warm. All ranks call this together.
 
-    ``peak_bytes`` is this rank's peak, measured before without a watch; the ledger's parts and its rest add up to it.
-    Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates nothing.
+    ``peak_bytes`` is this rank's peak, measured earlier without a tracker. The ledger's parts and its rest add up to
+    this peak. Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates
+    nothing.
     """
     if training.setup.replays:
         return None
@@ -64,14 +65,14 @@ class Tracker:
         raise NotImplementedError
 
     def input(self) -> AbstractContextManager[object]:
-        """Mark the block as the making of the next micro-batch."""
+        """Mark the block as the preparation of the next micro-batch."""
         return nullcontext()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Note that these are the parameters' gradients now."""
+        """Record that ``gradients`` are now the parameters' gradients."""
 
     def arriving(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same micro-batches; each is made within ``input``, as a part of the input."""
+        """Yield the same micro-batches. Each is prepared within ``input``, so that its memory counts as input."""
         while True:
             with self.input():
                 batch = next(batches, None)
@@ -81,7 +82,7 @@ class Tracker:
 
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
-        """The key of the tensor's memory on the trace."""
+        """Return the key of the tensor's memory in the trace."""
         return own_part(tensor).untyped_storage().data_ptr()
 
 
@@ -100,7 +101,8 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    step.zero_grad()  # the step itself begins so; the allocator for CPUs does not report how much this frees
+    # Each step begins with zero_grad. Within the trace, the allocator for CPUs would not report how much this frees.
+    step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
         step(tracker.arriving(training.batches.epoch(epoch, start)))
@@ -132,14 +134,14 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients outside the step's blocks are allocated all the time, in DistributedDataParallel's buckets, say."""
+        """Gradients that the step does not allocate exist all the time, as in DistributedDataParallel's buckets."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
     def parts(self, trace: AllocationTrace) -> dict[str, int]:
         """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
-        # While gradients accumulate, they exist beside the buckets; the last micro-batch moves them into the buckets.
+        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them there.
         beside = trace.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),
@@ -170,7 +172,8 @@ class DeviceTracker(Tracker):
             yield trace
         events = list(_events(profile, self._device))
         held: set[int] = set()
-        for event in events:  # blocks from before the step that it frees; the CPU's allocator does not report these
+        # Add the blocks that were allocated before the step and are freed in it. On CPUs the allocator reports none.
+        for event in events:
             if event.size > 0:
                 held.add(event.key)
             elif event.size < 0 and event.key not in held:
@@ -200,7 +203,7 @@ class DeviceTracker(Tracker):
 
 
 class KernelTracker(Tracker, TorchDispatchMode):
-    """Measures the temporary memory of each operation of a micro-step, beyond its results."""
+    """Measures the temporary memory of each operation of a micro-step, without the operation's results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -252,8 +255,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class _Event:
-    """An event of a profile: memory allocated (size above 0) or freed (size below 0), or the beginning ("NAME") or end
-    ("/NAME") of an annotation."""
+    """An event of a profile. Memory is allocated (size above 0) or freed (size below 0), or an annotation begins
+    ("NAME") or ends ("/NAME")."""
 
     time: int
     name: str = ""

@@ -1,6 +1,6 @@
-"""The stage ``profile``: a short window of a variant's training under torch's profiler, and its interpretation.
+"""The stage ``profile``: run a short window of a variant's training under torch's profiler, and interpret the trace.
 
-The profiler slows the training down, so its times do not show the speed: ``bench`` measures it.
+The profiler slows the training down, so ``bench`` measures the speed instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAD_STEPS = 3
 """Steps under the profiler before its window: the first steps include the profiler's start-up."""
 SNAPSHOT_STEPS = 2
 OPERATORS = 15
-"""How many operators the profile names."""
+"""Number of operators that the profile names."""
 LONGEST_HISTORY = 200_000
 """Most entries in the memory snapshot's history."""
 
@@ -50,8 +50,8 @@ LONGEST_HISTORY = 200_000
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Profile ``variants.<name>`` on the data set in ``prepared`` and write ``profiles/<name>/``.
 
-    Starts the processes that the variant needs; if a launcher started this process, it is one of them. Raises
-    PipelineError.
+    Starts the processes that the variant needs, unless a launcher such as torchrun started this process as one of them.
+    Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
     launch(_work, (config, plan, prepared, environment.read()), plan.processes)
@@ -87,7 +87,7 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
 
 
 def _marked(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items; the time until each arrives is annotated as input."""
+    """Yield the same items, and annotate the wait for each item as input."""
     while True:
         with record_function(trace.INPUT):
             try:
@@ -98,9 +98,9 @@ def _marked(items: Iterator[T]) -> Iterator[T]:
 
 
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
-    """Profile ``steps`` steps of one epoch after the training's warm-up, into ``file``, a Chrome trace.
+    """Warm up the training, profile ``steps`` steps of one epoch, and write a Chrome trace to ``file``.
 
-    The training must not have begun, and be composed as ``steady``.
+    The training must be new, and composed as ``steady``.
 
     Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
     together.
@@ -130,7 +130,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         profiler.step()
         profiled = advance()
     profiler.export_chrome_trace(str(file))
-    if not file.exists():  # torch has only logged an error
+    if not file.exists():  # torch only logs an error
         raise PipelineError(f"{file} could not be written: make room there, or let TMPDIR name another directory.")
     plain += advance()
     gpu = (device.index or 0) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Findings of a profile in plain language: one rule for each way in which a step loses time."""
+"""Describe the findings of a profile: one rule for each way in which a step loses time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTABLE_INPUT, NOTABLE_COMMUNICATION, NOTABLE_IDLE, NOTABLE_OPTIMIZER, NOTABLE_I
 
 @dataclass(frozen=True)
 class Facts:
-    """The input of the rules."""
+    """The facts from which the rules make findings."""
 
     ranks: Sequence[StepTimes]
     on_gpu: bool
@@ -25,7 +25,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all notable findings, the largest share first; if there is none, the finding that the device computes."""
+    """Return all notable findings, the largest share first; if there are none, say that the device computes."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
 

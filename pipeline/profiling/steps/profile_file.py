@@ -11,9 +11,9 @@ _MS = 1e-6
 
 
 class StepTimes(Record):
-    """The parts of one rank's mean step under the profiler. All parts except the hidden communication add up to it.
+    """The parts of one rank's mean step under the profiler. Without hidden communication, they add up to ``step_ms``.
 
-    ``pipeline.profiling.steps.trace`` says what belongs to which part.
+    ``pipeline.profiling.steps.trace`` defines the parts.
     """
 
     step_ms: float
@@ -23,11 +23,11 @@ class StepTimes(Record):
     rest_ms: float
     """Other work of the step: gradients set to zero, a CUDA graph of the whole step."""
     communication_ms: float
-    """Exposed communication: the rank does no work meanwhile."""
+    """Exposed communication, during which the rank does no work."""
     input_ms: float
     idle_ms: float
     communication_hidden_ms: float
-    """Communication during work; not a part of the step's sum."""
+    """Communication during work, which is not added to the other parts."""
 
     def fraction(self, part: str) -> float:
         """Return the share of the step that one of ``PARTS`` takes."""
@@ -56,12 +56,12 @@ class Operator(Record):
 
 
 class Finding(Record):
-    """One result of the profile, and advice what to do about it."""
+    """One result of the profile, with advice."""
 
     rule: str
     """The name of the rule, for programs."""
     share_fraction: float
-    """Share of the step that the finding is about."""
+    """Share of the step that the finding describes."""
     text: str
 
 
@@ -72,14 +72,14 @@ class Profile(RunConditions, VariantDocument):
     steps: int
     """Number of steps in the profiled window, after the warm-up."""
     step_p50_ms: float
-    """Median without the profiler, in windows just before and after."""
+    """Median step time without the profiler, in windows just before and after the profiled window."""
     profiled_step_p50_ms: float
-    """Median under the profiler. No throughput is computed from it."""
+    """Median step time under the profiler. No throughput is computed from it."""
     ranks: tuple[StepTimes, ...]
     operators: tuple[Operator, ...]
     """The operators of the main rank that take the most time."""
     findings: tuple[Finding, ...]
-    """The largest share first."""
+    """The finding with the largest share comes first."""
     has_memory_snapshot: bool
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pipeline.profiling.steps.profile_file import Profile
 
 LARGE_OVERHEAD = 0.3
-"""From this overhead on the profiler distorts its own figures, and the page says so."""
+"""Above this overhead, the profiler distorts its own figures, and the page says so."""
 
 _MEANINGS = {
     "forward": "the forward pass and the loss",
-    "backward": "the backward pass, with what is computed again in it",
+    "backward": "the backward pass, including recomputation",
     "optimizer": "the update of the parameters",
     "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
     "communication": "exposed communication: the device does nothing else; includes waiting for a slower process",
@@ -59,7 +59,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     ]
     lines += [
         "",
-        "Each without the operators that it calls.",
+        "Each time excludes the operators that the operator calls.",
         "",
         "## Beside this page",
         "",
@@ -68,7 +68,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     ]
     if profile.has_memory_snapshot:
         lines.append(
-            "- `memory.pickle`: who allocated the GPU's memory in two steps: open it in "
+            "- `memory.pickle`: the code that allocated the GPU's memory in two steps: open it in "
             "<https://docs.pytorch.org/memory_viz>. Both pages work in the browser and send the file nowhere."
         )
     lines.append("- `profile.json`: these figures for programs.")

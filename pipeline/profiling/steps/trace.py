@@ -1,16 +1,17 @@
-"""Where a step's time goes, read from the profiler's trace: the same file that a person opens in Perfetto.
+"""Divide a step's time into parts, from the profiler's trace. Perfetto opens the same file.
 
 Each instant of the profiled window belongs to the first of these parts that fits:
 
 1. *forward, backward, optimizer, rest*: the device works. On a GPU a kernel or a copy runs; on a CPU an operator runs
    on the thread of the step or of its backward pass. The work belongs to the part of the step that launched it.
-2. *communication* (exposed): the device does not work and a collective is running or waits for another rank; on a CPU
-   this includes the step's call of the collective, which can wait for the thread that runs it.
-3. *input*: the step waits for its batch, or the device does nothing but prepare the batch.
-4. *idle*: none of these. On a GPU mostly launch overhead on the host, on a CPU Python and dispatch between operators.
+2. *communication* (exposed): the device does not work, and a collective runs or waits for another rank. On a CPU this
+   includes the step's call of the collective, because the call can wait for the thread that runs the collective.
+3. *input*: the step waits for its batch, or the device only prepares the batch.
+4. *idle*: no other part fits. On a GPU this is mostly launch overhead on the host, on a CPU Python and dispatch between
+   operators.
 
-Communication during part 1 is hidden: it costs nothing, and is reported beside the parts. Holistic Trace Analysis
-(Meta) tells exposed from hidden communication in the same way, by the overlap of intervals.
+Communication during part 1 is hidden: it costs no time, and is reported separately. Holistic Trace Analysis (Meta)
+separates exposed from hidden communication in the same way, by the overlap of intervals.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
 """Names of the annotations around the parts of a step (``annotated``)."""
 
 WORK = ("optimizer", "forward", "backward", "rest")
-"""The optimizer comes first: an optimizer step inside the backward pass is also covered by a node of that pass."""
+"""The optimizer comes first, because a node of the backward pass also covers an optimizer step inside this pass."""
 PARTS = (*WORK, "communication", "input", "idle")
-"""In the order in which they claim an instant."""
+"""All parts, in the order in which they claim an instant."""
 
 _ENGINE = "autograd::engine::evaluate_function"
-"""Surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so this span is not work."""
+"""This event surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so it is not work."""
 _WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
 """Prefixes of operators that only send, receive or wait. DTensor calls them inside other operators."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -69,7 +70,7 @@ class Times:
     parts: dict[str, int]
     """Time of each of ``PARTS``; the times add up exactly to ``whole``."""
     hidden: int
-    """Communication during work."""
+    """Time of communication during work."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Spent:
 
 
 def read(path: Path) -> list[Event]:
-    """Return the complete events of a Chrome trace from torch's profiler; a file named ``.gz`` is decompressed."""
+    """Return the complete events of a Chrome trace from torch's profiler. A file that ends in .gz is decompressed."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         content = json.load(file)
@@ -130,7 +131,7 @@ class Trace:
         self._starts = {name: [start for start, _ in spans] for name, spans in self._phases.items()}
         self.work: dict[str, list[Event]] = {name: [] for name in (*WORK, "input")}
         self.waits: list[Event] = []
-        """On a CPU: events in which the step's threads send, receive or wait."""
+        """Events in which the step's threads send, receive or wait; empty on a GPU."""
         self.operator_of: dict[int, str] = {}
         if gpu is None:
             self._tell_operators(events)
@@ -141,7 +142,7 @@ class Trace:
             self._tell_kernels(events, gpu)
 
     def times(self) -> Times:
-        """Partition the window, from the start of its first step to the end of its last on host and device."""
+        """Divide the window into parts. It begins with the first step and ends with the last, on host and device."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
         waits = union(event.span for event in self.waits)
@@ -188,7 +189,7 @@ class Trace:
         return "rest"
 
     def _tell_operators(self, events: Sequence[Event]) -> None:
-        """On a CPU: the step's work is the operators on its threads. A thread that reads ahead is not one of them."""
+        """On a CPU: assign the operators on the step's threads to parts. A thread that reads ahead does not count."""
         threads = {self.main, *self._backward_threads}
         for event in events:
             if event.category == "cpu_op" and event.thread in threads and self.first <= event.start < self.last:
@@ -227,7 +228,7 @@ class Trace:
 
 
 def _named(events: Iterable[Event], prefix: str) -> list[Span]:
-    """Return annotations of any thread: a backward pass on a GPU has a separate thread."""
+    """Return the spans of annotations on all threads: a backward pass on a GPU has a separate thread."""
     return [event.span for event in events if event.category == "user_annotation" and event.name.startswith(prefix)]
 
 
