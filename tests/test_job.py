@@ -343,7 +343,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
     monkeypatch.setattr(sys, "executable", str(workspace / "sleeper"))
     monkeypatch.setattr(job, "FOLLOWER_PATIENCE_SECONDS", 0.2)
     before = set(psutil.Process().children())  # servers of earlier tests, perhaps
-    with job._followed("baseline"):
+    with job._live_mirror("baseline"):
         [hanging] = set(psutil.Process().children()) - before
         assert os.getpgid(hanging.pid) == hanging.pid, "a terminal's Ctrl-C is not for it"
     assert not hanging.is_running()

@@ -76,12 +76,12 @@ def _work(
         world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
         if world.is_main:
             _announce(plan, world, device_name)
-        following = _followed(plan.name) if world.is_main and config.publish.live else nullcontext()
+        live = _live_mirror(plan.name) if world.is_main and config.publish.live else nullcontext()
         everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
         here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
         sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
         max_step_skew = max((each.max_step_skew for each in catalogue.acting(plan.applied)), default=0)
-        with following, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
+        with live, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
             environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
             job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
             runs = [job.train(seed) for seed in plan.train.seeds]
@@ -319,7 +319,7 @@ def _alone(variant: str) -> Iterator[None]:
 
 
 @contextmanager
-def _followed(variant: str) -> Iterator[None]:
+def _live_mirror(variant: str) -> Iterator[None]:
     """Mirror the job's files live, in a separate process that cannot slow or stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
     # In its own process group the follower does not get Ctrl-C's signal, and can record how the training ended.
