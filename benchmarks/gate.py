@@ -89,9 +89,9 @@ CONTROL = (", A/A control", " again")
 def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
     """Record rounds of the variants ``names`` (empty: all) on three sides: a base, an equal head and a slower head.
 
-    The base's baseline is measured twice. The rounds are in parts of ``part_minutes``. Each part has new servers,
-    because every gate starts new servers. Returns speeds and memory peaks by arm, one per round, None if rejected.
-    After an interruption, the complete rounds are kept.
+    On the base side, the baseline is measured twice (A/A control). The rounds are recorded in parts of
+    ``part_minutes``. Each part starts new servers, as a real gate does. Returns speeds and memory peaks by arm, one per
+    round, None if rejected. After an interruption, the complete rounds are kept.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     ended = time.monotonic() + 60 * minutes

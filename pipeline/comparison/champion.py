@@ -139,7 +139,7 @@ def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
 
 
 def _interval(ratio: Ratio | SessionRatio) -> Interval:
-    """Return the interval of a ratio that has bounds."""
+    """Return the ratio's interval. A missing bound becomes 0 or infinity."""
     return Interval(ratio.estimate or 1.0, ratio.low or 0.0, ratio.high or math.inf, ratio.pairs)
 
 

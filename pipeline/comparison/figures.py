@@ -23,7 +23,8 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
     """Return the fields of Compared that the bench measured. ``speeds``, ``memory``, ``energy``: True if trusted.
 
     If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
-    is the baseline's median over all rounds, divided by its median over the arm's rounds. Fractions are not scaled.
+    is the baseline's median over all its rounds, divided by the baseline's median over only those rounds that the arm
+    has, too. Fractions are not scaled.
     """
     base = bench.arm("variant", bench.baseline)
     same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None

@@ -53,7 +53,7 @@ def outcomes(
 ) -> tuple[Decision, ...]:
     """Return which of *better*, *same* and *worse* the interval from ``low`` to ``high`` allows.
 
-    The order is from high values to low values. Values from ``lower`` to ``upper``, bounds included, are *same*.
+    The decision for high values comes first. Values from ``lower`` to ``upper``, bounds included, are *same*.
 
     >>> outcomes(0.90, 1.01, 0.98, 1.02)
     ('same', 'worse')
@@ -180,7 +180,7 @@ def equivalence(
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError("differences: expected at least one finite number for each seed, in one list.")
+        raise ValueError("differences: expected a flat list that is not empty, with one finite number per seed.")
     if not margin > 0:
         raise ValueError(
             f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive margin."

@@ -274,6 +274,7 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
         largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
         if largest < max(-low, high) < math.inf:
             raise DataError(
-                f"{name}: {low:g} to {high:g} are to become {dtype}, at most {largest:.3g}: scale them down."
+                f"{name}: values from {low:g} to {high:g} do not fit {dtype}, whose largest is {largest:.3g}; scale "
+                "them down."
             )
     return rows.astype(dtype)

@@ -96,8 +96,9 @@ def check_imports(side: Copy, modules: Sequence[str]) -> None:
     for module, origin in zip(modules, (Path(line).resolve() for line in found.splitlines()), strict=True):
         if origin.is_relative_to(here) and (root / origin.relative_to(here)).is_file():
             raise GateError(
-                f"{module} is imported from {origin} in a copy of the project too, so base and head would run the same "
-                "code: take it out of PYTHONPATH, or uninstall what is installed from this work tree (pip uninstall)."
+                f"even in a copy of the project, {module} is imported from this work tree ({origin}), so base and head "
+                "would run the same code: remove the work tree from PYTHONPATH, or uninstall the package that was "
+                "installed from it (pip uninstall)."
             )
 
 

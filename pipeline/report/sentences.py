@@ -308,14 +308,15 @@ def noise_text(noise: Noise) -> str:
 
 
 def remarks(each: Compared) -> list[str]:
-    """Techniques that were requested but skipped, what techniques decided, whether the variant's job differs from the
-    others', and which processes' memory is not counted."""
+    """Skipped techniques, the decisions that techniques made, whether the variant trains a different job than the other
+    variants, and the processes whose memory is not counted."""
     found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
-            f"Weak scaling: another job than the others', with a global batch of {each.batch_size:,} and a peak "
-            f"learning rate of {each.learning_rate:g}. Its throughput is comparable, its step time is not."
+            "Weak scaling: this variant's job differs from that of the other variants: its global batch is "
+            f"{each.batch_size:,}, and its peak learning rate {each.learning_rate:g}. Its throughput is comparable, "
+            "its step time is not."
         )
     if each.another_model:
         found.append(

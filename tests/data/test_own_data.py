@@ -161,7 +161,10 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         ({"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)}, "integers are labels; expected one"),
         ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact only up to 2\^24"),
-        ({"inputs": ROWS * 1e300}, r"inputs.npy float64 .* are to become float32, at most 3.4e\+38: scale them down"),
+        (
+            {"inputs": ROWS * 1e300},
+            r"inputs.npy float64 .* do not fit float32, whose largest is 3.4e\+38; scale them down",
+        ),
         ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is constant"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
         ({"inputs": np.array(["a", "b"])}, "expected numbers in C order"),
@@ -186,7 +189,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "Ages": np.ones(9)}, "has an array 'Ages.*'; expected inputs"),
-        ({"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)}, r"are to become int64, at most 9.22e\+18"),
+        ({"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)}, r"do not fit int64, whose largest is 9.22e\+18"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones(4), "test_inputs": np.ones((2, 2))}, "in a test split"),
     ],
 )

@@ -92,7 +92,7 @@ class GzippedFiles:
                 with gzip.open(path) as content:
                     store.place(content, file)
 
-            # gzip adds at most a few bytes per block
+            # content that gzip cannot compress grows by a few bytes
             store.download(f"{self.url}/{file.name}.gz", file.limit_bytes + CHUNK_BYTES, use)
 
 

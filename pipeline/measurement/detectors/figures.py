@@ -57,10 +57,10 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
         return []
     return [
         Rejection(
-            f"it used {aside_seconds:.2f} s of CPU time between its turns, and {clock.measured_seconds:.2f} s of "
-            f"measured time (allowed: {MAX_ASIDE_FRACTION:.0%} of the measured time plus {MAX_IDLE_FRACTION:.0%} of "
-            f"the {waited_seconds:.2f} s between its turns). Its own figures leave out this work, which also disturbs "
-            "the other arms; let a technique's threads and processes wait while no step is taken"
+            f"it used {aside_seconds:.2f} s of CPU time between its turns; allowed are {MAX_ASIDE_FRACTION:.0%} of its "
+            f"measured time ({clock.measured_seconds:.2f} s) plus {MAX_IDLE_FRACTION:.0%} of the time between turns "
+            f"({waited_seconds:.2f} s). Its own figures leave out this work, which also disturbs the other arms; let a "
+            "technique's threads and processes wait while no step is taken"
         )
     ]
 

@@ -214,8 +214,8 @@ SPEED: tuple[Entry, ...] = (
         name="foreach_optimizer",
         setting="optimizer_kernel: foreach",
         searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
-        does="Each operation of the update is one kernel for all parameters, instead of one kernel for the whole "
-        "update",
+        does="The update runs one kernel per operation, each for all parameters at once; the default, fused, runs all "
+        "operations in one kernel",
         pays="when an optimizer has no fused form; to see what fused, the default, gains",
         costs="temporary tensors of the parameters' size",
         source="PyTorch documentation: torch.optim, How to adjust performance",

@@ -64,7 +64,11 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
         lines += [f"The plain form against itself, in the same rounds: {shown}.", ""]
         lines += [f"- No ratio with batch {each.batch_size}: {each.refused}." for each in noise if each.refused]
     no_energy = {one.batch_size: one.why_no_energy for _, values in measured for one in values.throughput}
-    lines += [f"- No energy with batch {size}, at least of one form: {why}." for size, why in no_energy.items() if why]
+    lines += [
+        f"- With batch {size}, the energy of at least one form is unknown: {why}."
+        for size, why in no_energy.items()
+        if why
+    ]
     lines += [f"- **{form.name}**: {form.does}." for form, _ in measured]
     lines += [f"- **{form.name}** is not available: {form.why_not}." for form in forms if form.why_not]
     lines += [f"- {form.name}: {remark}." for form, values in measured for remark in values.remarks]
