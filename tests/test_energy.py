@@ -434,5 +434,5 @@ def test_the_stage_writes_it_where_it_is_asked_for(
         assert "No energy" not in page
     else:
         assert "shows no package" in single["why_no_energy"]
-        assert "- No energy with batch 8, at least of one form: " in page
+        assert "- With batch 8, the energy of at least one form is unknown: " in page
         assert not [name for name in published if "joules" in name]
