@@ -87,7 +87,7 @@ MISTAKES = [
     ("variants", {}, "found {};", "1 or more entries."),
     ("variants.new", None, "found null;", "a mapping, such as {}"),
     ("variants.Big Name", {}, "found 'Big Name';", "text that matches ^[a-z0-9][a-z0-9_-]*$."),
-    ("variants.memory.processes", 2, "found 2;", "it needs parallelism 'ddp' or 'zero1' or "),
+    ("variants.memory.processes", 2, "found 2;", "processes needs parallelism 'ddp' or 'zero1' or "),
     ("variants.ddp.processes", 0, "found 0;", "a number from 1 or 'auto'."),
     ("variants.ddp.processes", [1], "found [1];", "a whole number or 'auto'."),
     ("variants.ddp.7", True, "found 7;", "text: quote it."),
