@@ -281,6 +281,6 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
         if largest < max(-low, high) < math.inf:
             raise DataError(
                 f"{name}: values from {low:g} to {high:g} do not fit {dtype}, whose largest value is {largest:.3g}; "
-                f"scale them down."
+                "scale them down."
             )
     return rows.astype(dtype)

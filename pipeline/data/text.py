@@ -57,7 +57,7 @@ def files(fetch: Fetch) -> list[str]:
     if len(found) < 2:
         raise DataError(
             f"fetch.{fetch.dataset}: found {count(len(found), 'file')} in {top}; expected two or more, because "
-            f"testing needs a file of its own."
+            "testing needs a file of its own."
         )
     return found
 

@@ -142,15 +142,17 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
             yield (
                 f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but no variant has "
                 f"this name; allowed: {', '.join(f'{TEACHERS}{each}' for each in config.variants if each != name)}, "
-                f"or a file outside of models."
+                "or a file outside of models."
             )
         teachers, teacher = {name}, config.teacher_of(name)
         while teacher and teacher not in teachers:
             teachers.add(teacher)
             teacher = config.teacher_of(teacher)
         if teacher:
-            yield f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}; name another "
-            f"teacher."
+            yield (
+                f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}; name another "
+                "teacher."
+            )
 
 
 def schema() -> str:
