@@ -161,7 +161,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)},
-            "integer targets are labels; expec",
+            "integer targets are labels; expected one",
         ),
         ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact only up to 2\^24"),
         (
