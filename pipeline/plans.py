@@ -121,7 +121,7 @@ def plan(
         micro_batches = _micro_batches_of_pipeline(micro_batches, model_processes, samples, where)
         changes["gradient_accumulation"] = micro_batches
     if weak and data_processes == 1 and "weak_scaling" not in skipped:
-        skipped["weak_scaling"] = "there is one data-parallel process, whose batch is the global one"
+        skipped["weak_scaling"] = "there is only one data-parallel process, so its batch is the global batch"
         changes["scaling"] = "strong"
     scale = data_processes if weak else 1
     shares = data_processes // scale * micro_batches
@@ -155,7 +155,7 @@ def _most_processes(
 ) -> tuple[int, str]:
     """Return the largest number of processes, up to ``processes``, that can share the batch, and why more processes
     cannot. If no number can, return the smallest possible number; the checks of the plan then report the problem."""
-    why_fewer = f"{requested.replicas} replicas take the same number each"
+    why_fewer = f"each of the {requested.replicas} replicas takes the same number"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
     while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
         if processes - requested.replicas < fewest:
@@ -172,7 +172,7 @@ def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
         return {}
     only = "process, so the batch is not shared" if requested.parallelism in PARALLELISMS else "GPU"
     options = [each.name for each in catalogue.requested(requested) if each.needs]
-    why = f"it goes with {requested.parallelism}, which is skipped"
+    why = f"it needs {requested.parallelism}, which is skipped"
     return {requested.parallelism: f"there is only one {only}", **dict.fromkeys(options, why)}
 
 
@@ -273,7 +273,7 @@ def _why_not_among(
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
-    return f"train.batch_size {batch_size} is shared out evenly among {processes - variant.replicas} at most"
+    return f"train.batch_size {batch_size} can be shared evenly among at most {processes - variant.replicas}"
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
@@ -287,8 +287,8 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
                 return count
     raise ConfigError(
         f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
-        f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; best "
-        f"is {MICRO_BATCHES_A_STAGE * stages}."
+        f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; the "
+        f"best is {MICRO_BATCHES_A_STAGE * stages}."
     )
 
 

@@ -65,7 +65,7 @@ def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  
         ({"extra": {"gradient_clipping": {"max_norm": -1.0}}}, ".extra.gradient_clipping.max_norm: found -1.0; "),
         ({"extra": {"gradient_clipping": {"norm": 1.0}}}, ".extra.gradient_clipping.norm: found 1.0; Extra"),
         ({"extra": {"gradient_clipping": 3}}, ".extra.gradient_clipping: found 3; expected a mapping"),
-        (CLIPPED | {"precision": "fp16"}, "which exclude each other"),
+        (CLIPPED | {"precision": "fp16"}, "the two exclude each other"),
     ],
 )
 def test_what_cannot_be_is_said_before_any_work(clipping: Path, variant: dict[str, Any], message: str) -> None:  # noqa: ARG001
@@ -151,8 +151,8 @@ class One(Technique):
     [
         ({"catalogue": {"one": "broken_package:missing"}}, "one", "broken-package 1.0: its technique 'one' cannot be "),
         ({"catalogue": {"one": "not_there:entry"}}, "one", "from not_there:entry: ModuleNotFoundError"),
-        ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry', not its Entry"),
-        ({"catalogue": {"one": "broken_package:ddp"}}, "one", "not its Entry"),
+        ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry'; expected the technique's Entry"),
+        ({"catalogue": {"one": "broken_package:ddp"}}, "one", "expected the technique's Entry"),
         ({"catalogue": {"one": "broken_package:unclear"}}, "one", "found changes 'roundings'; expected"),
         ({"catalogue": {"one": "broken_package:nowhere"}}, "one", "found layer 'nowhere'; expected one of model,"),
         (
@@ -161,8 +161,8 @@ class One(Technique):
             "found implementation 'broken_package.One'; its class",
         ),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
-        ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', which is the name of a built-in one"),
-        ({"techniques": {"one": "broken_package:One"}}, "one", "provides 'one', but no entry point"),
+        ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', but a built-in technique has this name"),
+        ({"techniques": {"one": "broken_package:One"}}, "one", "provides 'one', but has no entry point"),
         ({"catalogue": {"one": "broken_package:one"}}, "one:", "takes no options; write one: {}"),
     ],
 )

@@ -87,10 +87,10 @@ MISTAKES = [
     ("variants", {}, "found {};", "1 or more entries."),
     ("variants.new", None, "found null;", "a mapping, such as {}"),
     ("variants.Big Name", {}, "found 'Big Name';", "text that matches ^[a-z0-9][a-z0-9_-]*$."),
-    ("variants.memory.processes", 2, "found 2;", "it needs parallelism 'ddp' or 'zero1' or "),
+    ("variants.memory.processes", 2, "found 2;", "processes needs parallelism 'ddp' or 'zero1' or "),
     ("variants.ddp.processes", 0, "found 0;", "a number from 1 or 'auto'."),
     ("variants.ddp.processes", [1], "found [1];", "a whole number or 'auto'."),
-    ("variants.ddp.7", True, "found 7;", "text: quote it."),
+    ("variants.ddp.7", True, "found 7;", "text: write the key in quotes."),
 ]
 
 
@@ -136,7 +136,7 @@ def test_every_mistake_is_listed() -> None:
 def test_a_number_that_yaml_reads_as_text_is_explained(key: str, text: str, written: str) -> None:
     message = complaint(with_key(key, yaml.safe_load(text)))
     assert f"{key}: found {text!r}; " in message
-    assert message.endswith(f"as a number it is written {written}.")
+    assert message.endswith(f"write the number as {written}.")
     parse(with_key(key, yaml.safe_load(written)))
 
 

@@ -212,7 +212,7 @@ def _until_broken(
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_where(digits: Dataset) -> None:
     message, before, after = _until_broken(ALONE, digits, 0, on_device=False)
-    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; the optimizer has not ")
+    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan, and the optimizer ")
     assert after == before[7]
 
 
@@ -221,14 +221,16 @@ def test_on_the_device_it_stops_the_run_when_the_losses_are_read_and_says_where_
     digits: Dataset, applied: dict[str, Any]
 ) -> None:
     message, before, _ = _until_broken(ALONE, digits, 0, on_device=True, **applied)
-    assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 3 steps")
+    assert message.startswith(
+        "variant tried, seed 0, epoch 1, step 8: the loss became nan, which was noticed after 3 steps"
+    )
     assert len(before) == 10  # in step 10 a row of history is due
 
 
 def test_all_ranks_stop_where_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
     ranks = run_ranks(_until_broken, digits, 1, True)
     assert [message.partition(", so")[0] for message, _, _ in ranks] == [
-        "variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 3 steps"
+        "variant tried, seed 0, epoch 1, step 8: the loss became nan, which was noticed after 3 steps"
     ] * 2
 
 
@@ -268,7 +270,7 @@ def _checkpointed_when_broken(joined: World, dataset: Dataset) -> str:
 def test_no_checkpoint_is_made_of_a_training_whose_loss_is_not_finite(digits: Dataset) -> None:
     for message in run_ranks(_checkpointed_when_broken, digits):
         assert message.startswith(
-            "variant tried, seed 0, epoch 1, step 8: the loss became nan; it was read after 2 steps"
+            "variant tried, seed 0, epoch 1, step 8: the loss became nan, which was noticed after 2 steps"
         )
 
 

@@ -272,7 +272,7 @@ def test_a_step_that_takes_the_samples_of_another_is_found(digits: Dataset) -> N
     repeating.advance_counted()
     work = repeating.work()
     assert work == Work(32, 32, 32, repeated=True)
-    assert (work.missing, str(work)) == (32, "a step took the same 32 samples as another")
+    assert (work.missing, str(work)) == (32, "two steps took the same 32 samples")
     plain.counted_steps.update(range(100))
     plain.advance(100)  # more than two epochs
     assert plain.work() == Work(32, 32, 32)
@@ -363,7 +363,7 @@ def test_half_of_each_batch_is_refused_by_training(
 ) -> None:
     assert cli.main(["train", name]) == 2
     said = capfd.readouterr().err
-    assert f"variants.{name}: of a step's 128 samples, 64 entered the model and 64 the loss" in said
+    assert f"variants.{name}: of a step's 128 samples, 64 entered the model and 64 entered the loss" in said
     assert not (workspace / f"results/{name}.json").exists()
 
 
@@ -378,7 +378,7 @@ def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
     assert plain.measured_steps == 4
     for each in halved:
         (reason,) = each.rejections
-        assert "64 entered the model and 64 the loss" in reason
+        assert "64 entered the model and 64 entered the loss" in reason
         assert (each.samples_per_second, each.step_p50_ms, each.peak_memory_bytes) == (None, None, None)
 
 

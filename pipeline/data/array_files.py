@@ -60,7 +60,7 @@ class Array(NamedTuple):
                 count = min(length, self.shape[0] - start)
                 content = file.read(count * self.row_bytes)
                 if len(content) < count * self.row_bytes:
-                    raise DataError(f"{self}: is cut short; write it again and {AGAIN}")
+                    raise DataError(f"{self} is cut short; write it again and {AGAIN}")
                 yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
 
     def _of_table(self, length: int) -> Iterator[Rows]:
@@ -73,13 +73,13 @@ class Array(NamedTuple):
                 found = [self._values(batch.column(name)) for name in self.columns]
                 yield (np.stack(found, 1) if self.columns != (self.member,) else found[0]).reshape(-1, *self.shape[1:])
         if left:
-            raise DataError(f"{self}: has {self.shape[0] - left} rows; write it again and {AGAIN}")
+            raise DataError(f"{self}: the file has only {self.shape[0] - left} rows; write it again and {AGAIN}")
 
     def _values(self, column: Any) -> Rows:
         while column.null_count == 0 and _is_list(column.type):
             column = column.flatten()
         if column.null_count:
-            raise DataError(f"{self}: has empty fields; fill them, or leave out such rows, and {AGAIN}")
+            raise DataError(f"{self} has empty fields; fill them, or leave out their rows, and {AGAIN}")
         values: Rows = column.to_numpy(zero_copy_only=False)
         return values.astype(self.dtype)
 
@@ -92,15 +92,15 @@ def read(path: Path) -> Iterator[Array]:
             check_name(array.member, path)
             if not array.shape or array.dtype.kind not in "iuf":
                 raise DataError(
-                    f"{array}: expected numbers in C order, in rows of one shape (ragged rows make an array "
-                    "of objects: pad them)."
+                    f"{array}: expected numbers in C order, in rows of one shape. Pad ragged rows, which numpy "
+                    "stores as objects."
                 )
             if array.row_bytes > LIMIT_ROW_BYTES:
                 raise DataError(
                     f"{array}: a row (a sample) has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}."
                 )
             if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
-                raise DataError(f"{array}: is cut short; write it again and {AGAIN}")
+                raise DataError(f"{array} is cut short; write it again and {AGAIN}")
             yield array
 
 
@@ -109,7 +109,7 @@ def check_name(name: str, place: Path | str) -> None:
     if not re.fullmatch("[a-z][a-z0-9_]{0,49}", Path(name).stem):
         raise DataError(
             f"{place} has an array {name!r}; expected inputs, targets, test_inputs, test_targets or, for a task of "
-            "your own, names of small letters, digits and underscores: rename it."
+            "your own, names of lower-case letters, digits and underscores: rename it."
         )
 
 

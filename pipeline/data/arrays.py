@@ -117,7 +117,9 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
         found: Any = load_from_disk(folder)
     splits = found if isinstance(found, Mapping) else {"train": found}
     if others := sorted(set(splits) - {"train", "test"}):
-        raise DataError(f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename it, or drop it.")
+        raise DataError(
+            f"{KEY}: {folder} has the split {others[0]!r}; expected train and test; rename the split, or drop it."
+        )
     if split in splits:
         yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None keeps the saved dtypes
 
@@ -151,7 +153,7 @@ def decode(config: Config, directory: Path) -> Decoded:
         )
     for arrays in (train.values(), test.values()):
         if len({array.shape[0] for array in arrays}) > 1:
-            raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples.")
+            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples.")
     inputs, targets, labels, vocabulary, classes = train["inputs"], train.get("targets"), None, None, 0
     types = {name: _prepared_type(name, each.dtype) for name, each in train.items()}
     if not targets and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
@@ -161,7 +163,9 @@ def decode(config: Config, directory: Path) -> Decoded:
         types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
     if targets and targets.dtype.kind in "iu":
         if len(targets.shape) > 1:
-            raise DataError(f"{targets}: integers are labels; expected one per sample, or floats.")
+            raise DataError(
+                f"{targets}: integer targets are labels; expected one label per sample, or targets of floats."
+            )
         classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
         labels = _labels(targets, classes)
         types["targets"] = np.dtype(np.int64)
@@ -199,7 +203,9 @@ def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, l
         least, most = min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
         count = count or min(max(most, 0) + 1, limit)
         if least < 0 or most >= count:
-            raise DataError(f"{array}: found {least} to {most}, but there are {count} {of}.")
+            raise DataError(
+                f"{array}: found values from {least} to {most}, but there are {count} {of}, numbered from 0."
+            )
     return count
 
 
@@ -249,7 +255,7 @@ def _rows(
     start, left = 0, arrays[0].shape[0] if limit is None else limit
     for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
         if len(set(map(len, chunk))) > 1:  # the table is damaged
-            raise DataError(f"{' and '.join(map(str, arrays))}: different numbers of samples; write them again.")
+            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples; write them again.")
         rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
         kept = tuple(
             _as(dtype, each[rows][:left], str(name))
@@ -274,7 +280,7 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
         largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
         if largest < max(-low, high) < math.inf:
             raise DataError(
-                f"{name}: values from {low:g} to {high:g} do not fit {dtype}, whose largest is {largest:.3g}; scale "
-                "them down."
+                f"{name}: values from {low:g} to {high:g} do not fit {dtype}, whose largest value is {largest:.3g}; "
+                "scale them down."
             )
     return rows.astype(dtype)

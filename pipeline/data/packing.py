@@ -41,7 +41,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         arrays, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
         test_arrays, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
         if test_arrays != arrays:
-            raise DataError(f"the test split has rows of {test_arrays}, but the train split of {arrays}.")
+            raise DataError(f"the test split has rows of {test_arrays}, but the train split has rows of {arrays}.")
         train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
         counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
         numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}
@@ -83,7 +83,9 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
     channels = rows.reshape(len(rows), 1) if rows.ndim == 1 else rows
     mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
     if 0.0 in std:
-        raise DataError(f"channel {std.index(0.0)} of the training {name} is constant; it holds no information.")
+        raise DataError(
+            f"channel {std.index(0.0)} of the training {name} is constant and holds no information; remove it."
+        )
     return Statistics(mean=mean, std=std)
 
 
@@ -180,10 +182,10 @@ def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: D
     _check_range(f"{split} labels", arrays["targets"], len(decoded.classes), "classes")
     counts = np.bincount(arrays["targets"], minlength=len(decoded.classes))
     if split == "train" and np.count_nonzero(counts) == 1:
-        raise DataError(f"all training labels are {counts.argmax()}, a single class; there is nothing to tell apart.")
+        raise DataError(f"all training labels are {counts.argmax()}; classification needs two classes or more.")
     return tuple(counts.tolist())
 
 
 def _check_range(what: str, values: npt.NDArray[Any], count: int, of: str) -> None:
     if values.min() < 0 or values.max() >= count:
-        raise DataError(f"{what} are {values.min()} to {values.max()}, but there are {count} {of}.")
+        raise DataError(f"{what} range from {values.min()} to {values.max()}, but there are {count} {of}.")

@@ -56,7 +56,8 @@ def files(fetch: Fetch) -> list[str]:
                 raise DataError(f"fetch.{fetch.dataset}: {path} is empty; remove it.")
     if len(found) < 2:
         raise DataError(
-            f"fetch.{fetch.dataset}: found {count(len(found), 'file')} in {top}; expected two or more, one for testing."
+            f"fetch.{fetch.dataset}: found {count(len(found), 'file')} in {top}; expected two or more, because "
+            "testing needs a file of its own."
         )
     return found
 

@@ -185,10 +185,10 @@ def _end_of(process: Any) -> str:
     process.join(PATIENCE_SECONDS)
     if process.exitcode == -signal.SIGKILL:
         return (
-            "the process was killed, most likely because memory ran out, here or in its container. Give it more "
+            "the process was killed, most likely because this machine or its container ran out of memory. Give it more "
             "memory, or lower train.batch_size; `python -m pipeline predict-memory` shows how much is needed."
         )
-    return f"the process died, with exit code {process.exitcode}; its output is above."
+    return f"the process ended with exit code {process.exitcode}; its output is above."
 
 
 def _forked(

@@ -85,7 +85,8 @@ def _check_loss(where: str, objective: Objective, outputs: Tensor, targets: Tens
         raise ObjectiveError(
             f"{where} is {whole.item():g} for {len(outputs)} samples and {parts.mean().item():g} on average for "
             "equal parts of them; expected the mean of the samples' own losses, so that devices and micro-batches can "
-            "take parts of a batch. With class weights: weight the losses of the samples, then take their plain mean."
+            "take parts of a batch. With class weights: multiply each sample's loss by its weight, and take the "
+            "plain mean of the products."
         )
 
 
@@ -143,6 +144,6 @@ def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targe
         found = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
         raise ObjectiveError(
             f"train.metric: {name} gave {found} for {count(len(targets), 'sample')}; expected a tensor with one score "
-            f"each, of shape [{len(targets)}]."
+            f"per sample, of shape [{len(targets)}]."
         )
     return scores

@@ -137,19 +137,22 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
             )
     for name, variant in config.students.items():
         if variant.distillation is None:
-            yield f"students.{name}: without distillation it belongs under variants; move it there."
+            yield f"students.{name}: this variant has no distillation, so it belongs under variants; move it there."
         elif variant.distillation.teacher.startswith(TEACHERS) and config.teacher_of(name) is None:
             yield (
-                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but there is no such "
-                f"variant; allowed: {', '.join(f'{TEACHERS}{each}' for each in config.variants if each != name)}, or a "
-                "file outside of models."
+                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but no variant has "
+                f"this name; allowed: {', '.join(f'{TEACHERS}{each}' for each in config.variants if each != name)}, "
+                "or a file outside of models."
             )
         teachers, teacher = {name}, config.teacher_of(name)
         while teacher and teacher not in teachers:
             teachers.add(teacher)
             teacher = config.teacher_of(teacher)
         if teacher:
-            yield f"students.{name}.distillation.teacher: it would learn from itself, by way of {teacher}."
+            yield (
+                f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}; name another "
+                "teacher."
+            )
 
 
 def schema() -> str:
@@ -169,8 +172,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         )
     if config.compare.margins.energy and not config.bench.energy:
         yield (
-            f"compare.margins.energy: found {config.compare.margins.energy}, but bench.energy is false: nothing "
-            "measures it; set bench.energy: true."
+            f"compare.margins.energy: found {config.compare.margins.energy}, but bench.energy is false, so no energy "
+            "is measured; set bench.energy: true."
         )
     listed = {
         "bench.ablate": config.bench.ablate,
@@ -225,8 +228,8 @@ def _own_code(train: Train) -> Iterator[str]:
             yield f"train.{key}: found {found!r}; expected {name!r} or module:function, such as {example}."
     if train.loss == known[0] and train.loss_options:
         yield (
-            f"train.loss_options: found {train.loss_options}, but {train.loss} takes none; label smoothing is "
-            "train.label_smoothing."
+            f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options; label smoothing "
+            "has its own setting, train.label_smoothing."
         )
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield (
@@ -287,7 +290,7 @@ _ALLOWED = {
     "greater_than": "a number above {gt:.12g}",
     "greater_than_equal": "a number from {ge:.12g}",
     "int_type": "a whole number",
-    "invalid_key": "text: quote it",
+    "invalid_key": "text: write the key in quotes",
     "less_than": "a number below {lt:.12g}",
     "less_than_equal": "a number up to {le:.12g}",
     "list_type": "a list",
@@ -340,7 +343,7 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
     if exponent and kinds & {"float_type", "int_type"}:
         number = float(found)
         written = yaml.safe_dump(int(number) if number.is_integer() else number).split()[0]
-        hint = f" YAML reads this as text; as a number it is written {written}."
+        hint = f" YAML reads this as text; write the number as {written}."
     return f"found {_shown(found)}; expected {allowed}.{hint}"
 
 

@@ -53,7 +53,7 @@ def _point(group: str, name: str) -> EntryPoint:
         if brought is None:
             there = ", ".join(names()) or "none"
             raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
-        raise ConfigError(f"{_package(brought)} provides {name!r}, but no entry point of the group {group}.")
+        raise ConfigError(f"{_package(brought)} provides {name!r}, but has no entry point for it in the group {group}.")
     return point
 
 

@@ -53,12 +53,12 @@ class Synthetic(Section):
         "uint8", description="Type of the inputs; float32 values are from 0 to 1. Tokens are always integers."
     )
     targets: Literal["labels", "floats", "tokens"] = Field(
-        "labels", description="labels of classes, floats to predict, or tokens, of which each predicts the next one."
+        "labels", description="labels: classes. floats: numbers to predict. tokens: each token predicts the next token."
     )
     classes: Annotated[int, Field(ge=2, le=2**16)] = Field(
         10,
-        description="Number of classes; each is a texture under noise. With floats: the number of values to predict, "
-        "each the strength of a texture. With tokens: the size of the vocabulary.",
+        description="Number of classes; each class is a texture with noise. With floats: the number of values to "
+        "predict; each value is the strength of a texture. With tokens: the size of the vocabulary.",
     )
     seed: Seed = Field(0, description="Seed of textures and noise.")
 
@@ -83,7 +83,7 @@ class Fetch(Section):
     )
     mirror: str | None = Field(
         None,
-        description="A directory with the raw files, or its file:// address; tried first.",
+        description="A directory with the raw files, or its file:// address. It is tried before other sources.",
     )
     image_folder: str | None = Field(
         None,
@@ -92,7 +92,7 @@ class Fetch(Section):
     arrays: str | None = Field(
         None,
         description="For dataset arrays: a folder with inputs.npy and, where they exist, targets.npy, "
-        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file of these; a .parquet table; a "
+        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file with these arrays; a .parquet table; a "
         "folder that save_to_disk of the library datasets wrote, with the columns inputs and targets; or "
         "module:function of your own, which is called with split and yields dicts of arrays.",
     )
@@ -117,7 +117,8 @@ class Prepare(Section):
         None, description="For image_folder: [height, width] to which every image is resized."
     )
     broken_images: Literal["fail", "skip"] = Field(
-        "fail", description="For image_folder: fail at an unreadable image, or skip it; both name the image."
+        "fail",
+        description="For image_folder. fail: stop at an unreadable image. skip: leave it out. Both name the image.",
     )
     test_fraction: ProperFraction = Field(
         0.2,
@@ -138,9 +139,11 @@ class Prepare(Section):
 class Augment(Section):
     """Random changes of the training images, drawn for a whole batch at once on the device."""
 
-    crop_padding: NonNegativeInt = Field(0, description="Zero-pad by this many pixels, then crop back at random.")
+    crop_padding: NonNegativeInt = Field(
+        0, description="Pad with this many zeros on each side, then crop the original size at random."
+    )
     flip: bool = Field(False, description="Mirror left-right with probability one half.")
-    cutout: NonNegativeInt = Field(0, description="Side in pixels of a square set to the mean; 0: none.")
+    cutout: NonNegativeInt = Field(0, description="Side in pixels of a square that is set to the mean; 0: no square.")
 
 
 class Train(Section):
@@ -167,8 +170,8 @@ class Train(Section):
     loss: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
         description="Default: the task's loss, such as cross_entropy for classification. Or module:factory of your "
-        "own. It is called with classes (the task's description of outputs) and loss_options, and returns a function "
-        "that maps outputs and targets to the mean loss of the samples.",
+        "own: the factory is called with classes (the task's description of outputs) and loss_options, and returns a "
+        "function that maps outputs and targets to the mean loss of the samples.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
     metric: str = Field(
@@ -206,8 +209,8 @@ class Train(Section):
     )
     without_native: Literal["leave_out", "refuse", "run"] = Field(
         "leave_out",
-        description="What to do with a technique that this machine only emulates: skip it and report that, refuse it, "
-        "or run it.",
+        description="What to do with a technique that this machine only emulates. leave_out: skip and report it. "
+        "refuse: stop with an error. run: run it.",
     )
     deterministic: bool = Field(
         True,
@@ -228,8 +231,8 @@ class Bench(Section):
 
     max_minutes: Duration = Field(
         2.5,
-        description="Rounds are measured until this time is spent, but at least six, because fewer rounds give no "
-        "verdict.",
+        description="Rounds are measured until this time is spent. At least six rounds are measured, because fewer "
+        "give no verdict.",
     )
     hard_limit: bool = Field(False, description="Stop at max_minutes even before the sixth round, also in the gate.")
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
@@ -245,8 +248,8 @@ class Bench(Section):
     )
     ablate: list[VariantName] = Field(
         [],
-        description="Variants whose techniques are measured one by one: each is added to the baseline, and removed "
-        "from the variant.",
+        description="Variants whose techniques are measured one by one: for each technique, the baseline with it and "
+        "the variant without it.",
     )
     max_input_wait: Fraction = Field(
         0.5,
@@ -279,13 +282,14 @@ class Infer(Section):
     variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
     forms: list[InferenceForm] = Field(
         ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
-        description="Forms that are made and measured. eager is always measured; the others are compared with it.",
+        description="Forms that are made and measured. eager is always measured; other forms are compared with eager.",
     )
     batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
         [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one sample."
     )
     rounds: PositiveInt = Field(
-        8, description="Rounds, each with turns for every form. With fewer than six, no ratio gets an interval."
+        8,
+        description="Number of rounds; each round measures every form. With fewer than six, no ratio gets an interval.",
     )
     window_seconds: Duration = Field(
         0.1, description="Length of the window of one form with one batch size in a round."
@@ -309,11 +313,11 @@ class Margins(Section):
 class Compare(Section):
     """How results are compared."""
 
-    baseline: VariantName = Field("baseline", description="The variant that the others are compared with.")
+    baseline: VariantName = Field("baseline", description="The variant with which all others are compared.")
     target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
     margins: Margins = Margins()
     max_spread: PositiveFloat = Field(
-        0.15, description="If the baseline's interval against itself is wider than this ratio, there is no verdict."
+        0.15, description="No verdict is given if the interval of the baseline's ratio to itself is wider than this."
     )
 
 
@@ -322,8 +326,8 @@ class Gate(Section):
 
     max_minutes: Duration = Field(
         10.0,
-        description="Rounds of both commits are measured until this time is spent, but at least six. The time is "
-        "doubled if the rounds then neither show nor exclude a loss of must_see.",
+        description="Rounds of both commits are measured until this time is spent, and at least six rounds. The time "
+        "is doubled if it is then still open whether there is a loss of must_see.",
     )
     must_see: PositiveFloat = Field(
         0.1, description="The gate passes only if it can exclude a loss of throughput or memory this large."
@@ -339,7 +343,9 @@ class Publish(Section):
     """Publication of the result files in MLflow."""
 
     experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
-    live: bool = Field(True, description="Follow training live; the final runs are published either way.")
+    live: bool = Field(
+        True, description="Show trainings in MLflow while they run; finished runs are published in any case."
+    )
     models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
     registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
         "training-performance",

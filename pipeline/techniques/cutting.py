@@ -119,9 +119,9 @@ def described(cut: Cut, micro_batches: int) -> str:
     counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
     times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
     return (
-        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms per micro-batch; the slowest takes "
-        f"{max(costs) * stages / sum(costs):.2f} of an even share, and {bubble_fraction(stages, micro_batches):.0%} "
-        "of a step is the pipeline's bubble"
+        f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms per micro-batch; the slowest stage "
+        f"takes {max(costs) * stages / sum(costs):.2f} times an even share, and "
+        f"{bubble_fraction(stages, micro_batches):.0%} of a step is the pipeline's bubble"
     )
 
 

@@ -165,7 +165,7 @@ def _check_hooks(model: nn.Module) -> None:
         model._forward_pre_hooks_with_kwargs,
     )
     if any(others) or "forward" in vars(model):
-        raise NotAChain(f"{type(model).__name__} as a whole has hooks besides plain forward pre-hooks")
+        raise NotAChain(f"{type(model).__name__} as a whole has hooks that are not plain forward pre-hooks")
 
 
 def _trains(*modules: nn.Module) -> bool:

@@ -166,7 +166,7 @@ class Assembly:
             )
 
         while True:
-            reason = f", as {failed} did not fit into a process's memory" if failed else ", which is all of its share"
+            reason = f", because {failed} did not fit into its memory" if failed else ", which is its whole share"
             decision = f"{count(parts, 'micro-batch')} of {count(samples // parts, 'sample')} per process{reason}"
             tried = plan.divided(parts, decided=plan.decided | {technique: decision})
             try:
@@ -175,7 +175,7 @@ class Assembly:
             except TooFewSamples:
                 if not failed:
                     raise
-                raise too_large(", and its BatchNorm cannot train with fewer") from None
+                raise too_large(", and the model's BatchNorm cannot train with fewer") from None
             del training
             forget_last_run(self.world)
             if fits:
@@ -205,7 +205,7 @@ class Assembly:
             if DETERMINISTIC not in plan.decided:
                 operation = next(filter(None, self.world.gather(self._without_deterministic_form(plan, model))), None)
                 if operation:
-                    decision = f"{operation} has no deterministic form here, so a seed need not repeat exactly"
+                    decision = f"{operation} has no deterministic form here, so the same seed can give other numbers"
                     plan = plan.model_copy(update={"decided": plan.decided | {DETERMINISTIC: decision}})
                     if self.world.is_main:
                         print(f"{plan.name}: {DETERMINISTIC}: {decision}", flush=True)

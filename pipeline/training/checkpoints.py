@@ -83,13 +83,13 @@ def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
             with reading():
                 with zipfile.ZipFile(file) as written:  # torch writes a CRC-32 of each part, but never checks it
                     if part := written.testzip():
-                        raise zipfile.BadZipFile(f"{part} is not as it was written")
+                        raise zipfile.BadZipFile(f"{part} has changed since it was written")
                 state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError:
             continue
         except Unreadable as error:
             print(
-                f"{file} is damaged and is ignored; the run goes on from the checkpoint before, or starts from the "
+                f"{file} is damaged and is ignored; the run continues from the previous checkpoint, or starts from the "
                 f"beginning. ({error})",
                 flush=True,
             )
@@ -117,7 +117,7 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
         raise ResultError(f"{path} cannot be read as weights ({error}). Run {retrain}.") from None
     if found != expected:
         raise ResultError(
-            f"{path} does not hold the weights that its result is about: expected model_sha256 {expected}, found "
+            f"{path} does not hold the weights that its result describes: expected model_sha256 {expected}, found "
             f"{found}. Train again: {retrain}."
         )
     return state

@@ -43,8 +43,8 @@ class Work(NamedTuple):
 
     def __str__(self) -> str:
         if self.repeated:
-            return f"a step took the same {self.credited:,} samples as another"
-        loss = "" if self.loss is None else f" and {self.loss:,} the loss"
+            return f"two steps took the same {self.credited:,} samples"
+        loss = "" if self.loss is None else f" and {self.loss:,} entered the loss"
         return f"of a step's {self.credited:,} samples, {self.model:,} entered the model{loss}"
 
 

@@ -164,8 +164,8 @@ class Job:
                     between_windows = training.steps == 1 or (row and row.test_accuracy is not None)
                     if between_windows and (work := training.work()) and work.missing:
                         raise WorkLeftOut(
-                            f"variants.{self.plan.name}: {work}, so its numbers would be for less work than the other "
-                            "variants'. Remove or repair the technique that leaves samples out."
+                            f"variants.{self.plan.name}: {work}, so the variant does less work than the others, and "
+                            "its numbers cannot be compared. Remove or repair the technique that leaves samples out."
                         )
                     if row:
                         self.history.append(row)
@@ -176,7 +176,7 @@ class Job:
                         with training.paused():
                             self._save(training, checkpoint, identity, seed, resumes, None)
                     if leaving:
-                        again = f"the same command goes on from {checkpoint}"
+                        again = f"run the same command to continue from {checkpoint}"
                         self._say(f"seed {seed}: interrupted after step {training.steps}; {again}")
                         sys.exit(self.interruption.exit_code)
                 run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)

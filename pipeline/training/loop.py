@@ -332,7 +332,7 @@ class Training:
             if operation:
                 raise PipelineError(
                     f"train.deterministic: found true, but in {place()} {operation} has no deterministic form; "
-                    "allowed: false, or techniques that do not need it."
+                    "allowed: false, or techniques that do not use this operation."
                 ) from None
             if not is_out_of_memory(error):
                 raise

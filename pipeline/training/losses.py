@@ -34,7 +34,7 @@ class HostLosses:
     def add(self, loss: torch.Tensor) -> None:
         value = loss.item()
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the loss became {value}; the optimizer has not taken that step")
+            raise NonFiniteLoss(f"the loss became {value}, and the optimizer skipped this step")
         self.total += value
 
     def end_step(self) -> None:
@@ -82,7 +82,8 @@ class DeviceLosses:
         if not math.isfinite(total):
             ended = int(self.world.max_(self.bad_steps))
             raise NonFiniteLoss(
-                f"the loss became {total}; it was read after {count(ended, 'step')}, so no weights are kept", ended
+                f"the loss became {total}, which was noticed after {count(ended, 'step')}, so no weights are kept",
+                ended,
             )
         return total
 

@@ -76,7 +76,7 @@ def window_of(
     steps = [len(each["step_seconds"]) for each in clocks]
     rejected = of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
     if (work := training.work()) and work.missing:
-        rejected.append(Rejection(f"{work}: its speed is for less work", voids_memory=True))
+        rejected.append(Rejection(f"{work}, so its speed cannot be compared", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
     held = [each["driver_bytes"] for each in memories]

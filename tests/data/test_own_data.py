@@ -145,7 +145,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"inputs": np.array([[1.0], [1.0, 2.0]], dtype=object)}, "ragged rows make an array of objects"),
+        ({"inputs": np.array([[1.0], [1.0, 2.0]], dtype=object)}, "Pad ragged rows, which numpy stores as objects"),
         ({"inputs": np.ones((4, 2)), "targets": np.arange(3)}, "different numbers of samples"),
         (
             {"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)},
@@ -153,17 +153,20 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.arange(9) % 3 - 1},
-            r"targets.npy int64 \[9\]: found -1 to 1, but there are 2 classes",
+            r"targets.npy int64 \[9\]: found values from -1 to 1, but there are 2 classes",
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros(9, int)},
-            "all training labels are 0, a single class",
+            "all training labels are 0; classification needs two classes",
         ),
-        ({"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)}, "integers are labels; expected one"),
+        (
+            {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)},
+            "integer targets are labels; expected one",
+        ),
         ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact only up to 2\^24"),
         (
             {"inputs": ROWS * 1e300},
-            r"inputs.npy float64 .* do not fit float32, whose largest is 3.4e\+38; scale them down",
+            r"inputs.npy float64 .* do not fit float32, whose largest value is 3.4e\+38; scale them down",
         ),
         ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is constant"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
@@ -171,17 +174,17 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"targets": np.arange(3)}, "none of the arrays|has targets; expected inputs"),
         (
             {"inputs": np.arange(20).reshape(5, 4), "test_inputs": np.full((2, 4), 30)},
-            r"test_inputs.npy int64 \[2, 4\]: found 30 to 30, but there are 20 tokens in the vocabulary",
+            r"test_inputs.npy int64 \[2, 4\]: found values from 30 to 30, but there are 20 tokens in the vocabulary",
         ),
         (
             {"inputs": np.arange(9)[:, None] + np.zeros(3, int), "test_inputs": np.full((2, 3), 65_540)},
-            "found 65540 to 65540, but there are 9 tokens",
+            "found values from 65540 to 65540, but there are 9 tokens",
         ),
         (
             {"inputs": np.array([[0, 65_535]] * 4), "test_inputs": np.array([[-1, 5]])},
-            r"test_inputs\.npy .*: found -1 to 5, but there are 65536 tokens",
+            r"test_inputs\.npy .*: found values from -1 to 5, but there are 65536 tokens",
         ),
-        ({"inputs": np.array([[0, 2**40]] * 4)}, "found 0 to 1099511627776, but there are 2147483648 tokens"),
+        ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776, but there are 2147483648 tokens"),
         ({"inputs": np.arange(9)[:, None]}, r"a row needs two tokens or more; expected windows \[N, length \+ 1\]"),
         (
             {"inputs": ROWS, "targets": np.array([0, 1, 2] * 2 + [0, 1, 1000])},
@@ -189,7 +192,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "Ages": np.ones(9)}, "has an array 'Ages.*'; expected inputs"),
-        ({"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)}, r"do not fit int64, whose largest is 9.22e\+18"),
+        ({"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)}, r"do not fit int64, whose largest value is 9.22e\+18"),
         ({"inputs": np.ones((4, 2)), "targets": np.ones(4), "test_inputs": np.ones((2, 2))}, "in a test split"),
     ],
 )
@@ -260,7 +263,7 @@ def test_pictures_as_nested_lists_keep_their_shape(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         ({"targets": [1, 2]}, "has targets; expected inputs"),
-        ({"x": [1.0, None], "targets": [0, 1]}, r"inputs float64 \[2, 1\]: has empty fields"),
+        ({"x": [1.0, None], "targets": [0, 1]}, r"inputs float64 \[2, 1\] has empty fields"),
         ({"inputs": [1.0, 2.0], "Ages": [1, 2]}, "has an array 'Ages'; expected inputs"),
         ({"inputs": [[1.0], [1.0, 2.0]]}, "own.parquet: the column 'inputs' holds list<.*: double>; expected numbers"),
         ({"x": ["a", "b"], "targets": [1, 2]}, "own.parquet: the column 'x' holds string; expected numbers"),
@@ -334,7 +337,7 @@ def _wide() -> bytes:
             lambda: _claiming((4, 1 << 30)),
             r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864",
         ),
-        ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\]: is cut short"),
+        ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\] is cut short"),
         ("own.npz", _twice, "two arrays of one name"),
         ("own.parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
     ],
@@ -476,7 +479,7 @@ def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"inputs\.npy is not the file that fetch listed"):
         prepare(config, tmp_path / "raw", tmp_path / "prepared")
     fetch(config.fetch, tmp_path / "raw")
-    with pytest.raises(DataError, match=r"inputs\.npy float64 \[9, 2\]: is cut short"):
+    with pytest.raises(DataError, match=r"inputs\.npy float64 \[9, 2\] is cut short"):
         prepare(config, tmp_path / "raw", tmp_path / "prepared")
     (tmp_path / "own/inputs.npy").write_bytes(b"junk")
     fetch(config.fetch, tmp_path / "raw")

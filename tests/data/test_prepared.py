@@ -199,7 +199,7 @@ def test_labels_outside_the_classes_and_empty_splits_are_refused(raw: Path, tmp_
     images, labels = (np.load(raw / "digits" / f"{name}.npy") for name in ("images", "labels"))
     (tmp_path / "raw" / "digits").mkdir(parents=True)
     for kept, named, message in (
-        (1797, labels + 1, "labels are 1 to 10, but there are 10 classes"),
+        (1797, labels + 1, "labels range from 1 to 10, but there are 10 classes"),
         (0, labels[:0], "the train split is empty"),
     ):
         np.save(tmp_path / "raw" / "digits" / "images.npy", images[:kept])

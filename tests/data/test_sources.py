@@ -527,7 +527,7 @@ def test_without_apt_the_debian_package_is_passed_over(
     use(DebianPackage("some-package", PACKAGE_FOLDER))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        DataError, match="package some-package: apt-get and dpkg-deb not found; this source needs Debian"
+        DataError, match="package some-package: apt-get and dpkg-deb are missing; this source needs Debian"
     ):
         fetch(config(), raw)
 

@@ -102,9 +102,9 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
 
 
 def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
-    fits = "micro-batches of {} samples per process, as {} did not fit into a process's memory"
+    fits = "micro-batches of {} samples per process, because {} did not fit into its memory"
     cases: list[tuple[dict[str, Any], int, int, str]] = [
-        ({"most": 64}, 128, 1, "1 micro-batch of 64 samples per process, which is all of its share"),
+        ({"most": 64}, 128, 1, "1 micro-batch of 64 samples per process, which is its whole share"),
         ({"most": 16}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 16, "where": "backward"}, 128, 4, f"4 {fits.format(16, 32)}"),
         ({"most": 30}, 144, 3, f"3 {fits.format(24, 36)}"),
@@ -259,7 +259,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
         answer = server.measure("tried", server.plan("tried", config.variants["tried"].model_dump(mode="json")), 5)
     assert (answer["micro_batches"], answer["batch_size"]) == (4, 32)
     assert answer["decided"] == {
-        "auto_micro_batch": "4 micro-batches of 8 samples per process, as 16 did not fit into a process's memory"
+        "auto_micro_batch": "4 micro-batches of 8 samples per process, because 16 did not fit into its memory"
     }
 
 

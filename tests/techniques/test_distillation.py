@@ -218,13 +218,13 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(
          "students.taught: a variant under variants has the same name"),
         (PARAMS | {"variants": PARAMS["variants"] | PARAMS["students"], "students": {}},
          "variants.taught.distillation: a variant that learns from a teacher belongs under students"),
-        (with_students(taught={}), "students.taught: without distillation"),
+        (with_students(taught={}), "students.taught: this variant has no distillation"),
         (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
-         "students.taught.distillation.teacher: found 'models/baselin', but there is no such variant; allowed: "
+         "students.taught.distillation.teacher: found 'models/baselin', but no variant has this name; allowed: "
          "models/baseline"),
-        (with_students(taught={"distillation": {"teacher": "models/taught"}}), "it would learn from itself"),
+        (with_students(taught={"distillation": {"teacher": "models/taught"}}), "chain of teachers returns to taught"),
         (with_students(one={"distillation": {"teacher": "models/other"}},
-                       other={"distillation": {"teacher": "models/one"}}), "students.one.distillation.teacher: it"),
+                       other={"distillation": {"teacher": "models/one"}}), "one.distillation.teacher: the chain"),
         (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "a number up to 1"),
         (with_students(taught={"distillation": {"teacher": "models/baseline", "temp": 2}}), "Allowed: teacher, temper"),
     ],

@@ -147,7 +147,7 @@ def misplaced(variant: Variant) -> dict[str, str]:
             if key not in used and getattr(variant, key) != getattr(plain, key):
                 needed.setdefault(key, (each.key, []))[1].append(each.setting.partition(": ")[2])
     return {
-        key: f"found {getattr(variant, key)!r}; it needs {other} {' or '.join(map(repr, values))}: set that, or "
+        key: f"found {getattr(variant, key)!r}; {key} needs {other} {' or '.join(map(repr, values))}: set {other}, or "
         f"remove {key}."
         for key, (other, values) in needed.items()
     }
@@ -175,8 +175,8 @@ def contradiction(variant: Variant) -> str | None:
         for other in together:
             if other.name in one.excludes:
                 return (
-                    f"found {one.key} {one.value(variant)!r} with {other.key} {other.value(variant)!r}, which exclude "
-                    f"each other: {one.excludes[other.name]}; remove one of them."
+                    f"found {one.key} {one.value(variant)!r} with {other.key} {other.value(variant)!r}; the two "
+                    f"exclude each other, because {one.excludes[other.name]}: remove one of them."
                 )
     return None
 
@@ -192,7 +192,9 @@ def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         return [f"extra.{name}: {error}"]
     if model is None:
-        return [f"extra.{name}: found {dict(options)}, but it takes no options; write {name}: {{}}"] if options else []
+        return (
+            [f"extra.{name}: found {dict(options)}, but {name} takes no options; write {name}: {{}}"] if options else []
+        )
     try:
         model.model_validate(options)
     except ValidationError as error:
@@ -208,20 +210,24 @@ def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
 def _from_outside(name: str) -> Entry:
     found = outside.load(outside.CATALOGUE, name)
     if not isinstance(found, Entry) or found.name != name:
-        raise ConfigError(f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}, not its Entry.")
+        raise ConfigError(
+            f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}; expected the technique's Entry."
+        )
     where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
     for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
         if value not in get_args(allowed):
             raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
     if found.implementation:
         raise ConfigError(
-            f"{where}: found implementation {found.implementation!r}; its class is named by the group "
-            f"{outside.TECHNIQUES}."
+            f"{where}: found implementation {found.implementation!r}; remove it, because an entry point of the group "
+            f"{outside.TECHNIQUES} names the class."
         )
     if found.key != "extra":
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:
-        raise ConfigError(f"an installed package provides a technique {name!r}, which is the name of a built-in one.")
+        raise ConfigError(
+            f"an installed package provides a technique {name!r}, but a built-in technique has this name."
+        )
     return found
 
 

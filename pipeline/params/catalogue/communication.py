@@ -29,8 +29,8 @@ class CommunicationSettings(Section):
     )
     communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
         "none",
-        description="DDP: how gradients are sent: unchanged (none), in 16 bits, or as low-rank factors (powersgd). "
-        "post_local_sgd: weights are averaged every 4 steps instead.",
+        description="DDP: how gradients are sent. none: unchanged. fp16 and bf16: in 16 bits. powersgd: as low-rank "
+        "factors. post_local_sgd: after the warm-up, weights are averaged every 4 steps instead.",
     )
 
 
@@ -48,7 +48,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.bucket_mb is not None,
         needs=_OVER_DDP,
         why_not_beside=lambda variant, _: (
-            "compile ends its graphs where buckets end, and the first bucket has 1 MiB; set 1 or more"
+            "compile makes one graph per bucket, and the first bucket has 1 MiB, so the least is 1"
             if variant.compile != "none" and (variant.bucket_mb or 1) < 1
             else None
         ),
@@ -58,8 +58,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
         does="Gradients have their own memory and are copied into DDP's buckets and back, which is torch's default",
-        pays="never by itself: it shows what gradient_as_bucket_view, the default here, saves",
-        costs="the gradients' memory a second time, and the copies",
+        pays="never; it is here to show what the default, gradient_as_bucket_view: true, saves",
+        costs="twice the memory for gradients, and the time for copies",
         source="PyTorch documentation: DistributedDataParallel",
         changes="nothing",
         layer="parallelism",
@@ -71,8 +71,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="static_graph",
         setting="static_graph: true",
         searched_for=("DDP static graph", "find_unused_parameters", "unused parameters"),
-        does="DDP records in the first step which parameters are used and how often, and assumes the same in all later "
-        "steps",
+        does="DDP records in the first step which parameters are used and how often, and assumes that all later steps "
+        "do the same",
         pays="for models with parameters that no step uses, which DDP refuses otherwise",
         costs="in the first step, reductions begin only after the backward pass; a model that later uses other "
         "parameters fails",
@@ -89,7 +89,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="sync_batchnorm: true",
         searched_for=("SyncBatchNorm", "synchronized batch normalization", "cross-GPU batch norm"),
         does="BatchNorm takes mean and variance over the micro-batches of all processes together",
-        pays="when a process's share of the batch is so small that its statistics are poor",
+        pays="when a process's share of the batch is too small for good estimates of mean and variance",
         costs="two collectives per BatchNorm and step, one in the forward and one in the backward pass; in the forward "
         "pass the host waits for the device",
         source="Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018",
@@ -101,10 +101,10 @@ COMMUNICATION: tuple[Entry, ...] = (
         excludes={
             **dict.fromkeys(
                 ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
-                "a block that runs again must not update its running statistics again, but SyncBatchNorm always "
-                "updates them",
+                "a block that is recomputed must not update running statistics a second time, but SyncBatchNorm "
+                "updates them in every forward pass",
             ),
-            "auto_micro_batch": "a process that runs out of memory would leave the others waiting for its statistics",
+            "auto_micro_batch": "if one process runs out of memory, the others wait for its statistics without end",
         },
         why_not=needs_gpu,
     ),
@@ -114,7 +114,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         searched_for=("fp16_compress_hook", "gradient compression", "DDP communication hook"),
         does="DDP's gradients are divided by the number of processes and sent in float16",
         pays="when steps wait for the network",
-        costs="gradients below 6e-8 become zero, and above 65504 infinite, unless fp16's loss scale prevents it",
+        costs="gradients below 6e-8 become zero, and those above 65504 become infinite, unless fp16's loss scale "
+        "prevents it",
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
         roundoff=2.0**-11,
@@ -143,8 +144,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="communication_hook: powersgd",
         searched_for=("PowerSGD", "powerSGD_hook", "low-rank gradient compression"),
         does="Gradient matrices are sent as factors of rank 2, which a power iteration computes from the last step's "
-        "factors. The factors' error is added to the next step's gradients. Compression begins after the learning "
-        "rate's warm-up",
+        "factors. The error of this approximation is added to the next step's gradients. Compression begins after the "
+        "learning rate's warm-up",
         pays="when steps wait for the network, and 16 bits do not compress enough",
         costs="accuracy; two more copies of the gradients; matrix products and reductions that do not overlap; on a "
         "GPU, a wait for the device per bucket",
@@ -171,7 +172,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         ),
         does="After the learning rate's warm-up, each process updates its weights with its own gradients, and the "
         "weights are averaged every 4 steps. Evaluation and checkpoints use the average",
-        pays="when steps wait for the network; a quarter of the reductions remains",
+        pays="when steps wait for the network: only every fourth step has a reduction",
         costs="accuracy, which falls with the number of processes; a copy of the model at each evaluation; larger "
         "checkpoints",
         source="Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020",

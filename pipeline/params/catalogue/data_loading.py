@@ -19,7 +19,7 @@ class DataLoadingSettings(Section):
         "memory map. dataloader: PyTorch's DataLoader with loader_workers processes.",
     )
     loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="With data_loading: dataloader, worker processes per training process; 0: none."
+        2, description="Worker processes of a DataLoader per training process; 0: the training process loads the data."
     )
 
 
@@ -30,7 +30,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         searched_for=("data set on the GPU", "GPU data loading"),
         does="The training images lie on the device as uint8, where whole batches are gathered, augmented and "
         "normalised",
-        pays="whenever they fit",
+        pays="whenever the images fit into the device's memory",
         costs="one byte of device memory per pixel and channel of the training set",
         source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
         changes="nothing",

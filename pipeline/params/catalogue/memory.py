@@ -17,7 +17,7 @@ def needs_adamw(train: Train) -> str | None:
 
 
 def _why_no_offload(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it moves activations to host memory, where a run on the CPU has them already"
+    return None if on_gpu else "it moves activations to host memory, but on the CPU they are already there"
 
 
 def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
@@ -33,7 +33,7 @@ def _why_no_8bit(machine: Machine, _: bool) -> str | None:
 _PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
 
 
-_OWN_KERNEL = "it has a kernel of its own"
+_OWN_KERNEL = "optimizer_state 8bit and factored have kernels of their own"
 
 
 class MemorySettings(Section):
@@ -41,9 +41,9 @@ class MemorySettings(Section):
 
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
-        description="Recompute activations in the backward pass instead of keeping them. true: the activations of all "
-        "blocks. selective: all but the outputs of matrix products and convolutions. A fraction: the activations of so "
-        "many blocks that the kept activations take at most this fraction of their bytes.",
+        description="Recompute activations in the backward pass instead of keeping them. true: recompute all blocks. "
+        "selective: recompute everything except matrix products and convolutions, whose outputs are kept. A fraction: "
+        "recompute enough blocks to keep at most this fraction of the activations' bytes.",
     )
     activation_offload: bool = Field(
         False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
@@ -101,15 +101,18 @@ MEMORY: tuple[Entry, ...] = (
         layer="blocks",
         implementation="activation_checkpointing.SelectiveCheckpointing",
         recomputes=True,
-        excludes={"activation_offload": "the offloading hooks do not see the activations that it keeps"},
+        excludes={
+            "activation_offload": "the offloading hooks do not see the activations that selective checkpointing keeps"
+        },
     ),
     Entry(
         name="checkpointing_budget",
         setting="activation_checkpointing: 0.5",
         searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
-        does="Some blocks run again in the backward pass, so that the kept activations take at most this fraction of "
-        "their bytes; the chosen blocks need few operations",
-        pays="when activations are a little too large, and full checkpointing recomputes more than necessary",
+        does="Some blocks run again in the backward pass, so that at most this fraction of the activations' bytes is "
+        "kept; blocks with few operations are chosen",
+        pays="when activations are only a little larger than the memory, and full checkpointing recomputes more than "
+        "necessary",
         costs="a second forward pass of the chosen blocks",
         source="Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys 2020",
         changes="nothing",
@@ -136,9 +139,9 @@ MEMORY: tuple[Entry, ...] = (
         name="gradient_accumulation",
         setting="gradient_accumulation: 4",
         searched_for=("micro-batches", "accumulate gradients", "batch splitting", "no_sync"),
-        does="A step's gradients are the sum over micro-batches, of which one is in memory at a time",
-        pays="when the batch does not fit; with several processes, also because there are fewer reductions per sample",
-        costs="smaller kernels; BatchNorm sees only micro-batches",
+        does="A batch is divided into micro-batches, which run one after the other; the step adds up their gradients",
+        pays="when the batch does not fit into memory; with several processes, also to reduce gradients less often",
+        costs="smaller kernels, which use a device less well; BatchNorm sees only one micro-batch at a time",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
@@ -160,7 +163,7 @@ MEMORY: tuple[Entry, ...] = (
         implementation="gradient_accumulation.AutoMicroBatch",
         excludes=dict.fromkeys(
             ("fsdp", "tensor", "pipeline"),
-            "a process that runs out of memory would leave the others waiting in their forward pass",
+            "if one process runs out of memory, the others wait for it in their forward pass without end",
         ),
     ),
     Entry(
@@ -177,7 +180,8 @@ MEMORY: tuple[Entry, ...] = (
         does="The last linear layer and the loss compute one chunk of a micro-batch at a time, so the logits are never "
         "all in memory. A chunk is a part of the tokens for a language model with the built-in loss, else a part of "
         "the samples",
-        pays="for language models whose vocabulary is several times as large as their width, and for very many classes",
+        pays="for language models whose vocabulary is several times as large as their width; for classifiers with very "
+        "many classes",
         costs="smaller matrix products, which run one after the other; compile does not fuse the last layer",
         source="Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, "
         "ICLR 2025",
@@ -187,7 +191,7 @@ MEMORY: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
             "fp16": "the logits' gradients are computed before the scaler has scaled the loss, and would vanish",
-            "pipeline": "stages are cut by the time of the model's layers, but the last layer would run in the loss",
+            "pipeline": "the pipeline places the last layer in a stage, but chunked_loss runs it in the loss",
             "parameter_precision": "the loss gets float32 activations, but the last layer's parameters are bfloat16",
         },
     ),
@@ -197,20 +201,26 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("optimizer in backward", "fused backward", "register_post_accumulate_grad_hook", "LOMO"),
         does="Each parameter is updated as soon as its gradient is complete, and the gradient is freed",
         pays="when parameters are most of the memory: the gradients are never all in memory",
-        costs="an update per parameter instead of one for all; nothing can see all gradients before the update",
+        costs="one update per parameter instead of one update for all; no code can use all gradients together, for "
+        "example to clip their norm",
         source="Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, ACL 2024",
         changes="nothing",
         implementation="optimizer_in_backward.OptimizerInBackward",
         excludes={
             **dict.fromkeys(
                 ("gradient_accumulation", "auto_micro_batch"),
-                "a gradient is complete only after the last micro-batch, but is used and freed after each",
+                "a gradient is complete only after the last micro-batch, but optimizer_in_backward uses and frees it "
+                "after each one",
             ),
-            **dict.fromkeys(_PARALLEL, "a gradient is complete only when all devices have added theirs"),
+            **dict.fromkeys(
+                _PARALLEL,
+                "a gradient is complete only after the devices' gradients are added up, which "
+                "is too late for the update",
+            ),
             "fp16": "the scaler checks all gradients before any update",
-            "foreach_optimizer": "it updates one parameter at a time",
-            "for_loop_optimizer": "it updates one parameter at a time already",
-            "zeroed_gradients": "it frees each gradient after its update",
+            "foreach_optimizer": "optimizer_in_backward updates one parameter at a time, and foreach updates all",
+            "for_loop_optimizer": "optimizer_in_backward already updates one parameter at a time",
+            "zeroed_gradients": "optimizer_in_backward frees each gradient after its update",
         },
     ),
     Entry(
@@ -218,8 +228,8 @@ MEMORY: tuple[Entry, ...] = (
         setting="optimizer_state: 8bit",
         searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
         does="AdamW keeps its two moments in 8 bits, with a scale for each block of 256 values",
-        pays="when optimizer state is most of the memory: 2 bytes per parameter instead of 8",
-        costs="moments of 8 bits instead of 32, in tensors of 4096 values or more; on a GPU, a wait for the device "
+        pays="when optimizer state is most of the memory: it falls from 8 bytes per parameter to 2",
+        costs="precision of the moments, in tensors of 4096 values or more; on a GPU, a wait for the device "
         "after each parameter",
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
@@ -231,7 +241,9 @@ MEMORY: tuple[Entry, ...] = (
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
-            **dict.fromkeys(("fsdp", "tensor"), "its kernel takes whole tensors, not a rank's shards of them"),
+            **dict.fromkeys(
+                ("fsdp", "tensor"), "the 8-bit optimizer's kernel takes whole tensors, but a process has only shards"
+            ),
         },
     ),
     Entry(
@@ -240,9 +252,9 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("Adafactor", "factored second moment", "low-memory optimizer"),
         does="Adafactor replaces AdamW: it has no first moment, and keeps only the means over rows and over columns of "
         "a matrix's second moments",
-        pays="when optimizer state is most of the memory: almost none instead of 8 bytes per parameter",
-        costs="another optimizer: the learning rate is relative to the weights; on a GPU, two waits for the device per "
-        "parameter",
+        pays="when optimizer state is most of the memory: it falls from 8 bytes per parameter to almost 0",
+        costs="the optimizer is not AdamW, and its learning rate is relative to the weights; on a GPU, two waits for "
+        "the device per parameter",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
         layer="model",
@@ -251,7 +263,10 @@ MEMORY: tuple[Entry, ...] = (
         why_not_with=needs_adamw,
         excludes={
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
-            **dict.fromkeys(("fsdp", "tensor"), "the means of rows and columns need whole matrices"),
+            **dict.fromkeys(
+                ("fsdp", "tensor"),
+                "Adafactor's means of rows and columns need whole matrices, but a process has shards",
+            ),
         },
     ),
     Entry(
@@ -259,10 +274,10 @@ MEMORY: tuple[Entry, ...] = (
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
         does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
-        pays="when other code keeps the gradients' addresses; to see what set_to_none, the default, saves",
-        costs="the gradients' memory during the forward pass; in each step, filling it with zeros, and adding "
-        "gradients instead of moving them. Momentum and weight decay also change a parameter in steps that do not use "
-        "it",
+        pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
+        "saves",
+        costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
+        "gradients to them. Momentum and weight decay also change a parameter in steps that do not use this parameter",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
         implementation="optimizer_choices.ZeroedGradients",
@@ -285,7 +300,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
         does="Between training and evaluation, free memory is given back to the system",
-        pays="when another process needs the memory in between; seldom for the job itself",
+        pays="when another process needs the memory in between; seldom if the job runs alone",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",

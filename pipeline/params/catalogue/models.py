@@ -21,7 +21,9 @@ class Distillation(Section):
         4.0, description="Divides the logits of teacher and student, so that the teacher's small probabilities count. "
         "Unused in tasks without logits.",
     )  # fmt: skip
-    alpha: Fraction = Field(0.5, description="Share of the teacher in the loss; the rest is the job's own loss.")
+    alpha: Fraction = Field(
+        0.5, description="Share of the distance to the teacher in the loss; the rest is the job's own loss."
+    )
     model: str | None = Field(
         None, description="The teacher's model. null: its variant's model, or the job's model for a file of weights."
     )
@@ -37,7 +39,7 @@ class ModelSettings(Section):
     model: str | None = Field(None, description="Another model than train.model, such as a student.")
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for this model.")
     distillation: Distillation | None = Field(
-        None, description="Learn from a trained teacher too. Such a variant belongs under students."
+        None, description="Also learn from a trained teacher. A variant with a teacher belongs under students."
     )
 
 
@@ -49,7 +51,7 @@ MODELS: tuple[Entry, ...] = (
         does="The variant trains this model instead of train.model",
         pays="when a smaller or faster model is accurate enough; to show what a teacher adds, by training the "
         "student's model without it",
-        costs="the comparison is of models too, not of techniques alone; the report says so",
+        costs="the comparison is then between models, not only between techniques; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
         layer="model",
@@ -72,9 +74,9 @@ MODELS: tuple[Entry, ...] = (
         implementation="distillation.Distillation",
         requested_if=lambda variant: variant.distillation is not None,
         excludes={
-            "pipeline": "no stage has both the inputs, which the teacher takes, and the outputs",
+            "pipeline": "the teacher needs the inputs and the loss needs the outputs, but no stage has both",
             "chunked_loss": "the distance needs all outputs at once, and a chunked loss never has them",
-            "data_parallel": "the teacher would see the whole batch on one GPU",
+            "data_parallel": "the teacher would compute the whole batch on one GPU",
         },
         without_effect=lambda variant: {"distillation": variant.distillation.model_copy(update={"alpha": 0.0})},  # type: ignore[union-attr]
     ),

@@ -10,7 +10,7 @@ from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = "checkpointing replaces a block's forward pass, and all GPUs' copies would run the first GPU's"
+_ONE_FORWARD = "checkpointing replaces forward methods, and the copies on other GPUs would run the first GPU's method"
 
 
 class ParallelismSettings(Section):
@@ -60,7 +60,7 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="parallelism: data_parallel",
         searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
         does="One process copies the model to every GPU in each forward pass, and one thread per GPU runs its copy",
-        pays="never today: it shows what DistributedDataParallel replaced",
+        pays="never; it is here for comparison with DistributedDataParallel, which replaced it",
         costs="a broadcast of the model and a gathering of the gradients per step; threads that wait for Python's "
         "lock; more memory on the first GPU than on the others",
         source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
@@ -70,12 +70,13 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         excludes={
             **dict.fromkeys(
-                ("bf16", "float8"), "its threads do not inherit autocast's dtype, and would compute in float16"
+                ("bf16", "float8"),
+                "DataParallel's threads do not inherit autocast's dtype, and would compute in float16",
             ),
             "activation_checkpointing": _ONE_FORWARD,
             "selective_checkpointing": _ONE_FORWARD,
             "checkpointing_budget": _ONE_FORWARD,
-            "activation_offload": "its threads do not inherit the hooks that move activations",
+            "activation_offload": "DataParallel's threads do not inherit the hooks that move activations",
         },
         why_not=needs_gpu,
     ),
@@ -96,7 +97,7 @@ PARALLELISM: tuple[Entry, ...] = (
         name="zero1",
         setting="parallelism: zero1",
         searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
-        does="Like ddp, but every process keeps the optimizer state of its share of the parameters only, updates this "
+        does="Like ddp, but every process keeps the optimizer state for only a share of the parameters, updates this "
         "share and sends it to the other processes",
         pays="when the optimizer's state does not fit (AdamW: two values per parameter)",
         costs="a broadcast of all parameters per step, after the update, without overlap",
@@ -107,8 +108,8 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes",),
         excludes={
-            "optimizer_in_backward": "it sends the new parameters once per step, after all of them are updated",
-            "cuda_graph": "the host starts broadcasts after an update, and no graph records them",
+            "optimizer_in_backward": "zero1 sends the new parameters once per step, after all of them are updated",
+            "cuda_graph": "zero1's broadcasts are started by the host after the update, and no graph records them",
         },
     ),
     Entry(
@@ -128,8 +129,8 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Every process holds a shard of parameters, gradients and optimizer state. It gathers a block's "
         "parameters when the block runs, and reduces and scatters their gradients. With `replicas: N`, N groups do "
         "this, and average gradients as in ddp",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
-        "must fit, at the start",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU; at the start, the "
+        "parameters alone must fit",
         costs="1.5 times the communication of ddp, in smaller pieces; BatchNorm sees only its process's share of the "
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
@@ -140,9 +141,9 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
-            "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
-            "cuda_graph": "the host gathers and frees parameters, and no graph records this",
-            "auto_micro_batch": "a step that fails leaves some parameters gathered",
+            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
+            "cuda_graph": "with fsdp, the host gathers and frees parameters, and no graph records this",
+            "auto_micro_batch": "with fsdp, a step that runs out of memory leaves some parameters gathered",
         },
     ),
     Entry(
@@ -162,14 +163,14 @@ PARALLELISM: tuple[Entry, ...] = (
         searched_for=("MixedPrecisionPolicy", "param_dtype", "bf16 parameters", "FSDP mixed precision"),
         does="Parameters are gathered and used in bfloat16, and gradients are summed in float32; the shards that the "
         "optimizer updates stay float32, and BatchNorm's parameters are gathered in float32",
-        pays="on GPUs from compute capability 8.0: half the bytes of every gathering, and matrix products in bfloat16",
+        pays="on GPUs from compute capability 8.0: gathering sends half the bytes, and matrix products run in bfloat16",
         costs="parameters, activations and their gradients keep 8 bits of mantissa",
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
         roundoff=2.0**-8,
         emulated=without_native_bf16,
         needs=("fsdp",),
-        excludes={"fp16": "two precisions of 16 bits would meet in one product"},
+        excludes={"fp16": "matrix products would mix float16 and bfloat16 numbers"},
     ),
     Entry(
         name="cpu_offload",
@@ -177,11 +178,12 @@ PARALLELISM: tuple[Entry, ...] = (
         searched_for=("CPUOffloadPolicy", "ZeRO-Offload", "parameter offload"),
         does="Shards of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
         pays="as a last resort, when even the shards do not fit",
-        costs="parameters and gradients cross PCIe every step, and the update runs on the CPU, which waits for them",
+        costs="parameters and gradients cross PCIe every step, and the update waits for the gradients and runs on the "
+        "CPU",
         source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
         changes="rounding",
         needs=("fsdp",),
-        excludes={"fp16": "the loss scale is on the GPU, and the gradients that it divides are on the host"},
+        excludes={"fp16": "the loss scale is on the GPU, but the gradients that must be divided by it are on the host"},
         why_not=needs_gpu,
     ),
     Entry(
@@ -198,8 +200,8 @@ PARALLELISM: tuple[Entry, ...] = (
             "2-D parallelism",
         ),
         does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU (the parameters alone must "
-        "fit, at the start and for evaluation); and across hosts, because only activations at the cuts are sent",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU, but the parameters alone "
+        "fit, which evaluation needs; also across hosts, because only activations at the cuts are sent",
         costs="with p stages and m micro-batches, stages wait for (p - 1) / (m + p - 1) of the time; BatchNorm sees "
         "only micro-batches",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
@@ -232,10 +234,11 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
-            "factored_optimizer": "its factors are sums over rows and columns, of which a process holds a part",
+            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
-            "cuda_graph": "its collectives possibly cannot be captured",
-            "auto_micro_batch": "a process that ran out of memory would leave the others waiting in a pair of layers",
+            "cuda_graph": "it is not known whether CUDA graphs can capture tensor's collectives",
+            "auto_micro_batch": "if one process runs out of memory, the others wait for it in a pair of layers "
+            "without end",
         },
     ),
     Entry(
@@ -245,14 +248,14 @@ PARALLELISM: tuple[Entry, ...] = (
             "strong scaling",
             "linear scaling rule",
             "large minibatch",
-            "batch size a GPU",
+            "batch size per GPU",
             "learning rate scaling",
         ),
         does="Each data-parallel process takes train.batch_size samples per step, so the global batch grows with the "
         "number of processes; the learning rate is multiplied by this number and warmed up",
-        pays="when a share of the batch would be too small to keep a device busy",
-        costs="fewer, larger steps, and so a lower accuracy beyond some batch size; the job differs from the "
-        "baseline's",
+        pays="when a share of train.batch_size would be too small to keep a device busy",
+        costs="fewer and larger steps, which lower the accuracy beyond some batch size; the job is not the one that "
+        "the baseline trains",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
         needs=_SHARE_OUT_BATCHES,

@@ -35,8 +35,9 @@ class PrecisionSettings(Section):
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = Field(
         "fp32",
-        description="tf32: float32 products on Tensor Cores (GPU only). Automatic mixed precision: bf16, or fp16 with "
-        "a gradient scaler (GPU only). float8: bf16 with the products of linear layers in 8 bits.",
+        description="tf32: float32 products on Tensor Cores (GPU only). bf16: automatic mixed precision. fp16: "
+        "automatic mixed precision with a gradient scaler (GPU only). float8: bf16 with the products of linear layers "
+        "in 8 bits.",
     )
 
 
@@ -75,8 +76,8 @@ PRECISION: tuple[Entry, ...] = (
         searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
         does="Matrix products and convolutions run in float16, with a loss scale that follows the gradients",
         pays="on GPUs with Tensor Cores but without bfloat16 (V100, T4)",
-        costs="a range of 6e-8 to 65504: steps whose gradients overflow are skipped; a pass over the gradients per "
-        "step",
+        costs="numbers range only from 6e-8 to 65504, and steps whose gradients overflow are skipped; a pass over the "
+        "gradients per step",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         changes="rounding",
         roundoff=2.0**-11,
@@ -90,8 +91,8 @@ PRECISION: tuple[Entry, ...] = (
         searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
         does="Linear layers except the last multiply in float8 with a scale per tensor: e4m3 in the forward pass, e5m2 "
         "for gradients in the backward pass. The rest is as with bf16, and parameters stay float32",
-        pays="on GPUs from compute capability 8.9, compiled, for transformers whose linear layers are wide "
-        "(4,096 and more)",
+        pays="on GPUs from compute capability 8.9, together with compile, for transformers whose linear layers are "
+        "wide (4,096 and more)",
         costs="factors keep 4 bits of mantissa, gradients 3 bits; a pass over each factor to compute its scale, which "
         "compile fuses. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
@@ -104,9 +105,9 @@ PRECISION: tuple[Entry, ...] = (
         emulated=_without_float8,
         relies_on=("torchao",),
         excludes={
-            "tensor": "layers are cut before they multiply, and each part would have its own scale",
+            "tensor": "tensor cuts the layers, and each part would have its own scale",
             "pipeline": "the recording of the model's chain does not support layers that scale their factors",
-            "parameter_precision": "the factors would be rounded twice",
+            "parameter_precision": "the factors would be rounded twice, to bfloat16 and to float8",
         },
     ),
 )

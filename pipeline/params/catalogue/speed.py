@@ -25,13 +25,13 @@ def _records_within_warmup(train: Train) -> str | None:
     if train.warmup_steps > GRAPH_WARMUP_STEPS:
         return None
     return (
-        f"it records its step after {GRAPH_WARMUP_STEPS} other steps, which must not be measured, and "
-        f"train.warmup_steps is {train.warmup_steps}"
+        f"it records a step after {GRAPH_WARMUP_STEPS} other steps, all before the measured window: "
+        f"train.warmup_steps must be above {GRAPH_WARMUP_STEPS}, but is {train.warmup_steps}"
     )
 
 
 def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it is the mode default plus CUDA graphs, which need a GPU; on a CPU use default"
+    return None if on_gpu else "it is the mode default plus CUDA graphs, which need a GPU, and this run is on the CPU"
 
 
 def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
@@ -44,8 +44,8 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     else:
         return None
     return (
-        f"the next forward pass overwrites the gradients of its CUDA graphs, which {kept} keeps (PyTorch issue "
-        "169545); set default"
+        f"it records CUDA graphs, whose gradients are overwritten by the next forward pass, while {kept} keeps them "
+        "(PyTorch issue 169545); the mode default has no such graphs"
     )
 
 
@@ -54,7 +54,7 @@ def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
         return None
     if variant.precision in ("bf16", "fp16", "float8") or variant.parameter_precision == "bf16":
         return None
-    return "on GPUs this kernel computes in 16 bits only; set precision to bf16 or fp16"
+    return "on GPUs this kernel computes in 16 bits only, and needs precision: bf16 or fp16"
 
 
 class SpeedSettings(Section):
@@ -75,13 +75,13 @@ class SpeedSettings(Section):
     )
     cudnn_benchmark: bool = Field(
         False,
-        description="Let cuDNN try its algorithms for each convolution once and use the fastest; a seed may then not "
-        "repeat exactly.",
+        description="Let cuDNN try its algorithms for each convolution once and use the fastest; the same seed may "
+        "then give slightly different numbers.",
     )
     optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
         "fused",
-        description="fused: one kernel for the whole update. foreach: one per operation. for_loop: one per operation "
-        "and parameter.",
+        description="fused: one kernel for the whole update. foreach: one kernel per operation. for_loop: one kernel "
+        "per operation and parameter.",
     )
 
 
@@ -140,7 +140,7 @@ SPEED: tuple[Entry, ...] = (
             "CUDA graphs",
         ),
         does="The model runs as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
-        "max-autotune also tries several kernels for matrix products (on a CPU, batched ones only). While "
+        "max-autotune also tries several kernels for matrix products (on a CPU, only for batched products). While "
         "train.deterministic is true, max-autotune tries only kernels with the same rounding",
         pays="for models with many small operations, in runs long enough to make up for the compilation",
         costs="tens of seconds before the first step, fewer with a warm cache; it needs a C++ compiler and a model "
@@ -153,11 +153,11 @@ SPEED: tuple[Entry, ...] = (
         needs_measuring=True,
         requested_if=lambda variant: variant.compile != "none",
         excludes={
-            "data_parallel": "it makes new replicas in each step, and compiled code belongs to one model",
+            "data_parallel": "DataParallel makes new replicas in each step, but compiled code belongs to one model",
             "pipeline": "a stage runs its own part of the model, not the compiled whole",
-            "fsdp": "it gathers parameters between the blocks, which one graph cannot hold",
-            "sync_batchnorm": "its exchange of statistics possibly does not compile as a part of one graph",
-            "activation_offload": "it possibly does not offload the activations that generated code keeps",
+            "fsdp": "fsdp gathers parameters between the blocks, which cannot be a part of one graph",
+            "sync_batchnorm": "it is not known whether SyncBatchNorm's exchange of statistics compiles in one graph",
+            "activation_offload": "it is not known whether activations that compiled code keeps are offloaded",
         },
         why_not=_needs_compiler,
         relies_on=(COMPILER,),
@@ -170,7 +170,7 @@ SPEED: tuple[Entry, ...] = (
         searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
         does="Forward pass, backward pass and update are recorded once; from then on, one call per step replays them",
         pays="for small models and batches, whose kernels end before the CPU has launched the next",
-        costs="memory that nothing else can use; Python code in a step runs only once, during the recording",
+        costs="the recording reserves memory for itself; Python code in a step runs only once, during the recording",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
         implementation="cuda_graph.CudaGraph",
@@ -179,18 +179,18 @@ SPEED: tuple[Entry, ...] = (
             **dict.fromkeys(
                 ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
             ),
-            "compile": "reduce-overhead records CUDA graphs of what it compiles",
-            "fp16": "the host decides with the gradient scaler whether a step is taken",
+            "compile": "compile has a mode of its own that records CUDA graphs, reduce-overhead",
+            "fp16": "with a gradient scaler, the host decides in each step whether to update the weights",
             **dict.fromkeys(
                 ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
                 "to run a block again, the host asks for the random generator's state, which a recording forbids",
             ),
             "auto_micro_batch": "a recorded step cannot become smaller",
-            "activation_offload": "its copies to the host are not part of a recording",
-            "optimizer_in_backward": "the learning rate would be recorded with the step",
+            "activation_offload": "the copies of activations to the host are not part of a recording",
+            "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "only the fused optimizers are known to read learning rate and the flag of a bad loss on the device",
+                "only fused optimizers surely read the learning rate and the flag of a bad loss on the device",
             ),
         },
         why_not=needs_gpu,
@@ -214,9 +214,9 @@ SPEED: tuple[Entry, ...] = (
         name="foreach_optimizer",
         setting="optimizer_kernel: foreach",
         searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
-        does="The update runs one kernel per operation, each for all parameters at once; the default, fused, runs all "
-        "operations in one kernel",
-        pays="when an optimizer has no fused form; to see what fused, the default, gains",
+        does="The update runs one kernel per operation, which handles all parameters; the default, fused, runs one "
+        "kernel for all operations",
+        pays="when an optimizer has no fused form; otherwise it shows what the default, fused, gains",
         costs="temporary tensors of the parameters' size",
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
@@ -227,8 +227,8 @@ SPEED: tuple[Entry, ...] = (
         name="for_loop_optimizer",
         setting="optimizer_kernel: for_loop",
         searched_for=("single-tensor optimizer", "foreach=False", "fused=False"),
-        does="Each operation of the update is one kernel for each parameter",
-        pays="when the update's temporary tensors must be small; to see what fused, the default, gains",
+        does="The update runs one kernel per operation and parameter",
+        pays="when the update's temporary tensors must be small; otherwise it shows what the default, fused, gains",
         costs="many small kernels",
         source="PyTorch documentation: torch.optim, How to adjust performance",
         changes="rounding",
