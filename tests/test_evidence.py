@@ -415,8 +415,8 @@ def test_where_other_code_compares_it_says_so(members: Members, checked: Checked
 
     changed = {"environment.json": of_json(older)(members["environment.json"]), "reports/comparison.md": b""}
     code, said = checked(zipped_anew(members | changed))
-    assert (code, "check with that commit" in said) == (1, True)
-    assert "that commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
+    assert (code, "check it with the commit" in said) == (1, True)
+    assert "the commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
 
 
 # Made to do harm.
