@@ -223,4 +223,4 @@ def test_code_of_the_user_that_exits_is_no_success(
 ) -> None:
     monkeypatch.setattr(cli, "_techniques", lambda _: sys.exit(0))
     assert cli.main(["techniques"]) == 2
-    assert "called sys.exit: remove that call" in capsys.readouterr().err
+    assert "called sys.exit: remove the call" in capsys.readouterr().err

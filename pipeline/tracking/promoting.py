@@ -77,7 +77,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     # Take the first seed. The seed with the highest test accuracy would be chosen by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
-        raise PromotionError(f"the comparison's best is {variant!r}, which is not under variants; run `dvc repro`.")
+        raise PromotionError(f"the comparison names {variant!r}, which is not under variants; run `dvc repro`.")
     if gate["dataset"]["sha256"] != child.result.dataset.sha256:
         raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
     if variant not in (measured := [row["variant"] for row in gate["variants"]]):
