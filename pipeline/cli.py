@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code or command is _arms:
             raise
-        print("error: code that this command ran, such as the model, called sys.exit: remove the call.", file=sys.stderr)
+        print("error: code that this command ran, such as the model, called sys.exit: remove this.", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)

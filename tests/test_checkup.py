@@ -55,14 +55,14 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "boto3" or find_spec(name))
         assert health(monkeypatch, uri).well
     assert not found.well
-    assert found.found.endswith("runs keep their files in s3://bucket/1, which needs boto3, and boto3 is missing")
+    assert found.found.endswith("runs keep their files in s3://bucket/1, which needs the missing boto3")
     assert found.remedy.startswith("python -m pip install boto3")
 
 
 @pytest.mark.parametrize(
     ("reply", "found", "remedy"),
     [
-        ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "on the server, add to MLFL"),
+        ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "on the server"),
         ((401, "who are you"), "does not accept these credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
         ((500, MISSING_EXPERIMENT), "the server fails (too many 500 error responses)", "read the server's log"),
         ((200, "<html>welcome</html>"), "the server at this address is not MLflow", "set MLFLOW_TRACKING_URI"),

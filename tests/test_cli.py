@@ -147,7 +147,7 @@ def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) ->
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: \S+ has no module \w+: run `make repro`.* run `source \.venv/bin/activate` in this shell\.\n", done.stderr
+        r"error: \S+ has no module \w+: run `make repro`.* `source \.venv/bin/activate` in this shell\.\n", done.stderr
     )
 
 
@@ -223,4 +223,4 @@ def test_code_of_the_user_that_exits_is_no_success(
 ) -> None:
     monkeypatch.setattr(cli, "_techniques", lambda _: sys.exit(0))
     assert cli.main(["techniques"]) == 2
-    assert "called sys.exit: remove the call" in capsys.readouterr().err
+    assert "called sys.exit: remove this" in capsys.readouterr().err

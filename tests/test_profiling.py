@@ -249,7 +249,7 @@ def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident
         (facts_of(times_of(optimizer=25)), "updates", 0.25, "the same for any batch"),
         (facts_of(times_of(), times_of(communication=8, idle=14, input=9)), "is_uneven", 0.31,
          "Rank 0 works 100.0 ms a step, and rank 1 works 69.0 ms"),
-        (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "For 96% of the step, the device works (30% forward"),
+        (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step, the device works (30% forward"),
     ],
 )  # fmt: skip
 def test_each_rule_says_what_it_found_and_what_to_do(facts: Facts, rule: str, share: float, says: str) -> None:

@@ -431,7 +431,7 @@ def test_a_store_that_sqlite_keeps_locked_holds_nobody_up(root: Path) -> None:
     with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         _, said = start(root, "publish").communicate()
-    held = "mlflow.db: database is locked. Another process uses the store: end that process, or wait. The result files are"
+    held = "mlflow.db: database is locked. Another process uses the store: end that process, or wait. The result files"
     assert held in said
     assert tracking.publish(config_of(), root).written == 4
 
@@ -1122,7 +1122,7 @@ def test_a_variant_that_the_gate_did_not_measure_is_not_promoted(root: Path) -> 
     path = root / "reports/gate.json"
     gate = json.loads(path.read_text(encoding="utf-8"))
     write_text(path, json.dumps(gate | {"variants": [row for row in gate["variants"] if row["variant"] != "ddp"]}))
-    with pytest.raises(tracking.PromotionError, match=r"the gate measured baseline, but not ddp; add ddp to gate\.variants"):
+    with pytest.raises(tracking.PromotionError, match=r"gate measured baseline, but not ddp: set gate\.variants"):
         tracking.promote(config_of(), COMMIT, root)
 
 
@@ -1310,7 +1310,7 @@ def test_a_comparison_names_no_file_to_read(root: Path) -> None:
     forge(file, variants=[])  # and still names a champion
     assert tracking.promote(config_of(models=True), COMMIT, root) == promoting.TOO_FEW
     forge(file, baseline="../x", champion=None)
-    with pytest.raises(tracking.PromotionError, match=r"is of '\.\./x', which is not under variants"):
+    with pytest.raises(tracking.PromotionError, match=r"names '\.\./x', which is not under variants"):
         tracking.promote(config_of(models=True), COMMIT, root)
 
 

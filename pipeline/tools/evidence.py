@@ -242,5 +242,5 @@ def _by_other_code(members: Mapping[str, bytes]) -> str:
     """A remark that the code here differs from the code that made the evidence; empty if it does not."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
-            return " (Other code or another Python made the evidence: check it with the commit that the evidence names.)"
+            return " (Other code or another Python made the evidence: check it with the commit that it names.)"
     return ""

@@ -74,7 +74,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
         raise ConfigError(
-            f"init: found the folder {folder!r}; the GPU workflow names it, and accepts only letters, digits and _.-/."
+            f"init: found the folder {folder!r}; the GPU workflow needs only letters, digits and _.-/ in it."
         )
     record = _record()
     if not record:
@@ -226,7 +226,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
         found, count, why = _LOOKS[kind](path)
         found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
         why += [
-            f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples; init chooses from 8 to 256"
+            f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples (init chooses 8 to 256)"
         ]
     usual = found.get("model", "resnet18")
     found["model"] = model or usual
@@ -256,8 +256,8 @@ def _least(config: Config, variants: int) -> str:
     """Say how long the bench of this number of variants takes at least."""
     minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
     return (
-        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes at least {minutes:.1f} minutes, plus the time "
-        "for starts, warm-up and slow steps"
+        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes at least {minutes:.1f} minutes, plus the "
+        "time for starts, warm-up and slow steps"
     )
 
 

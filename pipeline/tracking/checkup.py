@@ -90,7 +90,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
-            f"{place} answers, but runs keep their files in {redacted(artifacts)}, which needs boto3, and boto3 is missing",
+            f"{place} answers, but runs keep their files in {redacted(artifacts)}, which needs the missing boto3",
             "python -m pip install boto3; or let the server transfer files (mlflow server --artifacts-destination)",
         )
     return Health(True, f"{place} answers")

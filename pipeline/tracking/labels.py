@@ -191,7 +191,7 @@ def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
     return {
         "champion": best["variant"],
         "champion.gain": f"{_ratio(gain)} times the {best['quantity']}" if gain else "unknown",
-        "champion.head_to_head": f"{_ratio(pair)} relative to {best['runner_up']}: {pair['decision']}" if pair else "none",
+        "champion.head_to_head": f"{_ratio(pair)} against {best['runner_up']}: {pair['decision']}" if pair else "none",
     }
 
 

@@ -60,8 +60,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     variant = best["variant"] if best else compared["baseline"]
     if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
-            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} sessions "
-            f"are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench --again` on "
+            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} "
+            f"sessions are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench --again` on "
             "another day.",
             file=sys.stderr,
         )
@@ -82,7 +82,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
     if variant not in (measured := [row["variant"] for row in gate["variants"]]):
         raise PromotionError(
-            f"the gate measured {', '.join(measured)}, but not {variant}; add {variant} to gate.variants. {GATE_AGAIN}"
+            f"the gate measured {', '.join(measured)}, but not {variant}: set gate.variants. {GATE_AGAIN}"
         )
     if child.model_file is None:
         raise PromotionError(
