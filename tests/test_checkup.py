@@ -62,7 +62,11 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
 @pytest.mark.parametrize(
     ("reply", "found", "remedy"),
     [
-        ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "on the server"),
+        (
+            (403, "Invalid Host header - possible DNS rebinding attack detected"),
+            "rejects the host name",
+            "on the server",
+        ),
         ((401, "who are you"), "does not accept these credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
         ((500, MISSING_EXPERIMENT), "the server fails (too many 500 error responses)", "read the server's log"),
         ((200, "<html>welcome</html>"), "the server at this address is not MLflow", "set MLFLOW_TRACKING_URI"),

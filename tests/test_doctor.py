@@ -494,7 +494,8 @@ def test_a_remote(url: str, status: str, subject: str, repository: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "subject"), [(404, "ok", "its folder is missing"), (403, "problem", "403"), (500, "problem", "500")]
+    ("code", "status", "subject"),
+    [(404, "ok", "its folder is missing"), (403, "problem", "403"), (500, "problem", "500")],
 )
 def test_a_remote_behind_a_server(code: int, status: str, subject: str, repository: Path) -> None:
     """The report leaves out the secrets in the server's address."""

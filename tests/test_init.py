@@ -90,7 +90,9 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
         add(repository / name, text)
     add(repository / ".gitignore", "/mine\n/data")
     before = contents(repository)
-    with pytest.raises(PipelineError, match=r"nothing was written, because nobody answered yes; .* run init with --yes"):
+    with pytest.raises(
+        PipelineError, match=r"nothing was written, because nobody answered yes; .* run init with --yes"
+    ):
         init.run(LAPTOP, model="nets:net")
     assert contents(repository) == before
     assert "+/results" in capsys.readouterr().out

@@ -73,9 +73,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if here == PROJECT:
         raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(
-            f"init: found the folder {folder!r}; the GPU workflow needs only letters, digits and _.-/ in it."
-        )
+        raise ConfigError(f"init: found the folder {folder!r}; the GPU workflow takes only letters, digits and _.-/.")
     record = _record()
     if not record:
         _check_room()
@@ -113,8 +111,8 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         print(
             f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
             f"{_least(config, len(config.variants))}\n"
-            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` tells whether each variant "
-            "trains, and `dvc repro` tells which variants pay."
+            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` tells whether each "
+            "variant trains, and `dvc repro` tells which variants pay."
         )
 
 

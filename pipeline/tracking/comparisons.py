@@ -94,8 +94,8 @@ class Wanted:
 
     @property
     def records(self) -> list[Path]:
-        """The JSON files of profiles and inference. Every new measurement changes them, so no other file has to be read to
-        detect one."""
+        """The JSON files of profiles and inference. Every new measurement changes these files, so no other
+        file has to be read to detect a new measurement."""
         return _records(self.profiles, self.inference)
 
     @property

@@ -61,8 +61,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
             f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} "
-            f"sessions are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench --again` on "
-            "another day.",
+            f"sessions are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench "
+            "--again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW

@@ -120,7 +120,9 @@ def _split(there: list[list[str] | None], shown: str) -> Iterator[Finding]:
             yield problem(f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy)
         elif instances and not shown.startswith("MIG-"):
             found = f"GPU {index} is split (MIG): CUDA shows only one instance to a process, so ddp has one GPU"
-            remedy = f"export CUDA_VISIBLE_DEVICES={instances[0]} to choose an instance; nvidia-smi -mig 0 ends the split"
+            remedy = (
+                f"export CUDA_VISIBLE_DEVICES={instances[0]} to choose an instance; nvidia-smi -mig 0 ends the split"
+            )
             yield warning(found, remedy)
 
 
@@ -137,7 +139,9 @@ def memory(facts: Facts) -> Finding:
     room, need = min([free, *environment.memory_limits()]), PROCESS_BYTES * processes
     found = f"{_size(free)} free" if room == free else f"{_size(room)} is the container's limit"
     wants = f"{count(processes, 'training process')} may need {_size(need)}"
-    remedy = f"end other programs, or lower processes in params.yaml; in a container: docker run --memory {need // GIB}g"
+    remedy = (
+        f"end other programs, or lower processes in params.yaml; in a container: docker run --memory {need // GIB}g"
+    )
     return enough(room >= need, found, wants, remedy)
 
 
@@ -202,7 +206,9 @@ def remote(facts: Facts) -> Finding:
     where = f"{name} ({facts.dvc.found['url']})"
     if "exists" not in facts.dvc.found:
         return problem(f"{where}: {facts.dvc.failure}")
-    return ok(f"{where} answers" + ("" if facts.dvc.found["exists"] else "; its folder is missing (dvc push creates it)"))
+    return ok(
+        f"{where} answers" + ("" if facts.dvc.found["exists"] else "; its folder is missing (dvc push creates it)")
+    )
 
 
 def disk(facts: Facts) -> Finding:

@@ -156,9 +156,7 @@ def forms_on(
                 raise
             reasons[name] = cause(error)
         if NO_ROOM in reasons.get(name, ""):  # a full disk is no property of the form
-            raise PipelineError(
-                f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory."
-            )
+            raise PipelineError(f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory.")
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},
