@@ -209,7 +209,7 @@ OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
         (doctor.driver, "warning", "NVIDIA_DRIVER_CAPABILITIES=compute,utility", {**ON_TWO, "driver": NO_DRIVER}),
         (doctor.driver, "problem", "reboot the host", {"driver": MISMATCH}),
         (doctor.driver, "problem", "make repro", {"driver": NO_TORCH}),
-        (doctor.driver, "problem", "restart the container", {"driver": UNKNOWN}),
+        (doctor.driver, "problem", "start a new container", {"driver": UNKNOWN}),
         (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
         (doctor.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
         (doctor.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
