@@ -73,7 +73,9 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if here == PROJECT:
         raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(f"init: found the folder {folder!r}; the GPU workflow takes only letters, digits and _.-/.")
+        raise ConfigError(
+            f"init: found the folder {folder!r}; rename it, as the GPU workflow takes only letters, digits and _.-/."
+        )
     record = _record()
     if not record:
         _check_room()
