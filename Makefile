@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 repro: .venv/installed
 	$(BIN)/dvc repro
-	@grep -qs "^\['remote" .dvc/config .dvc/config.local || echo 'No DVC remote is set up here, so there is nowhere to push to: docs/dvc.md, Sharing'
+	@grep -qs "^\['remote" .dvc/config .dvc/config.local || echo 'No DVC remote is set up here, so `dvc push` has no target: see docs/dvc.md, section Sharing'
 
 again: .venv/installed  # adds one more session of the bench to the comparison
 	$(BIN)/dvc repro environment prepare
@@ -43,7 +43,7 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/python -m pipeline schema --check
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml
-	@! grep -nE '^-|://' requirements*.lock benchmarks/peers/requirements.lock || { echo "error: a lock file names an address"; exit 1; }
+	@! grep -nE '^-|://' requirements*.lock benchmarks/peers/requirements.lock || { echo "error: a lock file names an address: remove the address"; exit 1; }
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
@@ -125,13 +125,13 @@ PIP := $(BIN)/python -m pip $(INSTALL)
 IDENTITY := import sys; print(sys.base_prefix, sys.version)
 .venv/installed: requirements-build.lock requirements.lock
 	@command -v $(PYTHON) >/dev/null || \
-		{ echo "error: there is no $(PYTHON); install Python 3.11 to 3.13, or name one: make PYTHON=python3.12"; exit 1; }
+		{ echo "error: there is no $(PYTHON); install Python 3.11 to 3.13, or name another Python: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: $(PYTHON) lacks the venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@test ! -e .venv || test -e .venv/installed || \
-		echo "There is a .venv that make did not install, or not to the end: it is installed into, or made anew."
+		echo "The .venv here is not from make, or is incomplete: make installs into this .venv, or replaces it."
 	@rm -f .venv/installed .venv/installed-dev
 	@test "$$($(BIN)/python -c 'import pip; $(IDENTITY)' 2>/dev/null)" = "$$($(PYTHON) -c '$(IDENTITY)')" || \
 		$(PYTHON) -m venv --clear .venv

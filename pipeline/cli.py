@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pipeline.errors import printable, redacted, said
     except ModuleNotFoundError as error:
         print(
-            f"error: {sys.executable} has no {error.name}: run `make repro`, which installs into .venv, and "
-            "`source .venv/bin/activate` in this shell.",
+            f"error: {sys.executable} has no module {error.name}: run `make repro`, which installs it into .venv, "
+            "then run `source .venv/bin/activate` in this shell.",
             file=sys.stderr,
         )
         return 2
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code or command is _arms:
             raise
-        print("error: code that this command ran, such as the model's, called sys.exit: take it out.", file=sys.stderr)
+        print("error: code that this command ran, such as the model, called sys.exit: remove this.", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
@@ -114,45 +114,51 @@ def _parser() -> argparse.ArgumentParser:
         "Print how a variant's step is composed on this machine: techniques, their order, and what is skipped.",
     )
     plan.add_argument(
-        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; none: list them"
+        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; without it, list all"
     )
-    memory = add("predict-memory", _predict_memory, "Predict variants' peak memory without running them; does it fit?")
-    memory.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
+    memory = add("predict-memory", _predict_memory, "Predict the peak memory of variants without running them.")
+    memory.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     memory.add_argument(
-        "--memory", metavar="SIZE", help="memory of the device, such as 24GiB; tells what fits, and the largest batch"
+        "--memory",
+        metavar="SIZE",
+        help="the device's memory, such as 24GiB; also print which variants fit, and the largest batch",
     )
-    memory.add_argument("--device", choices=("cpu", "cuda"), help="instead of train.device; cuda needs no GPU here")
-    memory.add_argument("--batch-size", type=int, metavar="N", help="instead of train.batch_size")
+    memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
+    memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
     verify = add(
-        "verify", _verify, "Check, in minutes and with this model and data, the claims that the comparison relies on."
+        "verify", _verify, "Check the claims that the comparison relies on, in minutes, with this model and data."
     )
-    verify.epilog = "Exit code: 1 if a claim does not hold or no claim of a variant could be tried, else 0."
-    verify.add_argument("variants", nargs="*", metavar="VARIANT", help="none: all of params.yaml")
-    verify.add_argument("--json", action="store_true", help="for programs: each claim's measured difference and bound")
+    verify.epilog = "Exit code: 1 if a claim does not hold, or if no claim of some variant could be tried; else 0."
+    verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
+    verify.add_argument(
+        "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
+    )
     evidence = add("evidence", _evidence, "Write all data behind the comparison into one file, or check such a file.")
     evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
-    evidence.add_argument("action", nargs="?", metavar="check", help="recompute the file's figures from its rounds")
-    evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip")
-    doctor = add("doctor", _doctor, "Tell what is missing on this machine for the job of params.yaml, and its remedy.")
+    evidence.add_argument("action", nargs="?", metavar="check", help="do not write FILE; check its figures")
+    evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
+    doctor = add("doctor", _doctor, "Tell what this machine lacks for the job of params.yaml, and how to fix it.")
     doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
-    doctor.add_argument("--json", action="store_true", help="for programs: counts, and each check's finding and remedy")
+    doctor.add_argument(
+        "--json", action="store_true", help="print JSON for programs: counts, and each check's finding and remedy"
+    )
     techniques = add(
         "techniques",
         _techniques,
-        "List the techniques, or tell what a technique changes and excludes, and if it runs here.",
+        "List the techniques, or tell what a technique changes and excludes, and whether it runs here.",
     )
     techniques.add_argument(
-        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; none: list all, one per line"
+        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; without it, list all names"
     )
-    techniques.add_argument("--json", action="store_true", help="for programs")
+    techniques.add_argument("--json", action="store_true", help="print JSON for programs")
     techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
     variants = add("variants", _variants, "List the ready-made variants, or add a set of them to params.yaml.")
     variants.add_argument(
-        "set", nargs="?", metavar="SET", help="a file under variants/; tells which of its variants can run here"
+        "set", nargs="?", metavar="SET", help="a file under variants/; print which of its variants can run here"
     )
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
-    init.epilog = "Your files are kept. After an upgrade, init shows the changes, and asks unless --yes is given."
+    init.epilog = "Your files are kept. After an upgrade, init shows its changes and asks first, unless --yes is given."
     data = init.add_mutually_exclusive_group()
     data.add_argument(
         "--images", metavar="DIR", help="train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"
@@ -161,10 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         "--arrays", metavar="PATH", help="train on an .npz, .safetensors or .parquet file, or a folder of .npy files"
     )
     data.add_argument("--text", metavar="DIR", help="train a language model on UTF-8 files")
-    init.add_argument("--model", metavar="NAME", help="the model: module:factory of your own, or one of torchvision's")
+    init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
     schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
-    schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of step")
+    schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     # Other commands start the next two commands, so --help does not list these.
     follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
     follow.add_argument("variant", metavar="VARIANT")
@@ -352,7 +358,7 @@ def _evidence(parsed: argparse.Namespace) -> int:
     if parsed.action == "check":
         return evidence.check(Path(parsed.file or evidence.FILE))
     if parsed.file:
-        raise errors.ConfigError(f"evidence: found {parsed.action!r}; expected one FILE, or check and a FILE.")
+        raise errors.ConfigError(f"evidence: found {parsed.action!r} before FILE; expected FILE, or check FILE.")
     evidence.write(Path(parsed.action or evidence.FILE))
     return 0
 
@@ -395,4 +401,4 @@ def _schema(parsed: argparse.Namespace) -> None:
     if not parsed.check:
         files.write_text(params.SCHEMA_FILE, text)
     elif not params.SCHEMA_FILE.exists() or params.SCHEMA_FILE.read_text(encoding="utf-8") != text:
-        raise errors.ConfigError(f"{params.SCHEMA_FILE} is out of step: run `python -m pipeline schema`.")
+        raise errors.ConfigError(f"{params.SCHEMA_FILE} is outdated: run `python -m pipeline schema`.")

@@ -22,11 +22,11 @@ class ConfigError(PipelineError, ValueError):
     """params.yaml is invalid, or this machine cannot run what params.yaml asks for. The message says what to change."""
 
 
-_ROOM = "make room there and run it again: what was finished is kept"
-_RIGHTS = "let this user read and write there, and run it again"
+_ROOM = "make room there and run the command again: finished work is kept"
+_RIGHTS = "let this user read and write there, and run the command again"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "move away what stands there, and run it again"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "move it away, and run the command again"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
 }
 
@@ -40,7 +40,10 @@ def said(error: BaseException) -> str | None:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
     # The module tempfile raises this OSError.
     if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):
-        return f"{error.strerror}; make room in one of them, or let TMPDIR name another, and run it again."
+        return (
+            f"{error.strerror}; make room in one of these directories, or set TMPDIR to another directory, and run the "
+            "command again."
+        )
     if isinstance(error, MemoryError):
         return "this process has reached its memory limit; raise the limit, or reduce the memory need in params.yaml."
     return None

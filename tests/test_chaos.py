@@ -112,8 +112,8 @@ SMALL: dict[str, Any] = {
     "variants": {"baseline": {}},
 }
 KINDS = {
-    "full": "No space left on device; make room there and run it again: what was finished is kept.",
-    "read-only": "Read-only file system; let this user read and write there, and run it again.",
+    "full": "No space left on device; make room there and run the command again: finished work is kept.",
+    "read-only": "Read-only file system; let this user read and write there, and run the command again.",
 }
 OWN_ROWS = """
 import numpy as np

@@ -55,19 +55,23 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "boto3" or find_spec(name))
         assert health(monkeypatch, uri).well
     assert not found.well
-    assert found.found.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
+    assert found.found.endswith("runs keep their files in s3://bucket/1, which needs the missing boto3")
     assert found.remedy.startswith("python -m pip install boto3")
 
 
 @pytest.mark.parametrize(
     ("reply", "found", "remedy"),
     [
-        ((403, "Invalid Host header - possible DNS rebinding attack detected"), "rejects the host name", "add to MLFL"),
-        ((401, "who are you"), "wants other credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
+        (
+            (403, "Invalid Host header - possible DNS rebinding attack detected"),
+            "rejects the host name",
+            "on the server",
+        ),
+        ((401, "who are you"), "does not accept these credentials (401)", "export MLFLOW_TRACKING_USERNAME"),
         ((500, MISSING_EXPERIMENT), "the server fails (too many 500 error responses)", "read the server's log"),
-        ((200, "<html>welcome</html>"), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
-        ((404, "not found"), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
-        ((200, '{"welcome": 1}'), "the server there is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((200, "<html>welcome</html>"), "the server at this address is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((404, "not found"), "the server at this address is not MLflow", "set MLFLOW_TRACKING_URI"),
+        ((200, '{"welcome": 1}'), "the server at this address is not MLflow", "set MLFLOW_TRACKING_URI"),
     ],
 )
 def test_a_server_that_is_not(reply: tuple[int, str], found: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +94,7 @@ def test_a_server_that_hangs_or_is_down(monkeypatch: pytest.MonkeyPatch) -> None
     assert hanging.found.startswith(f"{uri}: no answer (")
     assert "timed out" in hanging.found
     assert "unset MLFLOW_TRACKING_URI" in hanging.remedy
-    assert "in a container, this name is the container itself" in hanging.remedy
+    assert "in a container, this address is the container itself" in hanging.remedy
     down = health(monkeypatch, "http://127.0.0.1:1")
     assert down.well is False
     assert "Connection refused" in down.found
@@ -144,7 +148,7 @@ def test_a_store_that_is_well(root: Path) -> None:
     assert health_of(root) == (True, "the embedded store mlflow.db", "")
     assert stores.open_store(stores.address(root), root, "training")
     assert health_of(root).well
-    assert tracking.health(root.parent, "any").found.endswith("mlflow.db; the first training or publish makes it")
+    assert tracking.health(root.parent, "any").found.endswith("mlflow.db, which the first training or publish creates")
 
 
 def test_a_store_of_another_directory(root: Path) -> None:
@@ -174,7 +178,7 @@ def test_a_store_of_another_version_is_not_touched(root: Path, script: str) -> N
         database.executescript(script)
     found = health_of(root)
     assert not found.well
-    assert "is of another version of MLflow" in found.found
+    assert "was made by another version of MLflow" in found.found
     assert f"mlflow db upgrade sqlite:///{root / 'mlflow.db'}" in found.remedy
 
 

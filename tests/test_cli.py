@@ -116,7 +116,7 @@ def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys:
 
 def test_schema_writes_and_checks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema", "--check"]) == 2
-    assert "params.schema.json is out of step" in capsys.readouterr().err
+    assert "params.schema.json is outdated" in capsys.readouterr().err
     assert not (checkout / "params.schema.json").exists(), "--check writes nothing"
     assert cli.main(["schema"]) == 0
     assert cli.main(["schema", "--check"]) == 0
@@ -147,7 +147,7 @@ def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) ->
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: \S+ has no \w+: run `make repro`.* and `source \.venv/bin/activate` in this shell\.\n", done.stderr
+        r"error: \S+ has no module \w+: run `make repro`.* `source \.venv/bin/activate` in this shell\.\n", done.stderr
     )
 
 
@@ -223,4 +223,4 @@ def test_code_of_the_user_that_exits_is_no_success(
 ) -> None:
     monkeypatch.setattr(cli, "_techniques", lambda _: sys.exit(0))
     assert cli.main(["techniques"]) == 2
-    assert "called sys.exit: take it out" in capsys.readouterr().err
+    assert "called sys.exit: remove this" in capsys.readouterr().err

@@ -209,7 +209,7 @@ OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
         (doctor.driver, "warning", "NVIDIA_DRIVER_CAPABILITIES=compute,utility", {**ON_TWO, "driver": NO_DRIVER}),
         (doctor.driver, "problem", "reboot the host", {"driver": MISMATCH}),
         (doctor.driver, "problem", "make repro", {"driver": NO_TORCH}),
-        (doctor.driver, "problem", "start the container anew", {"driver": UNKNOWN}),
+        (doctor.driver, "problem", "start a new container", {"driver": UNKNOWN}),
         (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
         (doctor.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
         (doctor.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
@@ -484,7 +484,7 @@ def ask_remote(repository: Path, url: str) -> Answer:
 @pytest.mark.parametrize(
     ("url", "status", "subject"),
     [
-        ("/nowhere/there", "ok", "nothing is there yet"),
+        ("/nowhere/there", "ok", "its folder is missing"),
         ("/", "ok", "storage (/) answers -> "),
         ("webhdfs://namenode.example/path", "problem", "'dvc-webhdfs' to be installed -> python -m pip install"),
     ],
@@ -494,7 +494,8 @@ def test_a_remote(url: str, status: str, subject: str, repository: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "subject"), [(404, "ok", "nothing is there"), (403, "problem", "403"), (500, "problem", "500")]
+    ("code", "status", "subject"),
+    [(404, "ok", "its folder is missing"), (403, "problem", "403"), (500, "problem", "500")],
 )
 def test_a_remote_behind_a_server(code: int, status: str, subject: str, repository: Path) -> None:
     """The report leaves out the secrets in the server's address."""
@@ -561,7 +562,7 @@ def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.Monke
     assert "nets.py, line 4, in <lambda>" in raising.failure
     ((status, said),) = judged(doctor.parts, parts=raising)
     assert status == "problem"
-    assert said.endswith("-> correct params.yaml, or the named module of yours")
+    assert said.endswith("-> correct params.yaml, or your module that the message names")
     assert "has no directory 'train'; expected" in parts(folder="shots/train").failure
     assert "train.batch_size: found 3, but " in parts(batch_size=3).failure
     shutil.rmtree(tmp_path / "shots/test")

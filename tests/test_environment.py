@@ -498,7 +498,7 @@ def test_cuda_is_asked_in_a_process_of_its_own(pretend: Callable[[str], None], m
         ("return 34;", None),
         ("return 802;", r"CUDA's error 802 \(not ready\)$"),
         ("return 7777;", "CUDA's error 7777$"),
-        ("abort();", "CUDA could not be asked: .*SIGABRT"),
+        ("abort();", "CUDA could not be queried: .*SIGABRT"),
         ("sleep(60); return 0;", "CUDA does not answer within 1 s"),
     ],
 )

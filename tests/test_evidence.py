@@ -301,7 +301,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
             "sessions/20261121T080000.json": of_json(slower, indent=1),
             "reports/comparison.json": of_json(lambda said: slower(said["bench"])),
         },
-        r'reports/metrics/ddp\.json: verdict is "pays" there; .* give "costs"\.',
+        r'reports/metrics/ddp\.json: verdict is "pays"; .* it is "costs"\.',
     ),
     "a round of another session": (
         {"sessions/20261121T080000.json": of_json(slower, indent=1)},
@@ -309,11 +309,11 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a verdict": (
         {"reports/comparison.json": of_json(lambda said: said["variants"][2].update(verdict="pays"))},
-        r'reports/comparison\.json: variants\[2\]\.verdict is "pays" there; .* give "trades"',
+        r'reports/comparison\.json: variants\[2\]\.verdict is "pays"; .* it is "trades"',
     ),
     "an interval": (
         {"reports/comparison.json": of_json(lambda said: said["variants"][1]["throughput"].update(low=1.5))},
-        r"reports/comparison\.json: variants\[1\]\.throughput\.low is 1\.5 there",
+        r"reports/comparison\.json: variants\[1\]\.throughput\.low is 1\.5;",
     ),
     "a figure by a millionth": (
         {"reports/comparison.json": of_json(wider)},
@@ -325,11 +325,11 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "a key more": (
         {"reports/comparison.json": of_json(lambda said: said.update(note=None))},
-        r"reports/comparison\.json: note is null there; .* give missing",
+        r"reports/comparison\.json: note is null; .* it is missing",
     ),
     "a type": (
         {"reports/comparison.json": of_json(lambda said: said.update(parameter_count=21840.0))},
-        r"reports/comparison\.json: parameter_count is 21840\.0 there; .* give 21840\.",
+        r"reports/comparison\.json: parameter_count is 21840\.0; .* it is 21840\.",
     ),
     "rounds without end": (
         {"bench.json": of_json(endless, indent=1)},
@@ -415,8 +415,8 @@ def test_where_other_code_compares_it_says_so(members: Members, checked: Checked
 
     changed = {"environment.json": of_json(older)(members["environment.json"]), "reports/comparison.md": b""}
     code, said = checked(zipped_anew(members | changed))
-    assert (code, "check with that commit" in said) == (1, True)
-    assert "that commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
+    assert (code, "check it with the commit" in said) == (1, True)
+    assert "the commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
 
 
 # Made to do harm.

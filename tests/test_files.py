@@ -89,7 +89,7 @@ def test_what_a_person_can_put_right_is_said_and_no_other_error() -> None:
     assert "make room" in str(said(OSError(errno.ENOSPC, "No space left on device")))
     assert "'" not in str(said(OSError(errno.EROFS, "Read-only file system", "results")))
     assert "make room" in str(said(OSError(errno.EFBIG, "File too large")))
-    assert "move away" in str(said(OSError(errno.EISDIR, "Is a directory", "results/ddp.json")))
+    assert "move it away" in str(said(OSError(errno.EISDIR, "Is a directory", "results/ddp.json")))
     assert "memory" in str(said(MemoryError()))
     assert said(OSError(errno.ESPIPE, "Illegal seek")) is None
     assert said(ValueError("a fault of ours")) is None
@@ -100,7 +100,7 @@ def test_a_machine_without_a_place_for_temporary_files_is_told_of_tmpdir(monkeyp
     monkeypatch.setattr(tempfile, "tempdir", None)
     with pytest.raises(FileNotFoundError) as caught:
         tempfile.mkdtemp()
-    expected = "No usable temporary directory found in ['/proc']; make room in one of them, or let TMPDIR name another"
+    expected = "No usable temporary directory found in ['/proc']; make room in one of these directories, or set TMPDIR"
     assert str(said(caught.value)).startswith(expected)
 
 

@@ -155,7 +155,7 @@ def test_so_is_a_part_of_a_technique_s_package_wherever_it_lies(
         import_module("own_beside")
         check()
         import_module("own_package.part")
-        with pytest.raises(code.Unfollowed, match=r"own_package\.part .* lead to it from own_package,"):
+        with pytest.raises(code.Unfollowed, match=r"own_package\.part .* leads to it from own_package\."):
             check()
     forget()
 

@@ -78,7 +78,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert "3 variants, 2.5 minutes of bench" in said
     init.run(LAPTOP)
     assert contents(repository) == before
-    assert capsys.readouterr().out == "init: wrote nothing: all is as this version would write it\n"
+    assert capsys.readouterr().out == "init: wrote nothing: all files are as this version writes them\n"
 
 
 @pytest.mark.parametrize("beside", [{}, {".dockerignore": "*\n"}], ids=["Dockerfile", "and .dockerignore"])
@@ -90,7 +90,9 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
         add(repository / name, text)
     add(repository / ".gitignore", "/mine\n/data")
     before = contents(repository)
-    with pytest.raises(PipelineError, match="nothing was written, as nobody said yes; run it again with --yes"):
+    with pytest.raises(
+        PipelineError, match=r"nothing was written, because nobody answered yes; .* run init with --yes"
+    ):
         init.run(LAPTOP, model="nets:net")
     assert contents(repository) == before
     assert "+/results" in capsys.readouterr().out
@@ -100,7 +102,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert ignored[:2] == ["/mine", "/data"]
     assert ignored.count("/data") == 1
-    assert "kept Dockerfile, .github/workflows/gpu.yml as you have them" in capsys.readouterr().out
+    assert "kept Dockerfile, .github/workflows/gpu.yml, because you changed" in capsys.readouterr().out
     before = contents(repository)
     init.run(LAPTOP)
     assert contents(repository) == before
@@ -122,7 +124,7 @@ def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
         init.run(LAPTOP)
     assert contents(repository) == before
     shown = capsys.readouterr().out
-    named = re.findall(r"^\+\+\+ (\S+), as init has it$", shown, re.MULTILINE)
+    named = re.findall(r"^\+\+\+ (\S+), as init writes it$", shown, re.MULTILINE)
     assert named == [".gitignore", "dvc.yaml", "Dockerfile"]
     assert shown.count("+# later") == 2
     assert "-RUN mine" in shown
@@ -133,8 +135,8 @@ def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
     capsys.readouterr()
     init.run(LAPTOP)
     assert capsys.readouterr().out == (
-        "init: wrote nothing: all is as this version would write it\n"
-        "init: kept Dockerfile, .github/session as you have them (changed, deleted, or yours from the start)\n"
+        "init: wrote nothing: all files are as this version writes them\n"
+        "init: kept Dockerfile, .github/session, because you changed, deleted or made these files\n"
     )
 
 
@@ -142,7 +144,7 @@ def test_data_that_git_ignores_is_in_the_way_too_but_not_what_the_stages_made(re
     add(repository / ".gitignore", "/data\n")
     add(repository / "data/raw/x", "theirs\n")
     before = contents(repository)
-    with pytest.raises(ConfigError, match="found data, but the stages take these names"):
+    with pytest.raises(ConfigError, match="found data, but the stages use these names"):
         init.run(LAPTOP, yes=True)
     assert contents(repository) == before
     shutil.rmtree(repository / "data")
@@ -177,12 +179,12 @@ def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest
     for name in ("params.yaml", "dvc.yaml", "models/__init__.py", "own_nets/__init__.py"):
         add(repository / name, "train: {lr: 0.1}\n" if name.endswith("yaml") else NET)
     before = contents(repository)
-    with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but the stages take these names"):
+    with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but the stages use these names"):
         init.run(LAPTOP)
     assert contents(repository) == before
     (repository / "performance").mkdir()
     monkeypatch.chdir(repository / "performance")
-    with pytest.raises(ConfigError, match=r"no module 'own_nets'.* `ln -s \.\./own_nets \.` brings it here"):
+    with pytest.raises(ConfigError, match=r"no module 'own_nets'.* `ln -s \.\./own_nets \.` links it into this folder"):
         init.run(LAPTOP, model="own_nets:net")
     assert contents(repository) == before
     (repository / "performance/own_nets").symlink_to("../own_nets")
@@ -236,7 +238,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert text.count("#") > 40, "its comments stay"
     assert "#   batch_size 8: about 20 steps an epoch of 161 samples" in text
     least = {2.5: 0.6, 5.0: 1.2}[minutes]  # 6 rounds of 4 or 8 arms, 1.5 s each
-    told = f"at least 6 rounds are measured, so the bench takes more than {least} minutes: starts, warm-up"
+    told = f"at least 6 rounds are measured, so the bench takes at least {least} minutes, plus the time for"
     assert f"#   {told}" in text
     assert f"{minutes:g} minutes of bench; {told}" in capsys.readouterr().out
     assert ("#   no ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
@@ -307,7 +309,7 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder with images as train/CLASS/*"),
+        (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder that holds images at train/CLASS/*"),
         (["--arrays", "nowhere.npz"], "--arrays: found 'nowhere.npz'; expected a file of type .npz"),
         (["--arrays", "mine:samples"], "--arrays: found 'mine:samples'; expected a file or folder."),
         (["--text", "nowhere"], "--text: found 0 files in nowhere; expected two or more"),
@@ -345,7 +347,7 @@ def test_what_is_in_the_way_is_named(
     assert ".dvc/init.json is damaged; delete it" in refused()
     (repository / ".dvc/init.json").unlink()
     assert cli.main(["init", "--model", "resnet18"]) == 2
-    assert "params.yaml is there; set the data under fetch and train.model in it" in capsys.readouterr().err
+    assert "params.yaml exists already; set fetch and train.model in this file instead" in capsys.readouterr().err
     (repository / "two words").mkdir()
     monkeypatch.chdir("two words")
     assert "found the folder 'two words'" in refused()
@@ -358,7 +360,7 @@ def _read_only(path: Path, _: str) -> None:
 def test_elsewhere_than_in_a_repository_of_theirs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(ConfigError, match="need a git repository; `git init` first"):
+    with pytest.raises(ConfigError, match="DVC and the gate need one; run `git init` first"):
         init.run(LAPTOP)
     assert contents(tmp_path) == {}
     monkeypatch.chdir(ROOT)

@@ -239,7 +239,7 @@ def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident
         (facts_of(times_of(input=12), data_loading="dataloader"), "waits_for_input", 0.12, "raise loader_workers"),
         (
             facts_of(times_of(communication=25, hidden=20), times_of(communication=30, hidden=35), parallelism="ddp"),
-            "waits_for_others", 0.30, "30% of the step waits for other processes on rank 1; of the communication 50%",
+            "waits_for_others", 0.30, "30% of the step waits for other processes on rank 1, and 50% of the",
         ),
         (facts_of(times_of(communication=20), parallelism="pipeline"), "waits_for_others", 0.20, "more micro-batches"),
         (facts_of(times_of(communication=20), parallelism="fsdp"), "waits_for_others", 0.20, "reshard_after_forward"),
@@ -248,8 +248,8 @@ def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident
         (facts_of(times_of(idle=40)), "idles", 0.40, "Python"),
         (facts_of(times_of(optimizer=25)), "updates", 0.25, "the same for any batch"),
         (facts_of(times_of(), times_of(communication=8, idle=14, input=9)), "is_uneven", 0.31,
-         "Rank 0 works 100.0 ms a step and rank 1 69.0 ms"),
-        (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step the device works (30% forward"),
+         "Rank 0 works 100.0 ms a step, and rank 1 works 69.0 ms"),
+        (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step, the device works (30% forward"),
     ],
 )  # fmt: skip
 def test_each_rule_says_what_it_found_and_what_to_do(facts: Facts, rule: str, share: float, says: str) -> None:

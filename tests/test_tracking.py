@@ -431,7 +431,7 @@ def test_a_store_that_sqlite_keeps_locked_holds_nobody_up(root: Path) -> None:
     with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         _, said = start(root, "publish").communicate()
-    held = "mlflow.db: database is locked. Another process uses it: end that process, or wait. The result files are"
+    held = "mlflow.db: database is locked. Another process uses the store: end that process, or wait. The result files"
     assert held in said
     assert tracking.publish(config_of(), root).written == 4
 
@@ -597,7 +597,7 @@ def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
         return labels.parent_tags(config_of(), wanted_of(root), root)["sessions"]
 
     write_comparison(root)
-    assert said() == "1; in others these ratios may differ by an unknown amount"
+    assert said() == "1; in other sessions these ratios may differ by an unknown amount"
     path = root / "reports/comparison.json"
     comparison = json.loads(path.read_text(encoding="utf-8"))
     for each, trusted in zip(comparison["variants"][1]["throughput"]["sessions"] * 3, (True, True, False), strict=True):
@@ -606,7 +606,7 @@ def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
     write_text(path, json.dumps(comparison))
     assert said() == "2"
     write_comparison(root, rejected=8)
-    assert said() == "1; in others these ratios may differ by an unknown amount"  # its memory is trusted
+    assert said() == "1; in other sessions these ratios may differ by an unknown amount"  # its memory is trusted
 
 
 def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path) -> None:
@@ -1092,7 +1092,7 @@ def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
     content["champion"] |= {"among": 2, "ratio": content["champion"]["ratio"] | {"decision": "undecided"}}
     write_text(path, json.dumps(content))
     assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
-    assert "of 2 variants that pay by throughput, the gain of the best is not decided" in capsys.readouterr().err
+    assert "2 variants pay by throughput. If some sessions choose the best variant" in capsys.readouterr().err
 
 
 def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1101,7 +1101,7 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(root: Path, capsys: pytest.C
     write_comparison(root)
     write_gate(root)
     assert tracking.promote(config_of(), COMMIT, root) == promoting.TOO_FEW
-    assert "ddp pays in 1 session of the bench, and 3 are required" in capsys.readouterr().err
+    assert "ddp pays in 1 session of the bench, but 3 sessions are required" in capsys.readouterr().err
     assert client_of(root).search_registered_models() == []
 
 
@@ -1122,7 +1122,7 @@ def test_a_variant_that_the_gate_did_not_measure_is_not_promoted(root: Path) -> 
     path = root / "reports/gate.json"
     gate = json.loads(path.read_text(encoding="utf-8"))
     write_text(path, json.dumps(gate | {"variants": [row for row in gate["variants"] if row["variant"] != "ddp"]}))
-    with pytest.raises(tracking.PromotionError, match=r"the gate measured baseline, not ddp \(gate\.variants\)"):
+    with pytest.raises(tracking.PromotionError, match=r"gate measured baseline, but not ddp: set gate\.variants"):
         tracking.promote(config_of(), COMMIT, root)
 
 
@@ -1178,7 +1178,7 @@ def test_the_champion_carries_its_evidence(
     capsys.readouterr()
     tracking.promote(config, COMMIT, root)
     said = capsys.readouterr().out
-    assert said.startswith("MLflow: ddp-seed0 is version 1 of training-performance, its champion: http://")
+    assert said.startswith("MLflow: ddp-seed0 is version 1 of training-performance and its champion: http://")
 
     client = client_of(root)
     [version] = client.search_model_versions("name = 'training-performance'")
@@ -1310,7 +1310,7 @@ def test_a_comparison_names_no_file_to_read(root: Path) -> None:
     forge(file, variants=[])  # and still names a champion
     assert tracking.promote(config_of(models=True), COMMIT, root) == promoting.TOO_FEW
     forge(file, baseline="../x", champion=None)
-    with pytest.raises(tracking.PromotionError, match=r"is of '\.\./x', which is not under variants"):
+    with pytest.raises(tracking.PromotionError, match=r"names '\.\./x', which is not under variants"):
         tracking.promote(config_of(models=True), COMMIT, root)
 
 

@@ -101,7 +101,7 @@ def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFi
 def test_a_variant_of_that_name_that_differs_is_not_overwritten(checkout: Path) -> None:
     (checkout / "variants/tried.yaml").write_text("# x\nmemory: {channels_last: true}\n", encoding="utf-8")
     before = (checkout / "params.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"variants\.memory: params\.yaml has .* rename yours"):
+    with pytest.raises(ConfigError, match=r"variants\.memory: params\.yaml has .* rename your variant"):
         variant_sets.show(LAPTOP, "tried", add=True)
     assert (checkout / "params.yaml").read_bytes() == before
 

@@ -291,7 +291,7 @@ def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset,
         ("bf16", "evaluation by one process"),
     }
     for name in variants:  # nothing is compared with itself, and no bound is hollow
-        for beginning in ("gradients", "losses", "weights after 20 steps: a single device's")[
+        for beginning in ("gradients", "losses", "weights after 20 steps: equal to those of a single device")[
             : 1 if name == "bf16" else 3
         ]:
             claim = of(claims, name, beginning)
@@ -300,7 +300,7 @@ def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset,
             assert claim.fault is not None
             assert 0 < claim.measured <= claim.bound <= claim.fault / 2
             assert claim.bound < (0.3 if name == "bf16" else 5e-3)
-    assert of(claims, "stack", "weights after 20 steps: those without activation_checkpointing").bound == 0
+    assert of(claims, "stack", "weights after 20 steps: equal to those without activation_checkpointing").bound == 0
     assert of(claims, "bf16", "gradients").measured > 1e-4, "bf16 is in effect"  # type: ignore[operator]
 
 
@@ -311,9 +311,9 @@ def test_dropout_and_batchnorm_raise_no_false_alarm_and_the_note_says_why(
     claims = claimed(digits_folder, digits, variants, list(variants), tmp_path, model="own_nets:noisy")
     assert all(claim.holds for claim in claims), claims
     for name in variants:
-        for beginning in ("gradients", "losses", "weights after 20 steps: a single"):
+        for beginning in ("gradients", "losses", "weights after 20 steps: equal to those of a single"):
             assert of(claims, name, beginning).note == "with dropout off and BatchNorm's statistics fixed"
-    assert of(claims, "both", "weights after 20 steps: those without activation_checkpointing").note == ""
+    assert of(claims, "both", "weights after 20 steps: equal to those without activation_checkpointing").note == ""
 
 
 def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_nothing(
@@ -326,14 +326,14 @@ def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_noth
     assert (claim.bound, claim.holds, claim.undecided) == (None, None, UNPROMISED)
     assert claim.measured is not None
     assert claim.measured > LEAST, "a false alarm otherwise"
-    assert "only statistical: the model looks at several samples together" in claim.note
+    assert "only statistically equal, because the model still mixes the samples of a batch" in claim.note
     assert of(claims, "parts", "the same seed").holds
 
 
 def test_without_a_deterministic_form_no_bit_is_promised(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
     variants: dict[str, Any] = {"kept": {"activation_checkpointing": True}}
     claims = claimed(digits_folder, digits, variants, ["kept"], tmp_path, model="own_nets:putting")
-    for beginning in ("the same seed", "weights after 20 steps: those without activation_checkpointing"):
+    for beginning in ("the same seed", "weights after 20 steps: equal to those without activation_checkpointing"):
         claim = of(claims, "kept", beginning)
         assert (claim.bound, claim.holds, claim.undecided) == (None, None, UNPROMISED)
         assert "not promised: put_ has no deterministic form" in claim.note
@@ -428,7 +428,7 @@ def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_veri
         assert "more than 16 samples" in against.note
         assert of(claims, name, "the same seed").holds
         assert of(claims, name, "evaluation").holds
-    assert of(claims, "both", "weights after 20 steps: those without activation_checkpointing").holds
+    assert of(claims, "both", "weights after 20 steps: equal to those without activation_checkpointing").holds
 
 
 def test_memory_that_is_out_beside_the_steps_is_no_fault(digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
@@ -611,7 +611,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
     assert cli.main(["verify"]) == 1
     out = capfd.readouterr().out
     assert "own_nets:mixing on digits, seed 0: 20 steps of 32 samples, and 35" in out
-    assert ". The model looks at several" in out
+    assert ". The model mixes the samples" in out
     (line,) = [line for line in out.splitlines() if "without nearly_nothing" in line]
     assert line.startswith("nearly")
     assert line.endswith("NO")
@@ -661,9 +661,9 @@ def test_words() -> None:
         "nothing to hold it against:", "RuntimeError: not today", "nor tomorrow",
     ]  # fmt: skip
     assert words.summary(claims, 3.4) == (
-        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. Nothing of b could be tried. 3 s"
+        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. No claim of b could be tried. 3 s"
     )
-    assert words.tested(113, 120) == "113 test samples (of 120: a prime number, which no number of processes divides)"
+    assert words.tested(113, 120) == "113 test samples (of 120; 113 is prime, so no number of processes divides it)"
     assert words.tested(113, 113) == "113 test samples"
     assert not words.hold(claims)
     assert words.hold(claims[:1])

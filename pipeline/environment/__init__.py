@@ -151,7 +151,7 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
     except ValueError as error:
         raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
-        raise PipelineError(f"{path} holds no environment's fingerprint: {again}")
+        raise PipelineError(f"{path} does not hold an environment's fingerprint: {again}")
     return content
 
 

@@ -91,10 +91,10 @@ def unfollowed(plan: Plan) -> Callable[[], None]:
             own = _is_own(path) or (name.partition(".")[0] in packages and not _is_installed(path))
             if own and path.suffix == ".py" and not path.is_relative_to(PACKAGE) and path.resolve() not in followed:
                 raise Unfollowed(
-                    f"{name} ({path}) is in use, but no import statements lead to it from {', '.join(sorted(named))}, "
-                    "so its changes would go unnoticed and old results would pass for results of the present code. "
-                    f"Write `import {name}` at the top of the file that needs it, and put its folder on PYTHONPATH if "
-                    "it is not beside params.yaml."
+                    f"{name} ({path}) is in use, but no import statement leads to it from {', '.join(sorted(named))}. "
+                    f"So changes of {name} would go unnoticed, and old results would count as results of the present "
+                    f"code. Write `import {name}` at the top of the file that needs it. If {name} is not in the folder "
+                    "of params.yaml, add its folder to PYTHONPATH."
                 )
 
     return check

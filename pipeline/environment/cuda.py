@@ -39,7 +39,7 @@ def ask() -> Answer:
     except subprocess.TimeoutExpired:
         return Answer([], f"CUDA does not answer within {SECONDS:g} s")
     except (OSError, subprocess.CalledProcessError, ValueError, TypeError) as error:  # such as a library that crashes
-        return Answer([], f"CUDA could not be asked: {error}")
+        return Answer([], f"CUDA could not be queried: {error}")
 
 
 def _answer() -> Answer:

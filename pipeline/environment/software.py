@@ -78,8 +78,8 @@ def no_kernels(compiler: str, module: str | None = None) -> str | None:
         return f"it needs the Python module {module}, which comes with torch for CUDA: pip install {module}"
     if not (command := shlex.split(compiler)) or shutil.which(command[0]) is None:
         return (
-            f"there is no compiler {compiler!r} (the variables CXX and CC name others); on Debian and Ubuntu: "
-            "apt-get install g++"
+            f"there is no compiler {compiler!r} (the variables CXX and CC can name another compiler); on Debian and "
+            "Ubuntu: apt-get install g++"
         )
     if not header.exists():
         return f"Python's headers are missing ({header}); on Debian and Ubuntu: apt-get install python3-dev"

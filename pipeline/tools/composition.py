@@ -39,7 +39,7 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     if name is None:
         for each, variant in config.variants.items():
             print(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
-        print("The plan of one variant: python -m pipeline plan VARIANT")
+        print("To see the plan of one variant, run: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
         raise PipelineError("plan starts the processes itself: run it without a launcher, on one host.")
@@ -70,7 +70,7 @@ def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
 def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
     """The lines about what the training applies, and what was decided when it was set up."""
     applied, made = acting(plan.applied), {each.name: each for each in techniques}
-    lines = ["applied, in this order:" if applied else "applied: nothing, it is the plain step"]
+    lines = ["applied, in this order:" if applied else "applied: no technique, so this is the plain step"]
     width = max((len(each.name) for each in applied), default=0)
     for entry in applied:
         changes = ["input"] * bool(entry.placement)

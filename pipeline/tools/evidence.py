@@ -41,8 +41,9 @@ LARGEST = 2**27
 MOST = 2_000
 """Largest number of files in the archive, and of rounds in a bench."""
 NOT_VERIFIED = """\
-Not verified, because no file can prove it: that this was measured at all, on that machine, with that code and data;
-that all sessions are included. If you suspect a forgery, measure again. The file's attestation says who made it."""
+Not verified, because no file can prove it: that these figures were measured, on that machine, with that code and data;
+and that all sessions are included. If you suspect a forgery, measure again. The file's attestation says who made the
+file."""
 
 
 class EvidenceError(PipelineError):
@@ -64,17 +65,17 @@ def write(file: Path = FILE) -> None:
     for name in sorted(inputs.keys() - unsummed):
         if Path(name).read_bytes() != inputs[name]:
             raise EvidenceError(
-                f"{name} holds an address with a user name, password or query: evidence must not show it, and "
-                "without it the checksum differs. Remove it from `train` or `variants` in params.yaml and run "
-                f"`dvc repro`; if it is a file of {results.SESSIONS}/, remove it and run `python -m pipeline bench "
-                "--again`."
+                f"{name} holds an address with a user name, password or query. Evidence must not show the address, and "
+                "without the address the file's checksum differs. Remove the address from `train` or `variants` in "
+                f"params.yaml and run `dvc repro`; if {name} is in {results.SESSIONS}/, delete this file and run "
+                "`python -m pipeline bench --again`."
             )
     try:
         made = _compared(inputs)
         reports = {name: _read(name) for name in made}
         _hold(reports, made)
     except Difference as error:
-        raise EvidenceError(f"{error} Run `dvc repro`, which puts that right.") from None
+        raise EvidenceError(f"{error} Run `dvc repro`, which corrects the file.") from None
     members = inputs | reports
     content = _zipped(members | {MANIFEST: _manifest(members)})
     _opened(file, content)
@@ -82,8 +83,8 @@ def write(file: Path = FILE) -> None:
         with whole(file) as written:
             written.write(content)
     except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
-        raise EvidenceError(f"{file} cannot be written: it is no file, or its parent is no directory.") from None
-    print(f"evidence: {len(members)} files in {file}, which `python -m pipeline evidence check {file}` recomputes")
+        raise EvidenceError(f"{file} cannot be written: it is not a file, or its parent is not a directory.") from None
+    print(f"evidence: {len(members)} files are in {file}; to check them, run: python -m pipeline evidence check {file}")
 
 
 def check(file: Path = FILE) -> int:
@@ -171,12 +172,12 @@ def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
     size = sum(each.file_size for each in archive.infolist())
     for each in archive.infolist():
         wrong = {
-            "is not the name of a part of it": not NAME.fullmatch(each.filename),
-            "occurs in it twice": names.count(each.filename) > 1,
+            "is not a name that a file of evidence can have": not NAME.fullmatch(each.filename),
+            "occurs twice": names.count(each.filename) > 1,
             "is encrypted, or has another flag": each.flag_bits,
             "is not a regular file": stat.S_IFMT(each.external_attr >> 16) not in (0, stat.S_IFREG),
             "is compressed": each.compress_type != zipfile.ZIP_STORED,
-            "would unpack to more bytes than the file has": size > len(content),
+            "would unpack to more bytes than the archive has": size > len(content),
         }
         for why, so in wrong.items():
             if so:
@@ -234,12 +235,12 @@ def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
             if figures and math.isclose(float(said), float(made), rel_tol=1e-9, abs_tol=1e-12):
                 return
         shown = ["missing" if each is ... else json.dumps(each)[:80] for each in (said, made)]
-        raise Difference(f"{name}: {key} is {shown[0]} there; its sources give {shown[1]}.")
+        raise Difference(f"{name}: {key} is {shown[0]}; recomputed from its sources, it is {shown[1]}.")
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:
     """A remark that the code here differs from the code that made the evidence; empty if it does not."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
-            return " (The code that compares here, or its Python, did not make the evidence: check with that commit.)"
+            return " (Other code or another Python made the evidence: check it with the commit that it names.)"
     return ""

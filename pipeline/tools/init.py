@@ -71,9 +71,11 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     top, here = _top(), Path.cwd()
     folder = here.relative_to(top).as_posix()
     if here == PROJECT:
-        raise ConfigError("init: this is the pipeline's own checkout; run it in a repository of yours.")
+        raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(f"init: found the folder {folder!r}; a workflow takes only letters, digits and _.-/.")
+        raise ConfigError(
+            f"init: found the folder {folder!r}; rename it, as the GPU workflow takes only letters, digits and _.-/."
+        )
     record = _record()
     if not record:
         _check_room()
@@ -84,7 +86,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         kept = [name for name in kept if name in whole]
     requested = {kind: path for kind, path in data.items() if path}
     if PARAMS_FILE.exists() and (requested or model):
-        raise ConfigError(f"init: {PARAMS_FILE} is there; set the data under fetch and train.model in it.")
+        raise ConfigError(f"init: {PARAMS_FILE} exists already; set fetch and train.model in this file instead.")
     wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, requested)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
@@ -95,7 +97,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     _show({name: changes.get(name, whole.get(name, "")) for name in (*changes, *news) if Path(name).exists()})
     if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
         raise PipelineError(
-            "init: nothing was written, as nobody said yes; run it again with --yes, which writes this."
+            "init: nothing was written, because nobody answered yes; to write these changes, run init with --yes."
         )
     if record != offered:
         changes[str(RECORD)] = json.dumps(offered, indent=2) + "\n"
@@ -103,16 +105,16 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         files.write_text(Path(name).resolve(), text)  # a link stays a link
         if text.startswith("#!"):
             Path(name).chmod(0o755)
-    print(f"init: wrote {', '.join(changes) or 'nothing: all is as this version would write it'}")
+    print(f"init: wrote {', '.join(changes) or 'nothing: all files are as this version writes them'}")
     if kept:
-        print(f"init: kept {', '.join(kept)} as you have them (changed, deleted, or yours from the start)")
+        print(f"init: kept {', '.join(kept)}, because you changed, deleted or made these files")
     if str(PARAMS_FILE) in changes:
         config = params.load()
         print(
             f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
             f"{_least(config, len(config.variants))}\n"
-            "init: commit this. Then `dvc repro prepare && python -m pipeline verify` tells whether each variant "
-            "trains, and `dvc repro` tells which pays."
+            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` tells whether each "
+            "variant trains, and `dvc repro` tells which variants pay."
         )
 
 
@@ -120,9 +122,12 @@ def _top() -> Path:
     try:
         done = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
     except FileNotFoundError:
-        raise ConfigError("init: git is not installed; DVC and the gate need it.") from None
+        raise ConfigError("init: git is not installed; install git, because DVC and the gate need it.") from None
     if done.returncode:
-        raise ConfigError(f"init: DVC and the gate need a git repository; `git init` first. ({done.stderr.strip()})")
+        raise ConfigError(
+            "init: git finds no repository here, and DVC and the gate need one; run `git init` first. "
+            f"({done.stderr.strip()})"
+        )
     return Path(done.stdout.removesuffix("\n"))
 
 
@@ -130,7 +135,9 @@ def _record() -> dict[str, str]:
     try:
         return dict(json.loads(_text(str(RECORD)) or "{}"))
     except (TypeError, ValueError):  # after a merge, say
-        raise ConfigError(f"init: {RECORD} is damaged; delete it; files that differ then count as yours.") from None
+        raise ConfigError(
+            f"init: {RECORD} is damaged; delete it and run init again. Files that differ then count as your own."
+        ) from None
 
 
 def _check_room() -> None:
@@ -145,7 +152,7 @@ def _check_room() -> None:
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
     if found := sorted({name.partition("/")[0] for name in listed if name}):
         raise ConfigError(
-            f"init: found {', '.join(found)}, but the stages take these names. Give the pipeline a folder of its own: "
+            f"init: found {', '.join(found)}, but the stages use these names. Give the pipeline a folder of its own: "
             "mkdir performance && cd performance && python -m pipeline init"
         )
 
@@ -196,13 +203,13 @@ def _digest(text: str) -> str:
 def _show(texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         there = (_text(name) or "").splitlines()
-        lines = difflib.unified_diff(there, text.splitlines(), name, f"{name}, as init has it", lineterm="")
+        lines = difflib.unified_diff(there, text.splitlines(), name, f"{name}, as init writes it", lineterm="")
         print(printable("\n".join(lines)))
 
 
 def _agreed() -> bool:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return terminal and input("Write this? [y/N] ").strip().lower() in ("y", "yes")
+    return terminal and input("Write these changes? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
@@ -218,7 +225,9 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     for kind, path in data.items():
         found, count, why = _LOOKS[kind](path)
         found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
-        why += [f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples; from 8 to 256"]
+        why += [
+            f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples (init chooses 8 to 256)"
+        ]
     usual = found.get("model", "resnet18")
     found["model"] = model or usual
     for key, value in found.items():
@@ -226,10 +235,10 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     variants, skipped = _variants(machine, yaml.safe_load(text), found["model"], images=usual == "resnet18")
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
-    why += [f"max_minutes: in proportion to the variants, {len(variants)} and the A/A control", *skipped]
+    why += [f"max_minutes: in proportion to {len(variants)} variants and the A/A control", *skipped]
     why += [_least(shipped, len(variants))]
     others = ", ".join(key for key in ("epochs", "optimizer", "learning_rate") if key not in found)
-    why += [f"{others}: as in the shipped example; set those of your training"]
+    why += [f"{others}: as in the shipped example; set the values of your own training"]
     chosen = "\n#   ".join(("\n# What `init` chose for this job and machine:", *why))
     written = yaml.safe_dump({"variants": variants}, sort_keys=False)
     text = text[: text.index("\n# One entry a variant")] + f"{chosen}\n{written}"
@@ -238,7 +247,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     except ConfigError as error:
         module = str(model).partition(":")[0].partition(".")[0]
         paths = [each for each in (top / module, top / f"{module}.py") if top != Path.cwd() and each.exists()]
-        remedy = "".join(f" `ln -s {os.path.relpath(each)} .` brings it here." for each in paths)
+        remedy = "".join(f" `ln -s {os.path.relpath(each)} .` links it into this folder." for each in paths)
         raise ConfigError(f"{str(error).replace(f'{PARAMS_FILE}: train.model', '--model')}{remedy}") from None
     return text
 
@@ -247,8 +256,8 @@ def _least(config: Config, variants: int) -> str:
     """Say how long the bench of this number of variants takes at least."""
     minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
     return (
-        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes more than {minutes:.1f} minutes: starts, "
-        "warm-up and slow steps add to it"
+        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes at least {minutes:.1f} minutes, plus the "
+        "time for starts, warm-up and slow steps"
     )
 
 
@@ -278,7 +287,7 @@ def _variants(
         why.append("no channels_last: the inputs are not images")
     if ":" in model:
         del found["memory"]["activation_checkpointing"]
-        why.append("memory without activation_checkpointing: add it if your model has blocks, which it needs")
+        why.append("memory without activation_checkpointing, which needs blocks: add it if your model has blocks")
     config = params.parse(values)
     here = {name: variant_sets.can_run(config, name, each, machine) for name, each in found.items()}
     why += [
@@ -307,10 +316,10 @@ def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
             sides.append(min(image.size))
     if not sides:
         raise ConfigError(
-            f"--images: found {path!r}; expected a folder with images as train/CLASS/* in it.{parent_instead(folder)}"
+            f"--images: found {path!r}; expected a folder that holds images at train/CLASS/*.{parent_instead(folder)}"
         )
     side = max(8, min(224, int(statistics.median(sides)) // 8 * 8))
-    why = [f"image_size {side}x{side}: the median of the images' shorter sides, in eights, at most 224"]
+    why = [f"image_size {side}x{side}: the median of the images' shorter sides, as a multiple of 8, at most 224"]
     return {"dataset": "image_folder", "image_folder": path, "image_size": [side, side]}, len(found), why
 
 
@@ -321,7 +330,10 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
     fetch = Fetch(dataset="arrays", arrays=path)
     if fetch.own_module:
-        raise ConfigError(f"--arrays: found {path!r}; expected a file or folder. Write a function into {PARAMS_FILE}.")
+        raise ConfigError(
+            f"--arrays: found {path!r}; expected a file or folder. To use a function, write fetch.arrays into "
+            f"{PARAMS_FILE} yourself."
+        )
     try:
         found = arrays.headers(fetch)
     except DataError as error:
@@ -334,7 +346,8 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
     model = fitting[task].get(len(inputs.shape))
     if model is None or (model == "gpt" and inputs.dtype.kind not in "iu"):
         raise ConfigError(
-            f"--arrays: no model follows from {', '.join(map(str, found.values()))}; write {PARAMS_FILE}."
+            f"--arrays: found {', '.join(map(str, found.values()))}, for which init knows no model; write "
+            f"{PARAMS_FILE} yourself."
         )
     keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | (ADAMW if model == "gpt" else {})
     return keys, inputs.shape[0], [f"task {task}: from the arrays' shapes and types"]

@@ -14,10 +14,10 @@ from pipeline.params import CATALOGUE, Entry, Machine, entries, exclusions
 CHANGES = {
     "nothing": "the trained weights are the same, bit for bit",
     "rounding": "the same mathematics, rounded differently, unless a layer mixes samples, as BatchNorm does",
-    "statistics": "other gradients or samples: equal only over several runs, if at all",
+    "statistics": "other gradients or samples, so results agree only on average over several runs, if at all",
 }
 
-PROCESSES = "processes: auto, which is one per GPU, or two without GPUs; or a number"
+PROCESSES = "processes: auto (one per GPU, or two without GPUs), or a number"
 
 
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
@@ -45,9 +45,9 @@ def markdown() -> str:
     parts = [
         "# Techniques",
         "",
-        "Each is one line of a variant in `params.yaml`. `python -m pipeline techniques` says which of them this "
-        "machine can run; `python -m pipeline techniques AMP` finds them by the names that people search for. This "
-        "page is written by `make docs`.",
+        "Each technique is one line of a variant in `params.yaml`. `python -m pipeline techniques` says which "
+        "techniques this machine can run; `python -m pipeline techniques AMP` finds techniques by the names that "
+        "people search for. `make docs` writes this page.",
         "",
         "If a technique's name differs from its setting, the name follows in brackets. *Cannot run with* lists names.",
         "",
@@ -138,7 +138,7 @@ def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int
         lines += [""]
     return [
         *lines,
-        "One technique in detail, with its setting: python -m pipeline techniques NAME, or a word such as AMP",
+        "To see one technique in detail, run: python -m pipeline techniques NAME (or a word such as AMP)",
     ]
 
 

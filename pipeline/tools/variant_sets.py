@@ -51,7 +51,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
         print(f"{variant:28} {words}")
     if add:
         added = _add(config, {variant: values for variant, values in chosen.items() if here[variant][0]})
-        print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: all that can run here is there already'}")
+        print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: it already has all variants that can run here'}")
 
 
 def _about(path: Path) -> str:
@@ -92,7 +92,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
 
     file = PARAMS_FILE.resolve()  # a link stays a link
     if not os.access(file, os.W_OK):
-        raise ConfigError(f"{file} cannot be written; make it writable, or copy the variants there yourself.")
+        raise ConfigError(f"{file} cannot be written; make it writable, or copy the variants into it yourself.")
     text = YAML()  # round trip: keeps comments
     text.preserve_quotes = True
     text.width = 120
@@ -107,7 +107,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
         elif config.variants[name] != _parsed(name, values):
             raise ConfigError(
                 f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, but the set has "
-                f"{dict(values)}; rename yours."
+                f"{dict(values)}; rename your variant."
             )
     written = StringIO()
     text.dump(params, written)

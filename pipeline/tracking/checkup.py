@@ -30,9 +30,9 @@ def health(root: Path, experiment: str) -> Health:
     path = Path(uri.removeprefix(stores.SQLITE))
     where = "the embedded store mlflow.db" if path == root.resolve() / stores.DATABASE else f"the store {path}"
     if embedded and not path.exists():
-        return Health(True, f"{where}; the first training or publish makes it")
+        return Health(True, f"{where}, which the first training or publish creates")
     if not embedded and not uri.startswith(("http://", "https://")):
-        return Health(None, f"{redacted(uri).split(':')[0]} store: only servers and SQLite are checked here")
+        return Health(None, f"{redacted(uri).split(':')[0]} store, which is not checked: only servers and SQLite are")
     try:
         open_client = stores.client_class()
     except ImportError as error:
@@ -67,7 +67,7 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
     if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
         return Health(
             False,
-            f"{where} is of another version of MLflow, was left in the middle of a write, or is not an MLflow store",
+            f"{where} was made by another version of MLflow, was left in the middle of a write, or is no MLflow store",
             f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
             "away and run: python -m pipeline publish (it writes the runs of this checkout anew)",
         )
@@ -90,8 +90,8 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
-            f"{place} answers, but runs keep their files in {redacted(artifacts)}, for which boto3 is missing",
-            "python -m pip install boto3; or let the server pass files on (mlflow server --artifacts-destination)",
+            f"{place} answers, but runs keep their files in {redacted(artifacts)}, which needs the missing boto3",
+            "python -m pip install boto3; or let the server transfer files (mlflow server --artifacts-destination)",
         )
     return Health(True, f"{place} answers")
 
@@ -116,13 +116,13 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
         found = f"no answer ({reason})"
         remedy = "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store"
         if address.hostname in ("localhost", "127.0.0.1", "::1"):
-            remedy += "; in a container, this name is the container itself: use the server's name or --network host"
+            remedy += "; in a container, this address is the container itself: use the server's name or --network host"
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
         names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
-        remedy = f"add to MLFLOW_SERVER_ALLOWED_HOSTS of the server, and restart it: {names}"
+        remedy = f"on the server, add to MLFLOW_SERVER_ALLOWED_HOSTS and restart MLflow: {names}"
     elif status in (401, 403):
-        found = f"the server wants other credentials ({status})"
+        found = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     else:
         return _strange(place)
@@ -132,6 +132,6 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
 def _strange(place: str) -> Health:
     return Health(
         False,
-        f"{place}: the server there is not MLflow",
+        f"{place}: the server at this address is not MLflow",
         "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
     )

@@ -86,7 +86,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     if comparison:
         ratios = [each[field] for each in comparison["variants"] for field in ("throughput", "memory")]
         measured = max((session_count(each) for each in ratios if each), default=0)
-        one = "1; in others these ratios may differ by an unknown amount"
+        one = "1; in other sessions these ratios may differ by an unknown amount"
         tags |= {"sessions": one if measured == 1 else str(measured), **champion(comparison)}
     for variant, verdict in verdicts(comparison).items():
         tags[f"{VERDICT}.{variant}"] = verdict
@@ -110,7 +110,7 @@ def parent_note(root: Path) -> str | None:
         return text
     beginning = text[:NOTE_LIMIT]
     whole_lines = beginning.rpartition("\n")[0] or beginning
-    return whole_lines + "\n\n*Cut short: the artifact comparison.md has all of it.*"
+    return whole_lines + "\n\n*Cut short: the artifact comparison.md has the whole text.*"
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
@@ -190,8 +190,8 @@ def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
     gain, pair = best["ratio"], best["head_to_head"]
     return {
         "champion": best["variant"],
-        "champion.gain": f"{_ratio(gain)} the {best['quantity']}" if gain else "unknown",
-        "champion.head_to_head": f"{_ratio(pair)} of {best['runner_up']}: {pair['decision']}" if pair else "none",
+        "champion.gain": f"{_ratio(gain)} times the {best['quantity']}" if gain else "unknown",
+        "champion.head_to_head": f"{_ratio(pair)} against {best['runner_up']}: {pair['decision']}" if pair else "none",
     }
 
 

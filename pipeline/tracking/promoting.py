@@ -60,16 +60,16 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     variant = best["variant"] if best else compared["baseline"]
     if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
         print(
-            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, and {FEWEST_SESSIONS} are "
-            f"required, each with all {best['among']} variants that pay. Run `python -m pipeline bench --again` on "
-            "another day.",
+            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} "
+            f"sessions are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench "
+            "--again` on another day.",
             file=sys.stderr,
         )
         return TOO_FEW
     if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
         print(
-            f"not promoted: of {best['among']} variants that pay by {best['quantity']}, the gain of the best is not "
-            "decided if some sessions choose the best and others measure the gain. Run `python -m pipeline bench "
+            f"not promoted: {best['among']} variants pay by {best['quantity']}. If some sessions choose the best "
+            "variant and the other sessions measure its gain, this gain is not decided. Run `python -m pipeline bench "
             "--again` on another day.",
             file=sys.stderr,
         )
@@ -77,15 +77,17 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     # Take the first seed. The seed with the highest test accuracy would be chosen by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
-        raise PromotionError(f"the comparison is of {variant!r}, which is not under variants; run `dvc repro`.")
+        raise PromotionError(f"the comparison names {variant!r}, which is not under variants; run `dvc repro`.")
     if gate["dataset"]["sha256"] != child.result.dataset.sha256:
         raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
     if variant not in (measured := [row["variant"] for row in gate["variants"]]):
-        raise PromotionError(f"the gate measured {', '.join(measured)}, not {variant} (gate.variants). {GATE_AGAIN}")
+        raise PromotionError(
+            f"the gate measured {', '.join(measured)}, but not {variant}: set gate.variants. {GATE_AGAIN}"
+        )
     if child.model_file is None:
         raise PromotionError(
             f"the model of {child.name} cannot be made here: publish.models must be true, and its weights and "
-            f"{PREPARED} must exist; `dvc pull` or `dvc repro` brings both."
+            f"{PREPARED} must exist; `dvc pull` or `dvc repro` restores both."
         )
     with importing():
         from pipeline.tracking import logged_models
@@ -109,7 +111,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     except Exception as error:  # any error of MLflow, its database or its server
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
-    print(f"MLflow: {child.name} is version {version} of {name}, its {ALIAS}: {views.page(uri)}/#/models/{name}")
+    print(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {views.page(uri)}/#/models/{name}")
     return 0
 
 
@@ -135,7 +137,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
         _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # the champion's tags hold them
         _ = [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
-        raise PromotionError(f"{GATE[0]} is missing: only what has passed the gate is promoted. {GATE_AGAIN}") from None
+        raise PromotionError(f"{GATE[0]} is missing, but only a commit that passed is promoted. {GATE_AGAIN}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
     if outcome != "passed":

@@ -18,7 +18,7 @@ from pipeline.tracking.stores import Store
 
 NO_HARM = (
     "The result files are complete and nothing is lost. Once MLflow works, run `python -m pipeline publish` "
-    "(or `dvc repro`); MLFLOW_TRACKING_URI sets MLflow's address; without this variable a local store is used."
+    "(or `dvc repro`). MLFLOW_TRACKING_URI sets MLflow's address; without this variable, a local store is used."
 )
 
 
@@ -72,7 +72,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
     if not changes:
         print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
         return Published(children)
-    acts = {"written from files": len(changes.create), "stale ones deleted": len(changes.delete)}
+    acts = {"written from files": len(changes.create), "stale runs deleted": len(changes.delete)}
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
     print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
     return Published(children, len(changes.create), len(changes.delete))

@@ -53,7 +53,7 @@ EXPERIMENT_TAGS = {
     "mlflow.note.content": (
         "The view *Verdicts* (under *Views*) shows verdict, speed, memory and accuracy of each variant. "
         "Each `comparison-...` run compares all variants of one job; its child runs hold one variant and seed each. "
-        "Result files are the truth: `python -m pipeline publish` rebuilds these runs from them."
+        "The result files are the source: `python -m pipeline publish` rebuilds these runs from the files."
     ),
 }
 
@@ -61,7 +61,7 @@ OF_SQLITE = re.compile(r"\(sqlite3\.\w+\) (.+?)(?: \[SQL: |$)")
 """Matches the reason in an SQLAlchemy error's message, without the SQL statement and values that follow."""
 
 REMEDIES = {
-    "database is locked": "Another process uses it: end that process, or wait.",
+    "database is locked": "Another process uses the store: end that process, or wait.",
     "disk is full": "Make room there.",
     os.strerror(errno.ENOSPC): "Make room there.",
     "readonly database": "Let this user write there.",
@@ -159,8 +159,8 @@ class Store:
         publish any file of this machine."""
         if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
             raise ResultError(
-                f"{file} is a link to {file.resolve()}, which is not in DVC's cache and is not logged: put the file "
-                "itself in its place."
+                f"{file} is a link to {file.resolve()}, which is not in DVC's cache, so it is not logged: replace the "
+                "link by the file itself."
             )
         self.client.log_artifact(run_id, str(file), folder)
 
@@ -244,7 +244,7 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
     if is_misplaced(uri, root, found.artifact_location):
         raise MisplacedStore(
             f"this store was made for another directory and keeps its artifacts in {found.artifact_location}. "
-            f"Delete {DATABASE} and {ARTIFACTS} here, and run `python -m pipeline publish`: it rebuilds them."
+            f"Delete {DATABASE} and {ARTIFACTS} here, and run `python -m pipeline publish`, which rebuilds both."
         )
     return found
 

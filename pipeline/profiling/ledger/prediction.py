@@ -94,9 +94,9 @@ def show(
             name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  "
         )
     on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
-    where = "of each GPU" if on == "cuda" else "of each process, above what it takes with its imports"
+    where = "on each GPU" if on == "cuda" else "in each process, without the memory that its imports take"
     of = "" if task.unit == "samples" else f" samples of {task.units_per_sample} {task.unit}"
-    print(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak of a step's memory {where}.")
+    print(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak memory of a step {where}.")
     if memory is not None:
         print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for memory that no prediction includes.")
     for note in [*notes, *reasons]:

@@ -131,7 +131,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         profiled = advance()
     profiler.export_chrome_trace(str(file))
     if not file.exists():  # torch only logs an error
-        raise PipelineError(f"{file} could not be written: make room there, or let TMPDIR name another directory.")
+        raise PipelineError(f"{file} could not be written: make room there, or set TMPDIR to another directory.")
     plain += advance()
     gpu = (device.index or 0) if device.type == "cuda" else None
     return trace.Trace(trace.read(file), gpu), statistics.median(plain), statistics.median(profiled)

@@ -35,16 +35,16 @@ def _waits_for_input(facts: Facts) -> Iterator[Finding]:
     if share < NOTABLE_INPUT:
         return
     if facts.applied.get("data_loading") == "dataloader":
-        advice = "raise loader_workers, or take data_loading: resident, which decodes and copies nothing"
+        advice = "raise loader_workers, or set data_loading: resident, which decodes and copies nothing"
     elif facts.placement == "streamed":
         advice = (
             "set train.placement: resident if the samples fit into the device's memory, or give the job more CPU cores "
-            "and a faster disk: a thread gathers each batch from the prepared file"
+            "and a faster disk, because a thread gathers each batch from the prepared file"
         )
     else:
         advice = (
-            "the samples are on the device already, so this is gathering, augmenting and normalising them: take "
-            "something out of train.augment, or train a larger model on them"
+            "the samples are on the device already, so gathering, augmenting and normalising them takes this time. "
+            "Remove an entry of train.augment, or train a larger model"
         )
     yield Finding(
         rule="waits_for_input", share_fraction=share, text=f"{share:.0%} of the step waits for input{where}: {advice}."
@@ -58,8 +58,8 @@ def _waits_for_others(facts: Facts) -> Iterator[Finding]:
     hidden = sum(rank.communication_hidden_ms for rank in facts.ranks)
     exposed = sum(rank.communication_ms for rank in facts.ranks)
     advice = {
-        "pipeline": "raise gradient_accumulation: more micro-batches keep more stages at work at once",
-        "tensor": "take fewer processes per model: each layer waits for its sums, and nothing can hide that",
+        "pipeline": "raise gradient_accumulation, because more micro-batches keep more stages busy at the same time",
+        "tensor": "use fewer processes per model, because each layer waits for sums that no computation can hide",
         "fsdp": "raise train.batch_size, so that there is more to compute per gathered layer, or set "
         "reshard_after_forward: false if the memory allows it",
     }.get(
@@ -70,8 +70,8 @@ def _waits_for_others(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         rule="waits_for_others",
         share_fraction=share,
-        text=f"{share:.0%} of the step waits for other processes{where}; of the communication "
-        f"{hidden / (hidden + exposed):.0%} is hidden behind computation: {advice}.",
+        text=f"{share:.0%} of the step waits for other processes{where}, and "
+        f"{hidden / (hidden + exposed):.0%} of the communication is hidden behind computation: {advice}.",
     )
 
 
@@ -80,11 +80,12 @@ def _idles(facts: Facts) -> Iterator[Finding]:
     if share < NOTABLE_IDLE:
         return
     text = (
-        f"{share:.0%} of the step the GPU does nothing{where}, mostly because the host launches kernels more slowly "
-        "than they run: raise train.batch_size, or launch less with compile: reduce-overhead or cuda_graph: true"
+        f"For {share:.0%} of the step, the GPU does nothing{where}, mostly because the host launches kernels more "
+        "slowly than they run: raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, with which "
+        "the host launches less"
         if facts.on_gpu
-        else f"{share:.0%} of the step no operator runs{where}: that is Python and dispatch between small operators. "
-        "Raise train.batch_size, take fewer micro-batches, or set compile: default"
+        else f"For {share:.0%} of the step, no operator runs{where}, because Python and dispatch between small "
+        "operators take this time: raise train.batch_size, use fewer micro-batches, or set compile: default"
     )
     yield Finding(rule="idles", share_fraction=share, text=f"{text}.")
 
@@ -96,8 +97,8 @@ def _updates(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         rule="updates",
         share_fraction=share,
-        text=f"{share:.0%} of the step is the optimizer{where}, which costs the same for any batch: raise "
-        "train.batch_size, keep optimizer_kernel: fused, or with several processes share the update out with "
+        text=f"The optimizer takes {share:.0%} of the step{where}, and costs the same for any batch: raise "
+        "train.batch_size, keep optimizer_kernel: fused, or, with several processes, distribute the update with "
         "parallelism: zero1.",
     )
 
@@ -112,13 +113,13 @@ def _is_uneven(facts: Facts) -> Iterator[Finding]:
     advice = (
         "the stages are not balanced: give the model more and smaller parts to split"
         if facts.applied.get("parallelism") == "pipeline"
-        else "the others wait for it: look for another process on its device, a slower or throttled device, or too few "
-        "CPU cores"
+        else f"the other ranks wait for rank {slow}: look for another process on its device, a slower or throttled "
+        "device, or too few CPU cores"
     )
     yield Finding(
         rule="is_uneven",
         share_fraction=share,
-        text=f"Rank {slow} works {longest:.1f} ms a step and rank {quick} {shortest:.1f} ms; {advice}.",
+        text=f"Rank {slow} works {longest:.1f} ms a step, and rank {quick} works {shortest:.1f} ms; {advice}.",
     )
 
 
@@ -138,9 +139,9 @@ def _computes(facts: Facts) -> Finding:
     return Finding(
         rule="computes",
         share_fraction=share,
-        text=f"{share:.0%} of the step the device works ({main.fraction('forward'):.0%} forward, "
-        f"{main.fraction('backward'):.0%} backward): nothing waits. Make the arithmetic cheaper with {cheaper} where "
-        "the hardware has it, or share it out among several devices.",
+        text=f"For {share:.0%} of the step, the device works ({main.fraction('forward'):.0%} forward, "
+        f"{main.fraction('backward'):.0%} backward), so nothing waits. Make the arithmetic cheaper with {cheaper} if "
+        "the hardware supports it, or distribute it over several devices.",
     )
 
 

@@ -12,8 +12,8 @@ _MEANINGS = {
     "backward": "the backward pass, including recomputation",
     "optimizer": "the update of the parameters",
     "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
-    "communication": "exposed communication: the device does nothing else; includes waiting for a slower process",
-    "input": "the step waits for its batch, or the device does nothing but prepare it",
+    "communication": "exposed communication: the device does nothing else; this includes waits for a slower process",
+    "input": "the step waits for its batch, or the device only prepares the batch",
     "idle": "none of these: {idle}",
 }
 _IDLE = {True: "the GPU has nothing to do while the host launches kernels", False: "Python between operators"}
@@ -28,7 +28,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
         "",
         *(f"- **{finding.text}**" for finding in profile.findings),
         "",
-        f"The mean of {profile.steps} warm steps; {place} on {profile.device}; seed {profile.seed}. "
+        f"The times are means of {profile.steps} warm steps of {place} on {profile.device}, with seed {profile.seed}. "
         f"{_overhead(profile)}",
         "",
         "| part | " + " | ".join(f"rank {rank}" if several else "ms" for rank in range(len(profile.ranks))) + " | | |",
@@ -43,7 +43,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     lines.append(f"| **step** | {whole} | | the parts above add up to it |")
     if any(rank.communication_hidden_ms for rank in profile.ranks):
         hidden = " | ".join(f"{rank.communication_hidden_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
-        lines.append(f"| communication, hidden | {hidden} | | during work, so it costs nothing |")
+        lines.append(f"| communication, hidden | {hidden} | | during other work, so it takes no extra time |")
     where = "GPU, by the operator that launched the kernels" if on_gpu else "CPU"
     lines += [
         "",
@@ -59,17 +59,17 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     ]
     lines += [
         "",
-        "Each time excludes the operators that the operator calls.",
+        "An operator's time does not include the operators that it calls.",
         "",
-        "## Beside this page",
+        "## Other files of this profile",
         "",
-        "- `trace.json.gz`: the main process's trace, on a time line: open it in <https://ui.perfetto.dev>. The parts "
-        "are the annotations `step/...`.",
+        "- `trace.json.gz`: the main process's trace, as a time line. Open this file in <https://ui.perfetto.dev>. The "
+        "annotations `step/...` are the parts of the step.",
     ]
     if profile.has_memory_snapshot:
         lines.append(
-            "- `memory.pickle`: the code that allocated the GPU's memory in two steps: open it in "
-            "<https://docs.pytorch.org/memory_viz>. Both pages work in the browser and send the file nowhere."
+            "- `memory.pickle`: the code that allocated the GPU's memory in two steps. Open this file in "
+            "<https://docs.pytorch.org/memory_viz>. Both sites work in the browser and do not upload the file."
         )
     lines.append("- `profile.json`: these figures for programs.")
     return "\n".join(lines) + "\n"
@@ -79,9 +79,9 @@ def _overhead(profile: Profile) -> str:
     slower = f"{max(0.0, profile.overhead_fraction):.0%}"
     text = (
         f"The profiler slowed the step down by {slower}, from {profile.step_p50_ms:.2f} to "
-        f"{profile.profiled_step_p50_ms:.2f} ms (medians): the shares below are of the profiled step; no throughput "
-        "is computed from it."
+        f"{profile.profiled_step_p50_ms:.2f} ms (medians). The shares below are of the profiled step, so no throughput "
+        "is computed from them."
     )
     if profile.overhead_fraction > LARGE_OVERHEAD:
-        text += " That is a lot: small operators look larger here than they are."
+        text += " This is a lot, so small operators look larger here than they are."
     return text

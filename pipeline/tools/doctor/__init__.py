@@ -45,14 +45,14 @@ def params_file(facts: Facts) -> Iterator[Finding]:
     if job.mistakes:
         yield problem(job.mistakes)
     for reason in dict.fromkeys(job.refused.values()):
-        yield problem(f"cannot run here: {reason}", "follow the message, or use a machine that has it")
+        yield problem(f"cannot run here: {reason}", "follow the message, or use a machine that can run this variant")
     skipped = [(name, *each) for name, plan in job.plans.items() for each in plan.skipped.items()]
     for name, technique, reason in skipped:
         yield warning(f"{name}: {technique} is skipped: {reason}")
     if job.plans and not job.refused and not skipped:
         kinds = {"cuda": "GPU", "cpu": "CPU process"}
         placed = [f"{name} on {count(plan.processes, kinds[plan.device])}" for name, plan in job.plans.items()]
-        yield ok(f"all variants run here as asked: {', '.join(placed)}")
+        yield ok(f"all variants run here as requested: {', '.join(placed)}")
 
 
 def parts(facts: Facts) -> Finding:
@@ -63,7 +63,7 @@ def parts(facts: Facts) -> Finding:
     if facts.parts.failure:
         return problem(facts.parts.failure)
     if "data" not in facts.parts.found:
-        return not_applicable(f"{model} is found; it is built once the data are prepared", "dvc repro prepare")
+        return not_applicable(f"{model} is found, but is built only when the data are prepared", "dvc repro prepare")
     return ok(f"{model} has {facts.parts.found['parameters']:,} parameters on {facts.parts.found['data']}")
 
 
@@ -99,9 +99,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     shown, there = os.environ.get("CUDA_VISIBLE_DEVICES"), driver.found.get("gpus", [])
     seen = torch.found.get("gpus", 0)
     if facts.job.device == "cpu" or torch.found.get("cuda") is None or (driver.failure and not facts.computes):
-        yield not_applicable("none that torch could use; see above")
+        yield not_applicable("there is no GPU that torch could use; see above")
     elif there and shown is not None and not planned:
-        found = f"CUDA_VISIBLE_DEVICES={shown!r} hides all {len(there)}"
+        found = f"CUDA_VISIBLE_DEVICES={shown!r} hides all {len(there)} GPUs"
         yield (problem if facts.job.device == "cuda" else warning)(found, "unset CUDA_VISIBLE_DEVICES")
     else:
         yield from _split(there, shown or "")
@@ -109,18 +109,20 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             part = f" ({seen} of {len(there)}: CUDA_VISIBLE_DEVICES={shown})" if shown is not None and there else ""
             yield ok(f"torch computes on {seen} x {', '.join(dict.fromkeys(torch.found['names']))}{part}")
         elif planned or not any(isinstance(each, list) for each in there):
-            found = f"the driver shows {len(there)}, the plans count on {planned}, torch sees {seen}: {torch.failure}"
+            found = f"the driver shows {len(there)} GPUs, the plans use {planned}, torch sees {seen}: {torch.failure}"
             yield problem(found.removesuffix(": "))
 
 
 def _split(there: list[list[str] | None], shown: str) -> Iterator[Finding]:
     for index, instances in enumerate(there):
         if instances == []:
-            remedy = f"nvidia-smi -i {index} -mig 0 (whole again), or nvidia-smi mig -i {index} -cgi ... -C"
+            remedy = f"nvidia-smi -i {index} -mig 0 (ends the split), or nvidia-smi mig -i {index} -cgi ... -C"
             yield problem(f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy)
         elif instances and not shown.startswith("MIG-"):
-            found = f"GPU {index} is split (MIG): CUDA shows a process one instance, so ddp has one GPU"
-            remedy = f"export CUDA_VISIBLE_DEVICES={instances[0]} to choose one; nvidia-smi -mig 0 makes it whole again"
+            found = f"GPU {index} is split (MIG): CUDA shows only one instance to a process, so ddp has one GPU"
+            remedy = (
+                f"export CUDA_VISIBLE_DEVICES={instances[0]} to choose an instance; nvidia-smi -mig 0 ends the split"
+            )
             yield warning(found, remedy)
 
 
@@ -137,14 +139,16 @@ def memory(facts: Facts) -> Finding:
     room, need = min([free, *environment.memory_limits()]), PROCESS_BYTES * processes
     found = f"{_size(free)} free" if room == free else f"{_size(room)} is the container's limit"
     wants = f"{count(processes, 'training process')} may need {_size(need)}"
-    remedy = f"end other programs, or lower processes in params.yaml; a container: docker run --memory {need // GIB}g"
+    remedy = (
+        f"end other programs, or lower processes in params.yaml; in a container: docker run --memory {need // GIB}g"
+    )
     return enough(room >= need, found, wants, remedy)
 
 
 def shared_memory(facts: Facts) -> Finding:
     path = SHARED_MEMORY
     remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; "
-    remedy += f"to remove what dead jobs left: rm {path}/nccl-* {path}/torch_*"
+    remedy += f"to remove files of ended jobs: rm {path}/nccl-* {path}/torch_*"
     if not psutil.LINUX:
         return not_applicable("this system has no /dev/shm")
     if not os.access(path, os.W_OK | os.X_OK):
@@ -163,7 +167,7 @@ def work_tree(facts: Facts) -> Finding:
     if shut := [name for name in OURS if (root / name).exists() and not os.access(root / name, os.W_OK)]:
         return problem(f"user {os.getuid()} cannot write to {', '.join(shut)} in {place}")
     if file_system(place) == "overlay":
-        found = f"{place} lies in the container's own layer: what is made here is lost with the container"
+        found = f"{place} is in the container's own layer: files written here are lost with the container"
         return warning(found, f'docker run -v "$PWD:{place}" ... from a checkout on the host')
     return ok(f"{place} can be written to")
 
@@ -176,7 +180,7 @@ def file_system(path: Path) -> str:
 
 def git(facts: Facts) -> Finding:
     if "Needed a single revision" in facts.git.failure:
-        return warning("no commit yet; results name the commit that made them", "git commit")
+        return warning("there is no commit yet, but results name the commit that made them", "git commit")
     return ok(f"at commit {facts.git.told('commit')}")
 
 
@@ -198,11 +202,13 @@ def remote(facts: Facts) -> Finding:
         return not_applicable("unknown, see above")
     if (name := facts.dvc.found["remote"]) is None:
         add = "dvc remote add --default storage s3://BUCKET/PATH (or a shared directory)"
-        return not_applicable("no default one: data and results stay on this machine", add)
+        return not_applicable("there is no default remote: data and results stay on this machine", add)
     where = f"{name} ({facts.dvc.found['url']})"
     if "exists" not in facts.dvc.found:
         return problem(f"{where}: {facts.dvc.failure}")
-    return ok(f"{where} answers" + ("" if facts.dvc.found["exists"] else "; nothing is there yet (dvc push makes it)"))
+    return ok(
+        f"{where} answers" + ("" if facts.dvc.found["exists"] else "; its folder is missing (dvc push creates it)")
+    )
 
 
 def disk(facts: Facts) -> Finding:
@@ -263,5 +269,5 @@ def examine(facts: Facts) -> Iterator[Finding]:
             judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may still answer
         except Exception as error:
             reason = f"could not be checked: {type(error).__name__}: {error}"
-            judged = [warning(reason, "check it yourself, and report this: it is a fault of doctor")]
+            judged = [warning(reason, "check this yourself, and report the message: doctor has a fault")]
         yield from (each.of(check) for each in judged)

@@ -89,7 +89,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                     raise
                 raise PipelineError(
                     f"infer.batch_sizes: found {requested.batch_sizes}, for which {label} has too little memory "
-                    f"({first_line(error)}); take smaller ones."
+                    f"({first_line(error)}); set smaller batch sizes."
                 ) from error
             forms += here
             noise += against_itself
@@ -156,9 +156,7 @@ def forms_on(
                 raise
             reasons[name] = cause(error)
         if NO_ROOM in reasons.get(name, ""):  # a full disk is no property of the form
-            raise PipelineError(
-                f"infer: {name}: {reasons[name]}. Make room there, or let TMPDIR name another directory."
-            )
+            raise PipelineError(f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory.")
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},

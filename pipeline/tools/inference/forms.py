@@ -108,7 +108,7 @@ def int8(trained: Trained) -> Made:
     if trained.device.type != "cpu":
         raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs; TensorRT is not part of PyTorch")
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise Unavailable(f"the int8 kernels are for x86 CPUs, and this one is {platform.machine()}")
+        raise Unavailable(f"the int8 kernels are for x86 CPUs, and this CPU is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("it needs torchao, which is not installed: pip install torchao")
     _need_compiler(trained.device)
@@ -124,7 +124,7 @@ def int8(trained: Trained) -> Made:
 
 
 FORMS: Mapping[str, Kind] = {
-    "eager": Kind("float32, operator by operator: the plain form, with which the others are compared", eager),
+    "eager": Kind("float32, operator by operator: the plain form, with which the other forms are compared", eager),
     "compiled": Kind("float32 by torch.compile (Inductor)", compiled),
     "bf16": Kind("weights and activations in bfloat16 (autocast, which training uses, keeps float32 weights)", bf16),
     "fp16": Kind("weights and activations in float16 (autocast, which training uses, keeps float32 weights)", fp16),

@@ -18,17 +18,20 @@ def markdown(found: Inference) -> str:
     lines += [
         "## How to read it",
         "",
-        f"- The model of seed {found.seed}. A form takes inputs as they are in the prepared data set, and gives "
-        "float32 outputs.",
-        f"- {count(found.rounds, 'round')}; every form took its turn in each, warm and synchronised, with "
-        f"{count(found.threads, 'CPU thread')}. Throughputs are medians over the rounds, with the slowest and the "
-        "fastest; ratios are medians of the rounds' ratios to the plain form, with a 95% interval.",
-        "- *p50*, *p99*: milliseconds from a call with one sample to its outputs; p50 with the smallest and largest of "
-        "the rounds' medians. Unknown where there were too few calls for it.",
-        "- *Equal*: the score against the plain form's predictions; for classes, the share with the same class.",
-        "- *Outputs*: the largest difference from the plain form's.",
-        "- *Prepared*: seconds to make the form and to call it once with each batch size; in no other number.",
-        "- *Size*: of the parameters, buffers and constants; of a saved program also its file.",
+        f"- All forms are made from the model of seed {found.seed}. A form takes inputs as they are in the prepared "
+        "data set, and returns float32 outputs.",
+        f"- The forms were measured in {count(found.rounds, 'round')}. In each round, every form took one turn, warm "
+        f"and synchronised, with {count(found.threads, 'CPU thread')}.",
+        "- A throughput is the median over the rounds; the slowest and the fastest round are in brackets. A ratio is "
+        "the median of the rounds' ratios to the plain form; its 95% interval is in brackets.",
+        "- *p50*, *p99*: milliseconds from a call with one sample to its outputs. The smallest and the largest of the "
+        "rounds' medians follow p50 in brackets. p99 is unknown if there were too few calls.",
+        "- *Equal*: the score against the plain form's predictions; for classes, the share of samples with the same "
+        "class.",
+        "- *Outputs*: the largest difference from the outputs of the plain form.",
+        "- *Prepared*: seconds to make the form and to call it once with each batch size. No other figure includes "
+        "this time.",
+        "- *Size*: bytes of the parameters, buffers and constants; for a saved program, also the bytes of its file.",
         "",
     ]
     return "\n".join(lines)
@@ -61,8 +64,10 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
     noise = [each for each in found.noise if each.device_type == forms[0].device_type]
     if noise:
         shown = ", ".join(f"x{each.ratio:.2f} (batch {each.batch_size})" for each in noise)
-        lines += [f"The plain form against itself, in the same rounds: {shown}.", ""]
-        lines += [f"- No ratio with batch {each.batch_size}: {each.refused}." for each in noise if each.refused]
+        lines += [f"The ratio of the plain form to itself, in the same rounds, is {shown}.", ""]
+        lines += [
+            f"- With batch {each.batch_size}, no ratio is trusted: {each.refused}." for each in noise if each.refused
+        ]
     no_energy = {one.batch_size: one.why_no_energy for _, values in measured for one in values.throughput}
     lines += [
         f"- With batch {size}, the energy of at least one form is unknown: {why}."

@@ -46,7 +46,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             )
             print(words.heading(width), flush=True)
         total = sum(map(verifier.count, plans))
-        print(f"verify: {total} claims; how long they take is estimated from the first", file=sys.stderr, flush=True)
+        print(f"verify: {total} claims; after the first claim, the time is estimated", file=sys.stderr, flush=True)
         for plan in plans:
             for claim in verifier.claims(plan):
                 claims.append(claim)

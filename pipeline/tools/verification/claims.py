@@ -171,7 +171,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
     Rounding of the outputs may change a fractional score; it changes a true-or-false score only at ties.
     """
     shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
-    claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples once"
+    claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples counts once"
     bound = seen.ties + (0.0 if seen.expected_correct.is_integer() else seen.expected_count * LEAST)
     if seen.count != seen.expected_count:
         note = f"{seen.count:,} samples were counted"
@@ -246,7 +246,7 @@ class Verifier:
         if all(each.changes != "rounding" for each in close):
             return  # the claim of identical weights is stronger
         gradients, losses, weights = (
-            f"{what}: a single device's"
+            f"{what}: equal to those of a single device"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
         )
         expected = self._without_these(plan, close)
@@ -256,9 +256,9 @@ class Verifier:
         as_it_is, made_per_sample = self._natures_of(plan.train)
         per_sample = not as_it_is.per_sample
         statistical = [each.name for each in entries if each.changes == "statistics"]
-        loose = [f"{' and '.join(statistical)}: only statistical"] if statistical else []
+        loose = [f"only statistically equal with {' and '.join(statistical)}"] if statistical else []
         if not made_per_sample.per_sample:
-            loose.append(f"only statistical: the model {said(made_per_sample)} even then")
+            loose.append(f"only statistically equal, because the model still {said(made_per_sample)}")
         roundoff = max(each.roundoff for each in close)
         against = _Against(
             expected.plan,
@@ -316,7 +316,7 @@ class Verifier:
         except WorkerError as error:
             return [_failed(plan.name, names[0], error)]
         if ours.overflowed:
-            note = "a step was left out: its scaled gradients overflowed"
+            note = "a step was skipped, because its scaled gradients overflowed"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         note = "; ".join(filter(None, [note, ours.not_finite]))
         measured = [apart(ours, theirs) for apart in distances.values()]
@@ -330,7 +330,7 @@ class Verifier:
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return
-        claim = f"weights after {self.steps} steps: those without {', '.join(each.name for each in exact)}"
+        claim = f"weights after {self.steps} steps: equal to those without {', '.join(each.name for each in exact)}"
         reduced = self._without_these(plan, exact)
         if reduced.plan is None:
             yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
@@ -348,7 +348,7 @@ class Verifier:
             if each.without_effect is None:
                 continue
             changes = each.without_effect(plan.applied)
-            claim = f"weights after {self.steps} steps, if {each.name} has no effect: those without it"
+            claim = f"weights after {self.steps} steps, if {each.name} has no effect: equal to those without it"
             reduced = self._without_these(plan, [each])
             if reduced.plan is None:
                 yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
@@ -382,7 +382,7 @@ class Verifier:
             try:
                 work = self._observe(reduced, [Task("run")])[0].work or work
             except WorkerError as error:
-                return Claim(plan.name, claim, note=f"without the compiler: {error}", undecided=UNTRIED)
+                return Claim(plan.name, claim, note=f"the run without the compiler fails: {error}", undecided=UNTRIED)
         note = str(work) if work.missing else ""
         return Claim(plan.name, claim, work.missing, 0, not work.missing, "samples", note)
 
@@ -392,7 +392,7 @@ class Verifier:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-            return _Expected(None, f"no reference, as the variant cannot run without these techniques: {problem}")
+            return _Expected(None, f"no reference, because the variant cannot run without these techniques: {problem}")
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
@@ -430,8 +430,8 @@ def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor
 
 def said(found: Nature) -> str:
     """The nature in words that follow "the model"."""
-    parts = ["draws random numbers"] * found.stochastic + ["looks at several samples together"] * found.batch_dependent
-    return " and ".join(parts) or "draws nothing at random and sees each sample by itself"
+    parts = ["draws random numbers"] * found.stochastic + ["mixes the samples of a batch"] * found.batch_dependent
+    return " and ".join(parts) or "draws no random numbers and does not mix the samples of a batch"
 
 
 def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:

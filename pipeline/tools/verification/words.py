@@ -40,7 +40,7 @@ def summary(claims: Sequence[Claim], seconds: float) -> str:
     held, broken = (sum(claim.holds is answer for claim in claims) for answer in (True, False))
     rest = Counter(claim.undecided for claim in claims if claim.undecided)
     more = "".join(f", {count} {why}" for why, count in rest.items())
-    empty = f" Nothing of {', '.join(found)} could be tried." if (found := _untried(claims)) else ""
+    empty = f" No claim of {', '.join(found)} could be tried." if (found := _untried(claims)) else ""
     return f"{len(claims)} claims: {held} hold, {broken} do not{more}.{empty} {seconds:.0f} s"
 
 
@@ -56,7 +56,7 @@ def _untried(claims: Sequence[Claim]) -> list[str]:
 
 def tested(count: int, whole: int) -> str:
     """How many test samples are evaluated, and why not the ``whole`` set."""
-    why = f" (of {whole:,}: a prime number, which no number of processes divides)" if count < whole else ""
+    why = f" (of {whole:,}; {count:,} is prime, so no number of processes divides it)" if count < whole else ""
     return f"{count:,} test samples{why}"
 
 
