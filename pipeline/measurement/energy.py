@@ -76,7 +76,7 @@ class Energy:
     def _doubt(self) -> str | None:
         mean, shortest = self._seconds / max(1, self._windows), SHORTEST_SECONDS[self._kind]
         if not self._counters:
-            return f"{POWERCAP} shows no package of a CPU, as in a virtual machine"
+            return f"{POWERCAP} lists no CPU package, as is usual in a virtual machine"
         if mean < shortest:
             return f"its counter needs windows of {shortest:g} s, but these took {mean:.3f} s: {self._remedy}"
         return None if all(self._joules.values()) else "its counter stood still"
