@@ -43,7 +43,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Step:
-    """A command; the step holds if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
+    """A command; the step passes if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
 
     name: str
     command: tuple[str, ...]
@@ -59,7 +59,7 @@ class Outcome:
     seconds: float
     output: str
     failed: str | None
-    """Why the step does not hold; None if it holds."""
+    """Why the step failed; None if it passed."""
 
     def __str__(self) -> str:
         cells = (f"{self.step.name:34}", "no " if self.failed else "yes", f"{self.seconds:7.1f}", self.failed or "")
@@ -197,7 +197,7 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
 
 def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = False) -> int:
     """Run all steps in ``folder``, print each when it is done, and keep ``report`` up to date. Return the number of
-    steps that do not hold, at most ``MOST``."""
+    steps that failed, at most ``MOST``."""
     outcomes: list[Outcome] = []
     for step in steps:
         outcomes.append(done(step, folder))

@@ -66,7 +66,7 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
     if steps:
         reference, heads = BAREST, ["microseconds", f"over {BAREST}"]
     else:
-        reference, heads = OURS, ["whole process, s", "ours is faster by", f"samples/s, {LATER}", "ours is faster by"]
+        reference, heads = OURS, ["whole process, s", "ours is faster", f"samples/s, {LATER}", "ours is faster"]
         heads.append("accuracy over ours, points")
         notes.append(
             f"The seconds do not include the {figure['prepare_seconds']:.1f} s in which ours prepares the data once."

@@ -88,7 +88,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
                 "help (bench.max_minutes)"
             ]
         return [
-            f"{over}: about {ratio.more_sessions} more sessions would decide, {ODDS} (bench --again, on other days)"
+            f"{over}: about {count(ratio.more_sessions, 'more session')} would decide, {ODDS} (bench --again, on other days)"
         ]
     if stopped:
         return [
@@ -129,7 +129,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
         return ["accuracy is undecided: one seed shows no variation between seeds (add seeds to train.seeds)"]
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
-        return [f"{undecided}: about {accuracy.more_seeds} more seeds would decide, {ODDS} (train.seeds)"]
+        return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} would decide, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
