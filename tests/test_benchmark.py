@@ -431,7 +431,8 @@ def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
     [
         (
             (150.0, None, 6),
-            "6 rounds (the smallest number that allows a decision; only 3 would fit into 2.5 minutes), until about 12:04",
+            "6 rounds (the smallest number that allows a decision; only 3 would fit into 2.5 minutes), "
+            "until about 12:04",
         ),
         ((150.0, None, 0), "3 rounds (a decision would need at least 6), until about 12:02"),
         ((600.0, None, 6), "15 rounds, until about 12:10"),
@@ -570,7 +571,10 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
-    line = rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, until about \d\d:\d\d "
+    line = (
+        rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, "
+        r"until about \d\d:\d\d "
+    )
     looks = [
         rf"bench: short first sample of {name}, {place} of 3"
         for place, name in enumerate(("baseline", "ddp", "stack"), 1)

@@ -150,7 +150,7 @@ def edit(file: str, change: Callable[[Any], None]) -> None:
 
 OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("training parameters", PARAMETERS, at("train.epochs", 3), "train.epochs is 2 in the result and 3"),
-    ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "variants.ddp.bucket_mb is null in the result"),
+    ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "bucket_mb is null in the result"),
     ("code of the training", RESULT, at("key", "0" * 64), "(stages.train, variants.ddp)"),
     ("its environment", RESULT, at("environment", "0" * 64), "was measured in environment 000000000000"),
     ("content under an old hash", HERE, at("software.torch", "9.9"), "was measured in environment"),

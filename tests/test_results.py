@@ -82,7 +82,7 @@ DDP = make_result("ddp")
         ({"config": DDP.config | {"variant": DDP.config["variant"] | {"precision": "bf16"}}},
          'variants.ddp.precision is "bf16" in the result and "fp32" in params.yaml'),
         ({"config": {}}, "train is null in the result"),
-        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 in the result"),  # nothing that a terminal obeys
+        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 in the result"),  # no escapes
         ({"variant": "baseline"}, "it holds the result of variant 'baseline'"),
         ({"runs": (make_run(0), make_run(2))}, "it holds runs of the seeds [0, 2], not of train.seeds [0, 1, 2]"),
     ],

@@ -88,7 +88,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
                 "help (bench.max_minutes)"
             ]
         return [
-            f"{over}: about {count(ratio.more_sessions, 'more session')} would decide, {ODDS} (bench --again, on other days)"
+            f"{over}: about {count(ratio.more_sessions, 'more session')} would decide, {ODDS} "
+            "(bench --again, on other days)"
         ]
     if stopped:
         return [
