@@ -194,8 +194,8 @@ def sessions(comparison: Comparison) -> str:
         others += f" Not used, because code, settings, data or machine differ: {count(aside, 'session')}."
     if most == 1:
         said = (
-            "These ratios come from one session; in other sessions they may differ by an unknown amount. To add a "
-            "session, run `python -m pipeline bench --again` and then `dvc repro`."
+            "These ratios come from one session and may differ in other sessions by an unknown amount. To add a "
+            "session, run `python -m pipeline bench --again`, then `dvc repro`."
         )
         return said + others
     first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
@@ -247,8 +247,8 @@ def share_notes(comparison: Comparison) -> list[str]:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
         notes.append(
-            "If no variant trained a technique alone, the technique's verdict rests on throughput and peak memory "
-            "only. To see its accuracy, add a variant with only this technique."
+            "The verdict on a technique that no variant trained alone does not include accuracy. A variant with only "
+            "this technique would show its accuracy."
         )
     return notes
 
@@ -271,15 +271,14 @@ def basis(comparison: Comparison) -> list[str]:
     early = ", ".join(f"{variant} after {count(each, 'round')}" for variant, each in ended.items())
     energy = f", {plain_percent(margins.energy)} of energy a sample" if margins.energy else ""
     energy_noise = f", {_calm(noise, 'energy a sample')}" if (noise := comparison.noise_energy) else ""
-    turns = "" if bench.turns == 1 else f", in {bench.turns} turns that alternate with the turns of the other variants"
+    turns = "" if bench.turns == 1 else f", in {bench.turns} turns that alternate with the other variants"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
-        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order of the variants is drawn at random for "
-        "every second round and reversed in the round after it. A session's ratio is the median over the rounds. Its "
-        "95% interval is widened by the noise of the baseline against itself.",
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
+        "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
         *([f"Settled early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure that occurs in one of ten "
-        f"trainings goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure in one of ten trainings "
+        f"goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",

@@ -104,35 +104,35 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     return (
         Column(
             "Throughput",
-            f"{sentences.counted(comparison)} of the global batch, divided by the wall seconds of the slowest process "
-            "in a window of warm steps; median over the bench's rounds. The ratio to the baseline is the median of the "
-            "rounds' ratios. Its 95% bootstrap interval is widened by the noise of the baseline against itself (A/A). "
-            "Over several sessions, the ratio is the mean of the sessions' ratios, with a t interval.",
+            f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
+            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios; the A/A "
+            "noise widens its 95% bootstrap interval. Over several sessions, the ratio is the mean of the sessions' "
+            "ratios, with a t interval.",
             throughput,
         ),
         Column(
             "Peak memory",
-            "Measured in the same rounds and with the same statistics as the throughput; on a CPU in an earlier, "
-            "separate window. On GPUs: the most bytes that PyTorch had allocated, in the process with the most bytes, "
-            "because each GPU has its own memory. On a CPU: the peak resident set minus the resident set after the "
-            "imports, summed over all processes, because the processes share the memory.",
+            "Measured in the same rounds, with the same statistics; on a CPU in an earlier, separate window. On GPUs: "
+            "the most bytes that PyTorch had allocated in one process, as each GPU has its own memory. On a CPU: the "
+            "peak resident set minus the resident set after the imports, summed over all processes, as they share "
+            "memory.",
             memory,
         ),
         *([energies] if comparison.noise_energy else []),
         Column(
             formats.heading(sentences.score(comparison)),
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
-            "difference to the baseline is taken seed by seed, in percentage points. Its interval lies inside the "
-            f"margins exactly if two one-sided tests at 95% show that the difference does not matter{few}.",
+            "difference to the baseline is paired by seed, in percentage points. Its interval lies inside the margins "
+            f"exactly if two one-sided tests at 95% show equivalence{few}.",
             accuracy,
         ),
         *(_finding(name, direction) for name, direction in comparison.directions.items()),
         Column(
             f"Time to {target}",
-            f"Training time up to the first evaluation of at least {target} {sentences.score(comparison)}: the samples "
-            "up to this evaluation, median over seeds, divided by the bench's throughput. Evaluation and start-up are "
-            "not included. The time is given only if every seed reached the target. Evaluations are an epoch apart, so "
-            "the time is precise to one epoch only. The ratio's interval covers the throughput only.",
+            f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
+            f"{sentences.score(comparison)}: the samples, median over seeds, divided by the bench's throughput. Given "
+            "only if every seed reached the target. Evaluations are an epoch apart, so the time is precise to one "
+            "epoch. The ratio's interval covers the throughput only.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -175,13 +175,12 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Cold start",
-            "Time from the start of the process to its first step; of the first seed, because later seeds start warm.",
+            "Time from process start to the first step; of the first seed, as later seeds start warm.",
             lambda each: Cell(formats.number(each.startup_seconds, "s")),
         ),
         Column(
             "First step",
-            "Time of the first step, with compilation, autotuning and allocation; of the first seed. No throughput "
-            "includes this step.",
+            "First step of the first seed, with compilation, autotuning and allocation; not included in any throughput.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
@@ -254,8 +253,8 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Utilisation",
-            "Achieved operations as a share of the devices' dense peak at the variant's precision; unknown if a "
-            "device's peak is unknown.",
+            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a device's "
+            "peak is unknown.",
             lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
