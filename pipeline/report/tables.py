@@ -180,7 +180,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "First step",
-            "First step of the first seed, with compilation, autotuning and allocation; not included in any throughput.",
+            "First step of the first seed, with compilation, autotuning and allocation; not in any throughput.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
