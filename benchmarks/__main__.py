@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"any of {', '.join(every)}; default: all but {', '.join(BY_NAME)}"
     )
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="of the figures")
+    parser.add_argument(
+        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures here"
+    )
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
     if unknown := set(names) - set(every):

@@ -156,7 +156,7 @@ def main() -> int:
             if old.run(*command)[0]:
                 raise SystemExit(f"{' '.join(command)}: {old.said}")
         same("comparison", comparison(old, old.path), comparison(new, old.path))
-    print(f"{differing} outcomes differ")
+    print(f"outcomes that differ: {differing}")
     return int(differing > 0)
 
 

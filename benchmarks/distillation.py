@@ -125,9 +125,13 @@ def _gain(taught: list[float], alone: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description="What a teacher adds.")
-    parser.add_argument("--seeds", type=int, default=24, metavar="N", help="seeds 0 to N - 1, at least 2")
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="of the figures")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.distillation", description="Measure what a teacher adds."
+    )
+    parser.add_argument("--seeds", type=int, default=24, metavar="N", help="train seeds 0 to N - 1; N is at least 2")
+    parser.add_argument(
+        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures here"
+    )
     arguments = parser.parse_args()
     figure = gains(arguments.seeds)
     for name, each in figure["students"].items():

@@ -145,7 +145,9 @@ def error_rates(
     ends = list(accumulate(recorded["rounds"], initial=0))
     possible = [start for first, end in pairwise(ends) for start in range(first, end - rounds + 1)]
     if not possible:
-        raise SystemExit(f"a gate of {budget:.0f} s has {rounds} rounds, and no part of the pool has so many")
+        raise SystemExit(
+            f"a gate of {budget:.0f} s has {rounds} rounds, but no part of the pool has so many; give fewer --minutes"
+        )
     draw = random.Random(0)
     heads = [("equal", "head", 0.0), ("slower", "slow", 0.0), *((f"{loss:.0%}", "head", loss) for loss in losses)]
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind, *_ in heads}
@@ -402,19 +404,19 @@ def main() -> None:
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
     recording.add_argument("--minutes", type=float, default=180.0)
-    recording.add_argument("--variants", nargs="*", default=[], help="default: all of params.yaml")
-    rating = commands.add_parser("rates", help="error rates of trials from the pool in FILE")
+    recording.add_argument("--variants", nargs="*", default=[], help="default: all variants of params.yaml")
+    rating = commands.add_parser("rates", help="print the error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
-    drawing = commands.add_parser("power", help="decisions on losses of 3 to 12%%, from the pool in FILE")
+    drawing = commands.add_parser("power", help="draw decisions on losses of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
     for command, trials in ((rating, 1000), (drawing, 300)):
         command.add_argument("--trials", type=int, default=trials)
-        command.add_argument("--minutes", type=float, help="the budget of a gate; default: that of params.yaml")
-    commands.add_parser("simulate", help="error rates of independent gates with drawn rounds; adds to simulations.json")
-    whole = commands.add_parser("trial", help="run complete gates, at least one")
+        command.add_argument("--minutes", type=float, help="the budget of a gate; default: gate.max_minutes")
+    commands.add_parser("simulate", help="add error rates of gates with drawn rounds to simulations.json")
+    whole = commands.add_parser("trial", help="run complete gates until --minutes are over, at least one gate")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
-    whole.add_argument("--minutes", type=float, default=40.0, help="no gate begins after this time")
+    whole.add_argument("--minutes", type=float, default=40.0, help="start no gate after this time")
     arguments = parser.parse_args()
     if arguments.command == "pool":
         files.write_text(

@@ -43,7 +43,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Step:
-    """A command; the step holds if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
+    """A command; the step passes if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
 
     name: str
     command: tuple[str, ...]
@@ -59,7 +59,7 @@ class Outcome:
     seconds: float
     output: str
     failed: str | None
-    """Why the step does not hold; None if it holds."""
+    """Why the step failed; None if it passed."""
 
     def __str__(self) -> str:
         cells = (f"{self.step.name:34}", "no " if self.failed else "yes", f"{self.seconds:7.1f}", self.failed or "")
@@ -150,7 +150,7 @@ def done(step: Step, folder: Path) -> Outcome:
             code = process.wait(step.limit)
             failed = f"exit {code}" if code else None
         except subprocess.TimeoutExpired:
-            failed = f"not done after {step.limit:g} s"
+            failed = f"not finished after {step.limit:g} s"
         finally:
             for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or one is slow
@@ -159,9 +159,9 @@ def done(step: Step, folder: Path) -> Outcome:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
         output = shown(log.read().decode(errors="replace")).rstrip()
     if not failed and step.says not in output:
-        failed = f"does not say {step.says.strip()!r}"
+        failed = f"its output lacks {step.says.strip()!r}"
     if failed:
-        failed = f"{failed}: {output.splitlines()[-1][:160] if output else 'it said nothing'}"
+        failed = f"{failed}: {output.splitlines()[-1][:160] if output else 'there is no output'}"
     return Outcome(step, time.perf_counter() - started, output, failed)
 
 
@@ -180,9 +180,9 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
     facts = {key: found[key] for key in ("hardware", "software", "settings")}
     failed = sum(outcome.failed is not None for outcome in outcomes)
     parts = [
-        f"# GPU check: {failed} of {len(outcomes)} steps do not hold" + (" (a rehearsal)" if rehearse else ""),
+        f"# GPU check: {failed} of {len(outcomes)} steps failed" + (" (a rehearsal)" if rehearse else ""),
         f"{time.strftime('%Y-%m-%d')}, commit {environment.checked_out()}, Python {sys.version.split()[0]}.",
-        "| step | holds | seconds | why not |\n| --- | --- | --- | --- |\n"
+        "| step | passed | seconds | reason |\n| --- | --- | --- | --- |\n"
         + "\n".join(f"| {str(outcome).replace('`', '')} |" for outcome in outcomes),
         f"```json\n{json.dumps(facts, indent=1)}\n```",
     ]
@@ -197,14 +197,14 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
 
 def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = False) -> int:
     """Run all steps in ``folder``, print each when it is done, and keep ``report`` up to date. Return the number of
-    steps that do not hold, at most ``MOST``."""
+    steps that failed, at most ``MOST``."""
     outcomes: list[Outcome] = []
     for step in steps:
         outcomes.append(done(step, folder))
         print(outcomes[-1], flush=True)
         files.write_text(report, page(outcomes, folder / "reports" / "comparison.md", rehearse))
     failed = sum(outcome.failed is not None for outcome in outcomes)
-    print(f"{failed} of {len(outcomes)} steps do not hold; for a bug report: {report}")
+    print(f"{failed} of {len(outcomes)} steps failed; {report} has the details for a bug report")
     return min(failed, MOST)
 
 
@@ -235,8 +235,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--report", type=Path, default=ROOT / "gpu-check.md", metavar="FILE", help="for a bug report")
-    parser.add_argument("--rehearse", action="store_true", help="on any machine, with little data")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=ROOT / "gpu-check.md",
+        metavar="FILE",
+        help="write the report for a bug report here",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="run the check on any machine, with little data")
     parsed = parser.parse_args(arguments)
     machine = environment.machine()
     if not machine.gpus and not parsed.rehearse:

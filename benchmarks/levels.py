@@ -123,7 +123,11 @@ def main() -> None:
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
-    parser.add_argument("--keep", action="store_true", help="processes rest instead of being opened anew")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep the processes of a server, idle between their turns, instead of starting new ones",
+    )
     requested = parser.parse_args()
     figure = nested(requested.servers, requested.processes, requested.turns, keep=requested.keep)
     path, _ = machines.keep(requested.figures, "levels-", "levels", requested.name, figure)

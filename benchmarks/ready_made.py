@@ -101,7 +101,7 @@ def page(figures: Mapping[str, Any]) -> str:
     """The figures of all sets as Markdown."""
     lines = [
         f"# Ready-made variants on {figures['machine']}",
-        "Ratios to the baseline of the default job, with 95% intervals, by `python -m benchmarks.ready_made`.",
+        "Ratios to the baseline of the default job, with 95% intervals. Written by `python -m benchmarks.ready_made`.",
     ]
     for name, found in figures["sets"].items():
         noise = [formats.interval(verdicts.Noise.model_validate(each)) for each in found["noise"]]
@@ -150,7 +150,7 @@ def main() -> None:
     for name in arguments.sets or SETS:
         found = measure(name, arguments.rounds)
         if found is None:
-            print(f"{name}: nothing of it can run here", flush=True)
+            print(f"{name}: this machine can run no variant of this set", flush=True)
             continue
         path, figures = machines.keep(arguments.figures, "ready-made-", "sets", name, found)
         files.write_text(path.with_suffix(".md"), page(figures))

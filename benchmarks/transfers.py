@@ -87,7 +87,9 @@ def _all_reduce(joined: World, size: int) -> Transfer:
 
 def _demand(right: bool, row: Transfer) -> None:
     if not right:
-        raise PipelineError(f"{row.what} of {row.size} bytes: what arrived is wrong; the link or the memory is broken.")
+        raise PipelineError(
+            f"{row.what} of {row.size} bytes: the received data are wrong; the link or the memory is broken."
+        )
 
 
 def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5) -> float:
@@ -107,7 +109,7 @@ def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5
 def main() -> None:
     gpus = environment.machine().gpus
     if gpus == 1:
-        print("one GPU: no all-reduce, only copies")
+        print("one GPU: only copies are measured, no all-reduce")
     for row in measure("cuda", gpus) if gpus else measure("cpu", 2, SIZES[:3]):
         print(row, flush=True)
 

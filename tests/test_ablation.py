@@ -164,7 +164,7 @@ def test_interactions_are_named_where_alone_and_beside_others_disagree(
     assert (sentence is None) == (how is None)
     if how:
         assert sentence
-        assert sentence == f"{how} beside the other techniques."
+        assert sentence == f"{how} together with the other techniques."
 
 
 def test_intervals_that_overlap_are_no_interaction() -> None:

@@ -33,7 +33,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
-    assert "undecided: after 8 rounds another session tells most (bench --again); about " in reason(eight)
+    assert "undecided: after 8 rounds, another session helps most (bench --again); about " in reason(eight)
     cost = RoundCost("bench.max_rounds", 6, 100.0)
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
@@ -65,7 +65,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
     ]
     over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
     assert reason(over).startswith(
-        f"throughput is undecided over 3 sessions: about 2 more would decide, {ODDS} (bench --again"
+        f"throughput is undecided over 3 sessions: about 2 more sessions would decide, {ODDS} (bench --again"
     )
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
@@ -86,11 +86,11 @@ def test_more_than_an_hour_is_no_advice() -> None:
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
         assert reason(beyond) == (
-            "throughput is undecided at the margin of 3.0%; 60 minutes of rounds could decide at a margin of "
-            f"{planning.margin_decided(interval, 59):.1%} (compare.margins)"
+            "throughput is undecided at the margin of 3.0%; with 60 minutes of rounds, a margin of "
+            f"{planning.margin_decided(interval, 59):.1%} could be decided (compare.margins)"
         )
     unforeseen = undecided.model_copy(update={"more_pairs": None})
-    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide cannot be foreseen")
+    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide cannot be forecast")
 
 
 def test_minutes_that_were_not_used_up_are_not_advised() -> None:
@@ -105,20 +105,17 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         (text,) = accuracy_reasons(found)
         return text
 
-    assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith(
-        "accuracy is undecided: one seed supports no statement"
-    )
+    assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith("accuracy is undecided: one seed shows no variation")
     two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
-    assert reason(two).startswith(f"accuracy is undecided with 2 seeds: about 1 more would decide, {ODDS}")
+    assert reason(two).startswith(f"accuracy is undecided with 2 seeds: about 1 more seed would decide, {ODDS}")
     some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
     assert reason(some) == (
-        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more would decide, {ODDS} "
-        "(add them to train.seeds)"
+        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more seed would decide, {ODDS} (train.seeds)"
     )
     for more_seeds in (21, None):
         half = some.mean_fraction - (some.low_fraction or 0.0)
         margin = planning.margin_of_seeds(some.mean_fraction, half, 3, 23)
         assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
-            "accuracy is undecided with 3 seeds at the margin of 1 percentage point; 20 more could decide at a margin "
-            f"of {100 * margin:.2g} (compare.margins.accuracy)"
+            "accuracy is undecided with 3 seeds at the margin of 1 percentage point; with 20 more seeds, a margin "
+            f"of {100 * margin:.2g} points could be decided (compare.margins.accuracy)"
         )

@@ -429,11 +429,15 @@ def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ((150.0, None, 6), "6 rounds (the fewest that can decide anything; 2.5 minutes give 3), until about 12:04"),
-        ((150.0, None, 0), "3 rounds (at least 6 would be needed to decide anything), until about 12:02"),
+        (
+            (150.0, None, 6),
+            "6 rounds (the smallest number that allows a decision; only 3 would fit into 2.5 minutes), "
+            "until about 12:04",
+        ),
+        ((150.0, None, 0), "3 rounds (a decision would need at least 6), until about 12:02"),
         ((600.0, None, 6), "15 rounds, until about 12:10"),
         ((600.0, 7, 6), "7 rounds, until about 12:04"),
-        ((1.0, 2, 6), "2 rounds (at least 6 would be needed to decide anything), until about 12:01"),
+        ((1.0, 2, 6), "2 rounds (a decision would need at least 6), until about 12:01"),
     ],
 )
 def test_what_is_about_to_be_measured_is_said(
@@ -445,7 +449,7 @@ def test_what_is_about_to_be_measured_is_said(
     seconds, max_rounds, fewest = limits
     told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
     assert told.startswith(
-        f"5 arms of 23 steps, a round takes about 40 s: {said} UTC; the precision of ratios cannot be "
+        f"5 arms of 23 steps; a round takes about 40 s: the bench runs {said} UTC; the precision of ratios cannot be "
     )
     monkeypatch.undo()
     time.tzset()
@@ -567,9 +571,13 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
-    line = rf"bench: 8 arms of {bench.steps} steps, a round takes about \d+ s: 2 rounds .*, until about \d\d:\d\d "
+    line = (
+        rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, "
+        r"until about \d\d:\d\d "
+    )
     looks = [
-        rf"bench: a first look at {name}, {place} of 3" for place, name in enumerate(("baseline", "ddp", "stack"), 1)
+        rf"bench: short first sample of {name}, {place} of 3"
+        for place, name in enumerate(("baseline", "ddp", "stack"), 1)
     ]
     assert re.match("\n".join([*looks, line]), capsys.readouterr().out)
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
@@ -646,7 +654,7 @@ def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() ->
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
     assert found[1].plan == Variant(gradient_accumulation=2).model_dump(mode="json")
-    assert without == {"tuned": {"bucket_mb=5": "it goes with the variant's parallelism, which baseline lacks"}}
+    assert without == {"tuned": {"bucket_mb=5": "it works only with the variant's parallelism, which baseline lacks"}}
 
 
 @pytest.mark.slow
@@ -806,7 +814,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
     assert len({len(arm.samples) for arm in bench.arms}) == 1
     if sent == signal.SIGINT:
         assert read_bench() == bench
-        said = f"{bench.rounds} complete rounds kept in {file}; the same command within an hour adds more"
+        said = f"{bench.rounds} complete rounds kept in {file}; run the same command within an hour to add rounds"
         assert said in shown.decode()
     limited = alone | {"bench": PARAMS["bench"] | {"max_rounds": 5, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | limited), encoding="utf-8")

@@ -149,17 +149,17 @@ def edit(file: str, change: Callable[[Any], None]) -> None:
 
 
 OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
-    ("training parameters", PARAMETERS, at("train.epochs", 3), "train.epochs is 2 there and 3"),
-    ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "variants.ddp.bucket_mb is null there"),
+    ("training parameters", PARAMETERS, at("train.epochs", 3), "train.epochs is 2 in the result and 3"),
+    ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "bucket_mb is null in the result"),
     ("code of the training", RESULT, at("key", "0" * 64), "(stages.train, variants.ddp)"),
     ("its environment", RESULT, at("environment", "0" * 64), "was measured in environment 000000000000"),
     ("content under an old hash", HERE, at("software.torch", "9.9"), "was measured in environment"),
-    ("a data set", DATA, of_other_classes, "of another data set than data/prepared/dataset.json"),
+    ("a data set", DATA, of_other_classes, "on another data set than that of data/prepared/dataset.json"),
     ("a data set's sum", DATA, at("sha256", "0" * 64), "dataset.json: was changed after it was written"),
     ("a data set's mean", DATA, at("statistics.inputs.mean.0", 0.4), "dataset.json: was changed after it was written"),
     ("a data set in the result", RESULT, at("dataset.sha256", "0" * 64), "SHA-256 000000000000"),
     ("no data set", DATA, at("sha256", None), "dataset.json is not a description"),
-    ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the one that was written with"),
+    ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the history that was written together"),
     ("an accuracy", RESULT, more_right, "seed 1: test_accuracy is 0.9061, but its history ends with 0.9011"),
     ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, but its history ends with 0.28"),
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
@@ -167,13 +167,13 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("an older schema", RESULT, at("schema", 1), "schema"),
     ("equal weights", RESULT, 
      lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
-    ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed over a window of no steps"),
-    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps measured, but 458 to 458 follow"),
+    ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed of a window without steps"),
+    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured, but 458 to 458 steps"),
     ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, but the job has 468"),
-    ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 right of 10000"),
+    ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 are right of only 10000"),
     ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
     ("a score above 1", RESULT, at("runs.0.test_accuracy", 1.01), "runs.0.test_accuracy"),
-    ("fewer tested", RESULT, at("runs.0.test_count", 9_999), "9999 samples tested of 10000"),
+    ("fewer tested", RESULT, at("runs.0.test_count", 9_999), "9999 samples were tested"),
     ("a summary of its own", RESULT, at("summary.samples_per_second", 30_000.0), "summary.samples_per_second is 30000"),
     ("a negative speed", RESULT, at("runs.0.samples_per_second", -1.0), "runs.0.samples_per_second"),
     ("a huge speed", RESULT, at("runs.0.samples_per_second", 1e14), "1e+14 samples/s, although half of the steps"),
@@ -192,11 +192,11 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("environment", BENCH, at("environment", "0" * 64), "measured in environment 000000000000"),
     ("data set", BENCH, at("dataset.sha256", "0" * 64), "bench.json: the bench trained on"),
     ("no parameters", BENCH, at("config", {}), "the bench trained with train."),
-    ("a control that is a copy", BENCH, copied(0, -1), "are equal sample for sample"),
-    ("a round twice", BENCH, repeated, "rounds 1 and 13: equal in every figure, so one is a copy"),
-    ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal sample for sample"),
-    ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, baseline"),
-    ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: 3 of 120 steps measured"),
+    ("a control that is a copy", BENCH, copied(0, -1), "are equal in every sample"),
+    ("a round twice", BENCH, repeated, "rounds 1 and 13 are equal in every figure, so one is a copy"),
+    ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal in every sample"),
+    ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, but baseline"),
+    ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: only 3 of 120 steps were measured"),
     ("no window", BENCH, at("arms.1.samples.2.step_p50_ms", 0.0), "arms.1.samples.2.step_p50_ms"),
     ("a negative speed", BENCH, at("arms.1.samples.2.samples_per_second", -2.0), "arms.1.samples.2.samples_per_second"),
     ("a huge speed", BENCH, at("arms.1.samples.2.samples_per_second", 1e12), "ddp, round 3: 1e+12 samples/s"),
@@ -261,11 +261,11 @@ def test_a_bench_is_of_this_job_and_can_have_been_measured(
 def test_what_dvc_recorded_is_as_it_was(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(file).open("a", encoding="utf-8") as opened:
         opened.write("\n")
-    refused("publish", f"{file} is not what DVC recorded in dvc.lock", capsys)
+    refused("publish", f"{file} differs from the version that DVC recorded in dvc.lock", capsys)
     if file == REPORT:  # which it writes
         assert cli.main(["compare"]) == 0
     else:
-        refused("compare", f"{file} is not what DVC recorded in dvc.lock", capsys)
+        refused("compare", f"{file} differs from the version that DVC recorded in dvc.lock", capsys)
 
 
 @pytest.mark.usefixtures("job")
@@ -337,7 +337,11 @@ def test_a_data_set_and_a_history_that_cannot_be_read_hide_no_other_problem(caps
     for command in ("compare", "publish"):
         assert cli.main([command]) == 2
         said = capsys.readouterr().err
-        named = ("dataset.json is not a description", "is not a history", f"{RESULT} is not what DVC recorded")
+        named = (
+            "dataset.json is not a description",
+            "is not a history",
+            f"{RESULT} differs from the version that DVC recorded",
+        )
         assert [said.count(each) for each in named] == [1, 1, 1]
 
 
@@ -345,4 +349,4 @@ def test_an_edited_page_is_not_published(job: Path, capsys: pytest.CaptureFixtur
     with (job / PAGE).open("a", encoding="utf-8") as page:
         page.write("<p>9.86 times as fast</p>")
     assert cli.main(["publish"]) == 2
-    assert f"{PAGE} is not what DVC recorded" in capsys.readouterr().err
+    assert f"{PAGE} differs from the version that DVC recorded" in capsys.readouterr().err

@@ -170,8 +170,8 @@ def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
 def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3, "three": 1.3}))
     said = plain(sentences.champion(comparison))
-    assert said.startswith("The best of 3 that pay by throughput is one: 1.500x the throughput (1.4")
-    assert "in other rounds than those that chose it." in said
+    assert said.startswith("The best of the 3 variants that pay by throughput is one: 1.500x the throughput (1.4")
+    assert "in rounds that were not used for this choice." in said
     assert said.endswith("ahead.")
     histories = make_histories(MEASURED)
     for shown in (markdown(comparison), Page(html(comparison, histories)).heard):

@@ -154,7 +154,7 @@ def test_one_seed_never_supports_no_loss_of_accuracy() -> None:
     assert (other.verdict, other.accuracy.decision) == ("undecided", "undecided")
     assert other.reasons == (
         "faster; pays or trades",
-        "accuracy is undecided: one seed supports no statement (add seeds to train.seeds)",
+        "accuracy is undecided: one seed shows no variation between seeds (add seeds to train.seeds)",
     )
 
 
@@ -195,10 +195,10 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     rounds = 12 + other.throughput.more_pairs
     minutes = math.ceil(2 * (rounds + 1) * bench.seconds / 12 / 60) / 2
     assert other.reasons == (
-        f"throughput is undecided: after 12 rounds another session tells most (bench --again); about {minutes:g} "
-        f"minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: {minutes:g})",
-        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more would decide, {ODDS} (add them "
-        "to train.seeds)",
+        f"throughput is undecided: after 12 rounds, another session helps most (bench --again); about "
+        f"{minutes:g} minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: {minutes:g})",
+        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more seeds would decide, {ODDS} "
+        "(train.seeds)",
     )
     bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})
     said = make_comparison(measured, bench).variants[1].reasons[0]
@@ -533,7 +533,10 @@ def test_weights_that_the_teacher_no_longer_has_are_said(tmp_path: Path) -> None
     assert broken_links([teacher, make_result("taught", learned, applied=applied)], tmp_path) == []
     learned[1] = make_run(1, teacher_sha256="0" * 64)
     (problem,) = broken_links([teacher, make_result("taught", learned, applied=applied)], tmp_path)
-    assert "results/taught.json learned from other weights than teacher has now, with seed 1. Run `dvc repro" in problem
+    assert (
+        "results/taught.json holds runs that learned from weights that teacher no longer has, with seed 1. Run `dvc"
+        in problem
+    )
     assert "distil@taught" in problem
 
 
@@ -819,10 +822,10 @@ def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'ddp.json'} is missing" in message
     assert f"{tmp_path / 'ddp' / 'history.csv'} is missing" in message
     assert f"{tmp_path / 'baseline' / 'history.csv'} is missing" in message
-    assert f"{tmp_path / 'renamed.json'} is not" in message
+    assert f"{tmp_path / 'renamed.json'} does not match" in message
     assert "it holds the result of variant 'other'" in message
-    assert f"{tmp_path / 'older.json'} is not" in message
-    assert "train.epochs is 9 there and 2 in params.yaml" in message
+    assert f"{tmp_path / 'older.json'} does not match" in message
+    assert "train.epochs is 9 in the result and 2 in params.yaml" in message
     assert f"{tmp_path / 'cut.json'} is not a result" in message
     assert f"{tmp_path / 'cut' / 'history.csv'} is not a history" in message
     assert sum("dvc repro" in line for line in lines) == 7

@@ -188,7 +188,7 @@ def test_what_others_take_from_the_job_is_refused(
     assert bool(detector.rejections()) is (taken == 0.5)
     if taken == 0.5:
         assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
-        assert reason(detector).endswith("or accept such load: bench.max_foreign_load: 0.4")
+        assert reason(detector).endswith("or accept this load with bench.max_foreign_load: 0.4")
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:

@@ -333,7 +333,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "rounds without end": (
         {"bench.json": of_json(endless, indent=1)},
-        "rounds 1 and 13: equal in every figure, so one is a copy",
+        "rounds 1 and 13 are equal in every figure, so one is a copy",
     ),
     "a sentence": (
         {"reports/comparison.md": replaced("**trades**", "**pays**")},
@@ -353,7 +353,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "an evaluation": (
         {"results/ddp/history.csv": lambda content: re.sub(rb"0\.8\r\n", b"0.89\r\n", content)},
-        r"results/ddp/history\.csv is not the one that was written with results/ddp\.json",
+        r"results/ddp/history\.csv is not the history that was written together with results/ddp\.json",
     ),
     "a margin": (
         {"params.yaml": replaced("throughput: 0.03", "throughput: 0.02")},
@@ -365,7 +365,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "another data set's": (
         {"data/prepared/dataset.json": lambda _: ANOTHER},
-        r"results/baseline\.json is of another data set than data/prepared/dataset\.json",
+        r"results/baseline\.json was measured on another data set than that of data/prepared/dataset\.json",
     ),
     "a file that cannot be read": (
         {"reports/metrics/ddp.json": lambda _: b"\xff{"},

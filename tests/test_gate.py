@@ -162,7 +162,7 @@ def slow(values: dict[str, Any]) -> None:
         (slow, "says passed, but its samples say worse"),
         (lambda values: values["head"]["test_accuracies"].update(ddp={0: 0.5, 1: 0.5, 2: 0.5}), "samples say worse"),
         (lambda values: values["head"].update(environment="e" * 64), "in environment eeeeeeeeeeee, but"),
-        (lambda values: values["head"].update(made_of="m" * 64), "the head had other code, settings or plans"),
+        (lambda values: values["head"].update(made_of="m" * 64), "the head ran with other code, settings or plans"),
         (lambda values: values["base"]["arms"].pop(), "its arms do not fit together"),
         (lambda values: values.update(outcome="perfect"), "is not a gated that this version can read"),
     ],
@@ -287,7 +287,7 @@ def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
     [said] = found.hidden
-    assert said.startswith("ddp: most of the base's samples have a throughput and most of the head's lack it")
+    assert said.startswith("ddp: most samples of the base have a throughput, but most samples of the head have none")
     assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "the base's own lack"
 
 
@@ -409,7 +409,7 @@ def test_a_recording_is_advice_on_speed_and_memory_however_large_the_difference(
     assert (code, lines[0]) == (0, "**Advisory: speed and memory decide nothing here.**")
     assert lines[5].startswith("| ddp | 0.500 | 1.000 | ")
     assert lines[6].startswith("| memory | 1.000 | 1.833 | ")
-    assert any("a slowdown of 10% in 40% of trials and called equal code worse in 1.7%" in line for line in lines)
+    assert any("a slowdown of 10% in 40% of cases and called equal code worse in 1.7%" in line for line in lines)
 
 
 @pytest.mark.usefixtures("checkout")
@@ -535,7 +535,7 @@ def test_code_and_settings_must_be_what_was_measured(
 
 def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> None:
     (repository / "HEAD").write_text(make_comparison().to_json(), encoding="utf-8")
-    with pytest.raises(GateError, match=r"--against: found 'HEAD', a file and a revision; write \./HEAD"):
+    with pytest.raises(GateError, match=r"--against: found 'HEAD', which is both a file and a revision; write \./HEAD"):
         gate.run(configured(), "HEAD")
     with pytest.raises(ResultError, match=r"^reports/comparison\.json is missing"):
         gate.run(configured(), "./HEAD")
@@ -1097,7 +1097,7 @@ def test_chosen_variants_are_those_that_either_side_chooses(
     assert pretended.ran[-1] == f"head repro {' '.join(f'train@{name}' for name in measured)}"
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
     assert [row["variant"] for row in values["variants"]] == measured
-    assert ("Not measured, by gate.variants: ddp." in values["remarks"]) is (measured == ["baseline"])
+    assert ("Not measured, because gate.variants leaves out: ddp." in values["remarks"]) is (measured == ["baseline"])
 
 
 def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended: Pretended, tmp_path: Path) -> None:
@@ -1116,7 +1116,9 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
 
 def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Pretended) -> None:
     pretended.about[0]["variants"]["gone"] = {"removed_technique": True}
-    with pytest.raises(ConfigError, match=r"what main asks beyond it: variants\.gone\.removed_technique: unknown key"):
+    with pytest.raises(
+        ConfigError, match=r"the stricter requirements of main: variants\.gone\.removed_technique: unknown key"
+    ):
         gate.run(configured(), "main")
 
 
@@ -1133,11 +1135,14 @@ def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended,
         (None, "FileNotFoundError"),
         ("", "JSONDecodeError"),
         ("{}", "KeyError"),
-        ('{"runs": [{"seed": 0, "test_correct": NaN, "test_count": 9}]}', "found nan right of 9"),
-        ('{"runs": [{"seed": 0, "test_correct": 0, "test_count": 0}]}', "found 0 right of 0"),
-        ('{"runs": [{"seed": 0, "test_correct": 10, "test_count": 9}]}', "found 10 right of 9"),
-        ('{"runs": [{"seed": 0, "test_correct": 8, "test_count": 9}]}', r"train\.seeds: base \[0, 1, 2\], head \[0\]"),
-        ('{"runs": []}', r"train\.seeds: base \[0, 1, 2\], head \[\]"),
+        ('{"runs": [{"seed": 0, "test_correct": NaN, "test_count": 9}]}', "found nan correct of 9"),
+        ('{"runs": [{"seed": 0, "test_correct": 0, "test_count": 0}]}', "found 0 correct of 0"),
+        ('{"runs": [{"seed": 0, "test_correct": 10, "test_count": 9}]}', "found 10 correct of 9"),
+        (
+            '{"runs": [{"seed": 0, "test_correct": 8, "test_count": 9}]}',
+            r"train\.seeds: the base has \[0, 1, 2\] and the head \[0\]",
+        ),
+        ('{"runs": []}', r"train\.seeds: the base has \[0, 1, 2\] and the head \[\]"),
     ],
 )
 def test_results_that_tell_no_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
@@ -1148,7 +1153,7 @@ def test_results_that_tell_no_accuracies_are_refused(pretended: Pretended, writt
 
 def test_a_head_with_fewer_seeds_is_refused_before_it_is_trained(pretended: Pretended) -> None:
     pretended.about[1]["train"] = {"epochs": 3, "seeds": [0]}
-    with pytest.raises(GateError, match=r"^train\.seeds: base \[0, 1, 2\], head \[0\]"):
+    with pytest.raises(GateError, match=r"^train\.seeds: the base has \[0, 1, 2\] and the head \[0\]"):
         gate.run(configured(), "main")
     assert not [command for command in pretended.ran if "train@" in command]
 
@@ -1204,7 +1209,7 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     assert gate.run(configured(), "main") == 3
     text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
     assert text.startswith("**Not decided, because the measurement is not to be trusted: throughput (ddp).**\n")
-    assert "* ddp: most of the base's samples have a throughput and most of the head's lack it" in text
+    assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in text
 
 
 def test_the_rulers_are_there() -> None:
@@ -1231,7 +1236,7 @@ def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: b
         assert gate.run(configured(), "main") == 0
         assert "* Interrupted after 6 rounds.\n" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
     else:
-        with pytest.raises(GateError, match=r"^interrupted after 5 rounds; at least 6 are needed to decide.$"):
+        with pytest.raises(GateError, match=r"^interrupted after 5 rounds; a decision needs at least 6.$"):
             gate.run(configured(), "main")
 
 

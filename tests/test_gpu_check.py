@@ -45,9 +45,9 @@ def test_it_goes_on_after_a_failure_and_ends_with_their_number(
         ["works in the copy", "yes"],
     ]
     assert printed[1][3].startswith("exit 3: it broke")
-    assert printed[2][3] == "not done after 0.5 s: begun"
+    assert printed[2][3] == "not finished after 0.5 s: begun"
     text = report.read_text(encoding="utf-8")
-    assert "3 of 5 steps do not hold" in text
+    assert "3 of 5 steps failed" in text
     assert "| passes" in text
     assert "1.5 GB/s" in text
     assert '"torch": ' in text

@@ -61,17 +61,20 @@ def test_the_table_says_by_how_much_and_where_a_peer_wins() -> None:
     assert "| slow | 18.8 | 1.50 (1.50 to 1.50) | 50 | **0.50 (0.50 to 0.50)** | 0.00 (-0.10 to +0.10) |" in [
         row.replace("\N{MINUS SIGN}", "-").replace("0.11", "0.10") for row in rows
     ]
-    assert "* slow wins (samples/s, later epochs with evaluation (Lightning: and checkpoint)): it skips." in rows
+    assert (
+        "* slow is faster than ours (samples/s, later epochs with evaluation (Lightning: and checkpoint)): it skips."
+        in rows
+    )
     assert [row for row in rows if "accuracy differs" in row] == [
-        "* wrong: its accuracy differs by more than noise explains."
+        "* wrong: the accuracy differs from ours by more than noise explains."
     ]
     assert not [row for row in rows if "trusted" in row]
 
 
 def test_what_ours_is_beside_itself_says_whether_the_machine_was_quiet() -> None:
     rounds = [{OURS: trained(10.0, 4.0, 0.9), CONTROL: trained(13.0, 4.0, 0.9)} for _ in range(8)]
-    assert "Not to be trusted (seconds)" in table.page(with_rounds(rounds))
-    assert "Not to be trusted (epoch_seconds)" not in table.page(with_rounds(rounds))
+    assert "The figures of seconds cannot be trusted" in table.page(with_rounds(rounds))
+    assert "The figures of epoch_seconds cannot be trusted" not in table.page(with_rounds(rounds))
 
 
 def test_an_interval_is_widened_by_the_difference_of_ours_to_itself() -> None:
@@ -94,9 +97,9 @@ def test_steps_are_held_against_the_barest_loop() -> None:
         "| the barest loop | 50.0 | **1** |",
         "| quicker | 51.0 | **1.02 (1.02 to 1.02)** |",
     ]
-    assert [row for row in rows if "wins" in row] == [
-        "* the barest loop wins (microseconds): it checks nothing.",
-        "* quicker wins (microseconds): nobody has looked into why.",
+    assert [row for row in rows if "is faster than ours" in row] == [
+        "* the barest loop is faster than ours (microseconds): it checks nothing.",
+        "* quicker is faster than ours (microseconds): the reason is not known.",
     ]
 
 
@@ -142,7 +145,7 @@ def test_rounds_are_added_to_those_that_were_measured_alike(
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.0")
     peers.measure("small-cnn", 0.0, tmp_path)
     assert len(peers.kept(tmp_path)["peers"]["small-cnn"]["rounds"]) == 1
-    assert "begins anew" in capsys.readouterr().out
+    assert "starts from round 1" in capsys.readouterr().out
 
 
 def test_ready_batches_are_the_normalised_images(digits_folder: Path) -> None:

@@ -76,13 +76,13 @@ DDP = make_result("ddp")
     ("changes", "says"),
     [
         ({"config": DDP.config | {"train": DDP.config["train"] | {"model": "torch.hub:load"}}},
-         'train.model is "torch.hub:load" there and "small_cnn" in params.yaml'),
+         'train.model is "torch.hub:load" in the result and "small_cnn" in params.yaml'),
         ({"config": DDP.config | {"train": DDP.config["train"] | {"model_options": {"source": "local"}}}},
-         'train.model_options.source is "local" there and null in params.yaml'),
+         'train.model_options.source is "local" in the result and null in params.yaml'),
         ({"config": DDP.config | {"variant": DDP.config["variant"] | {"precision": "bf16"}}},
-         'variants.ddp.precision is "bf16" there and "fp32" in params.yaml'),
-        ({"config": {}}, "train is null there"),
-        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 there"),  # nothing that a terminal obeys
+         'variants.ddp.precision is "bf16" in the result and "fp32" in params.yaml'),
+        ({"config": {}}, "train is null in the result"),
+        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 in the result"),  # no escapes
         ({"variant": "baseline"}, "it holds the result of variant 'baseline'"),
         ({"runs": (make_run(0), make_run(2))}, "it holds runs of the seeds [0, 2], not of train.seeds [0, 1, 2]"),
     ],
@@ -92,7 +92,7 @@ def test_a_result_of_another_job_or_variant_is_refused(changes: dict[str, Any], 
     results.write(DDP.model_copy(update=changes), path)
     with pytest.raises(ResultError) as refused:
         results.read(path, make_params([DDP]))
-    assert f"{path} is not the result of what params.yaml says now: " in str(refused.value)
+    assert f"{path} does not match the present params.yaml: " in str(refused.value)
     assert says in str(refused.value)
     assert "dvc repro --single-item --force train@ddp" in str(refused.value)
 
@@ -112,7 +112,7 @@ def test_a_result_is_not_refused_because_there_is_a_new_technique(tmp_path: Path
 
 def test_a_result_of_a_variant_that_params_yaml_does_not_know_is_refused(tmp_path: Path) -> None:
     results.write(DDP, results.result_file("ddp", tmp_path))
-    with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} there and null in params\.yaml"):
+    with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} in the result and null in params\.yaml"):
         results.read(results.result_file("ddp", tmp_path), make_params([make_result("baseline")]))
 
 

@@ -154,7 +154,8 @@ def test_where_no_session_is_trusted_the_latest_one_s_reason_is_given() -> None:
     assert alone.startswith("Untrusted throughput: ")
     latest = over_all(second).noise_throughput.why_untrusted
     assert latest
-    assert both == f"Untrusted throughput in all 2 sessions: in the latest {latest.removeprefix('throughput: ')}."
+    why = latest.removeprefix("throughput: ")
+    assert both == f"Untrusted throughput in all 2 sessions: in the latest session, {why}."
     assert banner(over_all(first, session(2, 1.5))) == []  # which the second decides
 
 

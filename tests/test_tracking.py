@@ -1232,7 +1232,9 @@ def test_a_result_imports_and_calls_nothing(root: Path) -> None:
     asked = json.loads((root / "results/baseline.json").read_text())["config"]
     forged = asked["train"] | {"model": "torch.hub:load", "model_options": options}
     forge(root / "results/baseline.json", config=asked | {"train": forged})
-    with pytest.raises(ResultError, match=r'train\.model is "torch\.hub:load" there and "small_cnn" in params\.yaml'):
+    with pytest.raises(
+        ResultError, match=r'train\.model is "torch\.hub:load" in the result and "small_cnn" in params\.yaml'
+    ):
         tracking.publish(config_of(models=True), root)
     assert not (root / "ran").exists()
     assert runs_of(root) == []

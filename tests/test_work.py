@@ -421,6 +421,6 @@ def test_a_twentieth_of_its_window_and_what_idle_threads_take_are_nothing() -> N
     clock.measured_seconds = 2.0
     assert of_turns(0.1, 0.0, clock) == of_turns(0.2, 10.0, clock) == []
     assert (
-        "0.11 s of CPU time between its turns; allowed are 5% of its measured time (2.00 s)"
+        "0.11 s of CPU time between its turns; the limit on this time is 5% of the arm's measured time (2.00 s)"
         in of_turns(0.11, 0.5, clock)[0].reason
     )

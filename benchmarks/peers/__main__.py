@@ -146,7 +146,7 @@ def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) ->
             return {STEP: float(found[1])}
         if found := EPOCH_TOLD.search(line):
             ends[int(found[1])] = at, float(found[2]) / 100
-    assert set(ends) == set(range(1, epochs + 1)), f"of {epochs} epochs were told of: {sorted(ends)}"
+    assert set(ends) == set(range(1, epochs + 1)), f"expected lines on {epochs} epochs, found epochs {sorted(ends)}"
     later = (ends[epochs][0] - ends[1][0]) / (epochs - 1)
     return {SECONDS: seconds, EPOCH: later, ACCURACY: ends[epochs][1]}
 
@@ -166,7 +166,7 @@ def measure(name: str, minutes: float, figures: Path) -> None:
         facts = json.loads(json.dumps(facts | {"environment": environment.fingerprint()["hash"]}))
         old = kept(figures)["peers"].get(name, {})
         if any(old.get(key) != value for key, value in facts.items()):
-            print(f"{name}: {'was measured otherwise, and ' if old else ''}begins anew")
+            print(f"{name}: {'was measured with other settings or software; ' if old else ''}starts from round 1")
             old = {"rounds": [], "why": {}, "commits": []}
         rounds, commits = old["rounds"], list(dict.fromkeys([*old["commits"], environment.checked_out()]))
         while not longest or time.monotonic() - started + longest < 60 * minutes:
@@ -194,9 +194,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="default: all")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for each job (default: 30)")
-    parser.add_argument("--why", metavar="PEER: REASON", help="why a peer wins the job")
+    parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="measure only this job; default: all jobs")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for each job (default: 30)")
+    parser.add_argument("--why", metavar="PEER: REASON", help="record why a peer is faster in this --job")
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     arguments = parser.parse_args()
     if arguments.why:
@@ -204,7 +204,7 @@ def main() -> None:
         if "why" not in content["peers"].get(arguments.job, {}):
             parser.error(
                 f"--why needs a --job that was measured here, not {arguments.job}; "
-                f"{file_of(arguments.figures)} has them."
+                f"{file_of(arguments.figures)} lists the measured jobs."
             )
         peer, _, reason = arguments.why.partition(": ")
         content["peers"][arguments.job]["why"][peer] = reason
@@ -213,7 +213,9 @@ def main() -> None:
         try:
             from benchmarks.peers import agreement
         except ModuleNotFoundError as error:
-            parser.error(f"{error.name} is not installed here; `make peers` installs what this needs, and runs it.")
+            parser.error(
+                f"{error.name} is not installed here; `make peers` installs all packages that this needs, and runs it."
+            )
         for name in [arguments.job] if arguments.job else [*JOBS, AGREEMENT]:
             if name == AGREEMENT:
                 machines.keep(arguments.figures, "peers-", "peers", name, agreement.measured())

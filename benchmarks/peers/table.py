@@ -25,8 +25,8 @@ def page(figures: Mapping[str, Any]) -> str:
     """The page of all figures in ``peers-<machine>.json``."""
     parts = [f"# Peers on {figures['machine']}"]
     parts.append(
-        "Medians; of ratios over rounds, with 95% intervals. Each interval but that of ours against itself is widened "
-        "by the difference of ours to itself."
+        "All figures are medians over rounds. Ratios have 95% intervals. The difference between ours and ours, again "
+        "widens every interval except its own."
     )
     for name, figure in figures["peers"].items():
         parts += [f"## {name}", *(_agreement(figure) if "ours_over" in figure else _job(figure))]
@@ -68,7 +68,9 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
     else:
         reference, heads = OURS, ["whole process, s", "ours is faster", f"samples/s, {LATER}", "ours is faster"]
         heads.append("accuracy over ours, points")
-        notes.append(f"Not in it: the {figure['prepare_seconds']:.1f} s in which ours prepares the data, once.")
+        notes.append(
+            f"The seconds do not include the {figure['prepare_seconds']:.1f} s in which ours prepares the data once."
+        )
     rows = [["", *heads], ["---"] * (len(heads) + 1)]
     for arm in rounds[0]:
         row = [arm]
@@ -78,16 +80,18 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
             row.append("1" if arm == reference else _interval(found))
             if arm not in (OURS, CONTROL) and 0 < ratio(rounds, key, arm, OURS).high < 1:
                 row[-1] = f"**{row[-1]}**"
-                notes.append(f"{arm} wins ({heads[len(row) - 3]}): {why.get(arm, 'nobody has looked into why')}.")
+                notes.append(
+                    f"{arm} is faster than ours ({heads[len(row) - 3]}): {why.get(arm, 'the reason is not known')}."
+                )
         if not steps and arm != OURS:
             accuracy = accuracy_over_ours(rounds, arm)
             row.append(f"{points(accuracy.mean)} ({points(accuracy.low)} to {points(accuracy.high)})")
             if accuracy.low > 0 or accuracy.high < 0:
-                notes.append(f"{arm}: its accuracy differs by more than noise explains.")
+                notes.append(f"{arm}: the accuracy differs from ours by more than noise explains.")
         rows.append(row + [""] * (len(heads) + 1 - len(row)))
     for key in [STEP] if steps else [SECONDS, EPOCH]:
         if doubt := noise(rounds, key).why_untrusted:
-            notes.append(f"Not to be trusted ({key}): {doubt}.")
+            notes.append(f"The figures of {key} cannot be trusted: {doubt}.")
     versions = ", ".join(f"{package} {version}" for package, version in figure["versions"].items())
     yield (
         f"{job['model']}, batch {job['batch_size']}, {count(job['epochs'], 'epoch')} of {figure['samples']:,} samples, "
@@ -108,7 +112,7 @@ def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
 
 def _agreement(figure: Mapping[str, Any]) -> Iterator[str]:
     rates = {name: f"{statistics.median(values):,.0f}" for name, values in figure["samples_per_second"].items()}
-    yield f"The same steps by other watches, on {figure['measured_on']}."
+    yield f"The same steps timed by other tools, on {figure['measured_on']}."
     rows = ["| | samples/s | ours over it |", "| --- | --- | --- |", f"| ours | {rates['ours']} | |"]
     for name, (estimate, low, high) in figure["ours_over"].items():
         rows.append(f"| {name} | {rates[name]} | {estimate:.4f} ({low:.4f} to {high:.4f}) |")

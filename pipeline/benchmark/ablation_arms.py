@@ -30,7 +30,7 @@ def isolating(
             if any(getattr(ours.applied, key) != getattr(base, key) for key in keys)
         }
         shared = applied.keys() - techniques.keys()
-        without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies it too")
+        without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies this technique too")
         if len(techniques) < 2:
             without[name] |= dict.fromkeys(techniques, f"{name} changes nothing else: its own figures show the effect")
             continue
@@ -38,7 +38,7 @@ def isolating(
             added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
             if misplaced(added):
                 without[name][technique] = (
-                    f"it goes with the variant's parallelism, which {config.compare.baseline} lacks"
+                    f"it works only with the variant's parallelism, which {config.compare.baseline} lacks"
                 )
                 continue
             reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})

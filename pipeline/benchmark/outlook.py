@@ -34,17 +34,19 @@ def outlook(
     ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
     remark = ""
     if before + rounds < FEWEST_ROUNDS:
-        remark = f" (at least {FEWEST_ROUNDS} would be needed to decide anything)"
+        remark = f" (a decision would need at least {FEWEST_ROUNDS})"
     elif rounds > fitting:
-        remark = f" (the fewest that can decide anything; {seconds / 60:g} minutes give {fitting})"
-    cost = f"{arms} arms of {steps} steps, a round takes about {round_seconds:.0f} s"
-    known = "the precision of ratios cannot be foreseen, as there is no earlier bench of this baseline"
+        remark = (
+            f" (the smallest number that allows a decision; only {fitting} would fit into {seconds / 60:g} minutes)"
+        )
+    cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
+    known = "the precision of ratios cannot be forecast, because there is no earlier bench of this baseline"
     if deviation is not None:
         # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as the
         # error of the median, and adding both in quadrature gives the last factor.
         error = 1.96 * math.sqrt(math.pi / 2) * deviation / math.sqrt(before + rounds) * math.sqrt(2)
         known = f"a throughput's ratio will be known to about {error:.1%}, if rounds vary as in the last bench"
-    return f"{cost}: {count(rounds, 'round')}{remark}, until about {ends}; {known}"
+    return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}; {known}"
 
 
 def deviation_of(bench: Bench) -> float | None:

@@ -134,7 +134,7 @@ def measure(
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
                     why = f"every sample of round 1 was rejected; the first reason: {reasons[0][0]}"
-                    bar.write(f"bench: {why}. If that goes on, no ratio is trusted", sys.stdout)
+                    bar.write(f"bench: {why}. If this continues, no ratio is trusted", sys.stdout)
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
                     told = now
@@ -171,7 +171,7 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
     if conditions.setdefault(name, found) != found:
         raise BenchError(
             f"{name} ran differently from round to round: {conditions[name]}, then {found}. "
-            "If the placement differs, set train.placement; else do not edit its code during the bench."
+            "If the placement differs, set train.placement; otherwise, do not edit the job's code during the bench."
         )
     window = Window.model_validate(answer["window"])
     if window.measured_steps < steps and not window.rejections:

@@ -46,7 +46,9 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     try:
         bench = _measured(config, machine, again=again)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("no round was complete, so nothing is kept; the same command begins again") from None
+        raise KeyboardInterrupt(
+            "no round was complete, so nothing is kept; the same command starts from the beginning"
+        ) from None
     kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
     files.write_text(kept, bench.to_json())
     if again:
@@ -68,7 +70,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         print(f"bench: energy is unknown in at least one round: {why}", flush=True)
     if bench.interrupted:
         raise KeyboardInterrupt(
-            f"{count(bench.rounds, 'complete round')} kept in {kept}; the same command within an hour adds more"
+            f"{count(bench.rounds, 'complete round')} kept in {kept}; run the same command within an hour to add rounds"
         )
 
 
@@ -159,7 +161,7 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     """
     specs, samples = [arm for arm in arms if arm.role == "variant"], {}
     for number, spec in enumerate(specs, 1):
-        print(f"bench: a first look at {spec.name}, {number} of {len(specs)}", flush=True)
+        print(f"bench: short first sample of {spec.name}, {number} of {len(specs)}", flush=True)
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
     known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
     baseline = arms[-1].variant

@@ -120,7 +120,7 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
             how = "is reversed"
         else:
             how = "is larger" if abs(other[1]) > abs(one[1]) else "is smaller"
-        sentences.append(f"The effect on {quantity.noun} {how} beside the other techniques.")
+        sentences.append(f"The effect on {quantity.noun} {how} together with the other techniques.")
     return " ".join(sentences) or None
 
 

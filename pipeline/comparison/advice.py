@@ -84,11 +84,18 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
             return [
-                f"{over}; how many would decide cannot be foreseen; more rounds in each may help (bench.max_minutes)"
+                f"{over}; the number of sessions that would decide cannot be forecast; more rounds in each session may "
+                "help (bench.max_minutes)"
             ]
-        return [f"{over}: about {ratio.more_sessions} more would decide, {ODDS} (bench --again, on other days)"]
+        return [
+            f"{over}: about {count(ratio.more_sessions, 'more session')} would decide, {ODDS} "
+            "(bench --again, on other days)"
+        ]
     if stopped:
-        return [f"{quantity.noun} is undecided, though its rounds lay on one side of the margin (bench --again)"]
+        return [
+            f"{quantity.noun} is undecided, although its rounds lay on one side of the margin; add a session "
+            "(bench --again)"
+        ]
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None or ratio.high is None:
         lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
@@ -99,15 +106,16 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         if rounds <= cost.affordable():
             enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
             if ratio.pairs >= FULL_ROUNDS:
-                enough = f"after {ratio.pairs} rounds another session tells most (bench --again); {enough}"
+                enough = f"after {ratio.pairs} rounds, another session helps most (bench --again); {enough}"
             return [f"{quantity.noun} is undecided: {enough}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
     if math.isinf(cost.affordable()):
-        return [f"{undecided}, and how many rounds would decide cannot be foreseen"]
+        return [f"{undecided}; the number of rounds that would decide cannot be forecast"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
     return [
-        f"{undecided}; {LONGEST_MINUTES} minutes of rounds could decide at a margin of {margin:.1%} (compare.margins)"
+        f"{undecided}; with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} could be decided "
+        "(compare.margins)"
     ]
 
 
@@ -119,16 +127,16 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.decision != "undecided":
         return []
     if accuracy.low_fraction is None:
-        return ["accuracy is undecided: one seed supports no statement (add seeds to train.seeds)"]
+        return ["accuracy is undecided: one seed shows no variation between seeds (add seeds to train.seeds)"]
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
-        return [f"{undecided}: about {accuracy.more_seeds} more would decide, {ODDS} (add them to train.seeds)"]
+        return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} would decide, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
-        f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; {MOST_SEEDS} more could decide "
-        f"at a margin of {100 * margin:.2g} (compare.margins.accuracy)"
+        f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; with {MOST_SEEDS} more seeds, a "
+        f"margin of {100 * margin:.2g} points could be decided (compare.margins.accuracy)"
     ]
 
 

@@ -128,8 +128,8 @@ def _baseline_of(measured: Sequence[Result], name: str) -> Result:
             return result
     there = ", ".join(result.variant for result in measured) or "none"
     raise ComparisonError(
-        f"compare.baseline: there is no result of variant {name!r}; results: {there}. "
-        "Name one of them as the baseline, or run `dvc repro`."
+        f"compare.baseline: there is no result of variant {name!r}; variants with a result: {there}. "
+        "Name one of these variants as the baseline, or run `dvc repro`."
     )
 
 

@@ -78,7 +78,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
         problems += [f"{file} {each}. {again}" for each in _taught_by_others(result, weights)]
         if (root / history).exists() and results.sha256(root / history) != result.history_sha256:
-            problems.append(f"{history} is not the one that was written with {file}. {again}")
+            problems.append(f"{history} is not the history that was written together with {file}. {again}")
         elif (root / history).exists():
             try:
                 ends = contradictions.of_history(result, results.read_history(root / history))
@@ -86,7 +86,9 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             except PipelineError as error:
                 problems.append(str(error))
         if data and data.sha256 != result.dataset.sha256:
-            problems.append(f"{file} is of another data set than {DATASET}: {_described(result.dataset)}. {again}")
+            problems.append(
+                f"{file} was measured on another data set than that of {DATASET}: {_described(result.dataset)}. {again}"
+            )
     recorded = _recorded(root / LOCK)
     for file in files:
         if (
@@ -95,8 +97,8 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             and hashlib.md5((root / file).read_bytes(), usedforsecurity=False).hexdigest() != recorded[str(file)]
         ):
             problems.append(
-                f"{file} is not what DVC recorded in {LOCK}. Run `dvc repro`, or `dvc checkout {file}` for what was "
-                "recorded; if you ran its stage by hand, `dvc commit`."
+                f"{file} differs from the version that DVC recorded in {LOCK}. Run `dvc repro`, or restore the "
+                f"recorded version with `dvc checkout {file}`. If you ran the file's stage by hand, run `dvc commit`."
             )
     return [problem for problem in problems if problem]
 
@@ -106,7 +108,11 @@ def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) 
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
-    return [f"learned from other weights than {teacher} has now, with seed {', '.join(others)}"] if others else []
+    return (
+        [f"holds runs that learned from weights that {teacher} no longer has, with seed {', '.join(others)}"]
+        if others
+        else []
+    )
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
@@ -134,7 +140,9 @@ def _recorded(lock: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ComparisonError(f"{lock} cannot be read: `git checkout {lock.name}`, or `dvc repro`. ({error})") from None
+        raise ComparisonError(
+            f"{lock} cannot be read. Restore it with `git checkout {lock.name}`, or run `dvc repro`. ({error})"
+        ) from None
 
 
 def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
@@ -176,11 +184,11 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
     here = hash_of(environment, "variants", result.variant)
     if result.environment == here:
         problem = _key_problem(result.key, environment, "train", result.variant)
-        return problem and f"{problem}. Run `dvc repro`, which trains it as it is now."
+        return problem and f"{problem}. Run `dvc repro`, which trains the variant as it is now."
     return (
-        f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json is "
-        f"{here[:12]}{_relied_on(environment, result.variant)}: numbers of different machines or software are not "
-        "compared. Run `dvc repro` to measure it here."
+        f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json "
+        f"describes environment {here[:12]}{_relied_on(environment, result.variant)}: numbers of different machines or "
+        "software are not compared. Run `dvc repro` to measure the variant here."
     )
 
 
@@ -194,7 +202,7 @@ def _key_problem(
     except (AttributeError, KeyError, TypeError):  # the content lacks the variant, or is malformed
         pass
     return (
-        f"variant {variant!r} ran with other code, another plan or other settings than environment.json says "
+        f"variant {variant!r} ran with other code, another plan or other settings than environment.json records "
         f"(stages.{stage}, variants.{variant})"
     )
 
@@ -210,21 +218,21 @@ def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
 def _job_problems(result: Result, baseline: Result) -> list[str]:
     """List the parts of the job in which ``result`` differs from the baseline."""
     name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
-    again = "Run `dvc repro`, which trains every variant with what params.yaml says now."
+    again = "Run `dvc repro`, which trains every variant with the present params.yaml."
     problems = []
     seeds, base_seeds = sorted(run.seed for run in result.runs), sorted(run.seed for run in baseline.runs)
     if seeds != base_seeds or not seeds:
-        problems.append(f"{name} ran seeds {seeds}, {base} {base_seeds}: accuracy is paired by seed. {again}")
+        problems.append(f"{name} ran seeds {seeds}, but {base} ran {base_seeds}: accuracy is paired by seed. {again}")
     if result.dataset != baseline.dataset:
         problems.append(
-            f"{name} trained on {_described(result.dataset)}, {base} on {_described(baseline.dataset)}. {again}"
+            f"{name} trained on {_described(result.dataset)}, but {base} on {_described(baseline.dataset)}. {again}"
         )
     problems += [f"{each}." for each in _thread_problems({base: baseline, name: result})]
     ours, theirs = result.config.get("train", {}), baseline.config.get("train", {})
     for key in sorted(ours.keys() | theirs.keys()):
         if key not in {"seeds", *Train.OF_RESUMING} and ours.get(key) != theirs.get(key):
             problems.append(
-                f"{name} trained with train.{key} {ours.get(key)!r}, {base} with {theirs.get(key)!r}. {again}"
+                f"{name} trained with train.{key} {ours.get(key)!r}, but {base} with {theirs.get(key)!r}. {again}"
             )
     return problems
 
@@ -237,8 +245,9 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
         other, threads = first.setdefault(each.world_size, (name, each.threads_per_process))
         if threads != each.threads_per_process:
             problems.append(
-                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, {other} with {threads}"
-                ": the job's code changes it (torch.set_num_threads). Use the same number in all variants"
+                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, but {other} with "
+                f"{threads}: the job's code changes the number of threads (torch.set_num_threads). Use the same number "
+                "in all variants"
             )
     return problems
 
@@ -247,14 +256,14 @@ def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
     """List the differences between the bench's job and variants and the trained job and variants."""
-    again = "Run `dvc repro bench`, which measures what params.yaml says now."
+    again = "Run `dvc repro bench`, which measures with the present params.yaml."
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     here = hash_of(environment, "variants", *variants)
     problems = []
     if bench.environment != here:
         problems.append(
-            f"the bench was measured in environment {bench.environment[:12]}, but environment.json is {here[:12]}"
-            f"{_relied_on(environment, *variants)}"
+            f"the bench was measured in environment {bench.environment[:12]}, but environment.json describes "
+            f"environment {here[:12]}{_relied_on(environment, *variants)}"
         )
     else:
         problems += [
@@ -268,11 +277,11 @@ def _bench_problems(
         problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
     if bench.dataset != baseline.dataset:
         problems.append(
-            f"the bench trained on {_described(bench.dataset)}, the variants on {_described(baseline.dataset)}"
+            f"the bench trained on {_described(bench.dataset)}, but the variants on {_described(baseline.dataset)}"
         )
     ours, theirs = bench.config.get("train", {}), baseline.config.get("train", {})
     problems += [
-        f"the bench trained with train.{key} {ours.get(key)!r}, the variants with {theirs.get(key)!r}"
+        f"the bench trained with train.{key} {ours.get(key)!r}, but the variants with {theirs.get(key)!r}"
         for key in sorted(ours.keys() | theirs.keys())
         if key not in Train.OF_RUNS | Train.OF_RESUMING and ours.get(key) != theirs.get(key)
     ]

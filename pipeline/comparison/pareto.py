@@ -18,7 +18,7 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
     if np.isnan(values).any():
         raise ValueError(
-            "points: found a coordinate that is not a number; leave out points that are not known in full."
+            "points: found a coordinate that is not a number; leave out points with an unknown coordinate."
         )
     values *= np.where(higher_is_better, 1.0, -1.0)
     as_good = (values[:, None] >= values[None]).all(axis=2)

@@ -53,7 +53,7 @@ class RoundCost(NamedTuple):
         if rounds > self.affordable():
             return (
                 f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
-                "bench.window_seconds make them cheaper"
+                "bench.window_seconds make rounds shorter"
             )
         value = rounds if self.key.endswith("rounds") else minutes
         if self.key.endswith("minutes") and value <= self.minutes:
@@ -128,7 +128,7 @@ def margin_decided(interval: Interval, pairs: int) -> float:
     log(1 + margin) is the larger of the ends' distances from 0. Raises ValueError for an interval without bounds.
     """
     if interval.low <= 0:
-        raise ValueError("interval: found one without bounds, which allows no forecast.")
+        raise ValueError("interval: found an interval without bounds, which allows no forecast.")
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
     shrunk = math.sqrt(interval.count / pairs)
     return math.expm1(max(estimate + (high - estimate) * shrunk, -estimate + (estimate - low) * shrunk))

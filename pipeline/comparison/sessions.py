@@ -32,7 +32,7 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     has no bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
-        raise ValueError("sessions: expected at least one interval, and each with its bounds.")
+        raise ValueError("sessions: expected at least one interval, and bounds in every interval.")
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]

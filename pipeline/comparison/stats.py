@@ -121,7 +121,7 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return (
-            f"the baseline was measured against itself in {count(aa.count, 'round')}, and at least {FEWEST_PAIRS} are "
+            f"the baseline was measured against itself in {count(aa.count, 'round')}, but at least {FEWEST_PAIRS} are "
             "needed to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
@@ -180,10 +180,10 @@ def equivalence(
     """
     values = np.asarray(differences, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError("differences: expected a flat list that is not empty, with one finite number per seed.")
+        raise ValueError("differences: expected a flat list with one finite number per seed, and at least one seed.")
     if not margin > 0:
         raise ValueError(
-            f"margin: found {margin}; no test shows a difference to be exactly zero: give a positive margin."
+            f"margin: found {margin}, but no test can show that a difference is exactly zero. Set a positive margin."
         )
     count, mean = len(values), float(values.mean())
     if count == 1:
@@ -198,12 +198,14 @@ def equivalence(
 def _log_ratios(a: ArrayLike, b: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     over, under = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if over.ndim != 1 or over.shape != under.shape or not len(over):
-        raise ValueError(f"pairs: found shapes {over.shape} and {under.shape}; expected [n] twice, n at least 1.")
+        raise ValueError(
+            f"pairs: found shapes {over.shape} and {under.shape}; expected the same shape [n] twice, with n at least 1."
+        )
     return _logs(over) - _logs(under)
 
 
 def _logs(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError("ratios: every value must be positive and finite; leave out any other value, with its pair.")
+        raise ValueError("ratios: every value must be positive and finite; leave out each pair that has another value.")
     logs: np.ndarray[tuple[int], np.dtype[np.float64]] = np.log(values)
     return logs

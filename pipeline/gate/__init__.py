@@ -70,17 +70,19 @@ def confirm(config: Config) -> None:
     here = environment.hash_of(content, "variants", *config.variants)
     if gated.head.environment != here:
         raise GateError(
-            f"{JSON_FILE}: the head was measured in environment {gated.head.environment[:12]}, but environment.json is "
-            f"{here[:12]}; {again}."
+            f"{JSON_FILE}: the head was measured in environment {gated.head.environment[:12]}, but environment.json "
+            f"describes environment {here[:12]}; {again}."
         )
     if gated.head.made_of != stages.made_of(content):
-        raise GateError(f"{JSON_FILE}: the head had other code, settings or plans than environment.json says; {again}.")
+        raise GateError(
+            f"{JSON_FILE}: the head ran with other code, settings or plans than environment.json records; {again}."
+        )
     try:
         outcome = supported(gated, config.compare.baseline, config.compare.max_spread, config.gate.must_see)
     except (KeyError, ValueError) as error:
         raise GateError(f"{JSON_FILE}: its arms do not fit together ({error!r}); {again}.") from None
     if gated.outcome == "passed" != outcome:
-        raise GateError(f"{JSON_FILE} says passed, but its samples say {outcome}: it was edited; {again}.")
+        raise GateError(f"{JSON_FILE} says passed, but its samples say {outcome}: the file was edited; {again}.")
 
 
 def _is_file(against: str) -> bool:
@@ -91,4 +93,6 @@ def _is_file(against: str) -> bool:
         commit_of(against)
     except GateError:
         return True
-    raise GateError(f"--against: found {against!r}, a file and a revision; write ./{against} for the file.")
+    raise GateError(
+        f"--against: found {against!r}, which is both a file and a revision; write ./{against} to name the file."
+    )

@@ -110,7 +110,7 @@ def commit_of(revision: str) -> str:
     except GateError:
         raise GateError(
             f"--against: found {revision!r}, which is neither a file nor a revision in this repository. A shallow "
-            "clone lacks most revisions: `git fetch --unshallow`."
+            "clone lacks most revisions; run `git fetch --unshallow` to get them."
         ) from None
 
 

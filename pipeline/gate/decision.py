@@ -151,8 +151,8 @@ def judge(
             accuracy=None,
         )
     hidden = [
-        f"{name}: most of the base's samples have a {quantity.noun} and most of the head's lack it, so it may have got "
-        "worse"
+        f"{name}: most samples of the base have a {quantity.noun}, but most samples of the head have none, so "
+        f"the {quantity.noun} may have got worse"
         for name in names
         for quantity in (THROUGHPUT, MEMORY)
         if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
@@ -277,7 +277,9 @@ def accuracy_of(correct: float, count: int, of: str) -> float:
     """Return the accuracy as a fraction. Raises GateError if the counts are impossible."""
     if count > 0 and 0 <= correct <= count:
         return correct / count
-    raise GateError(f"{of}: found {correct} right of {count} test samples: train it again.")
+    raise GateError(
+        f"{of}: found {correct} correct of {count} test samples, which is impossible; train the variant again."
+    )
 
 
 def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
@@ -285,8 +287,8 @@ def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
     there, here = sorted(base), sorted(head)
     if not there or not set(there) <= set(here):
         raise GateError(
-            f"train.seeds: base {there}, head {here}: test accuracies are compared over the base's seeds, so the head "
-            "has to train all of them."
+            f"train.seeds: the base has {there} and the head {here}. Test accuracies are compared over the base's "
+            "seeds, so the head has to train all these seeds."
         )
 
 
@@ -348,8 +350,8 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
         if moved and not told_already and all(ran(base, name) == ran(head, name) for name in names):
             remarks.append(
                 f"{row.variant}: {', '.join(moved)}, although the digests of code, settings and packages are equal on "
-                "both sides. Find the cause before you trust this result: gate again, and check everything that has no "
-                "digest, such as files that the code reads."
+                "both sides. Find the cause before you trust this result: run the gate again, and check everything "
+                "that has no digest, such as files that the code reads."
             )
     return remarks
 

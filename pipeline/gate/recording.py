@@ -26,9 +26,9 @@ COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")
 """Stages whose code and settings make a comparison."""
 RATES = (
-    "Ratios of medians that were recorded at different times: a change of the machine in between cannot be told from a "
-    "change of the code. A decision by the spread of such rounds found a slowdown of 10% in 40% of trials and "
-    "called equal code worse in 1.7%. Against a revision, both sides are measured side by side."
+    "The ratios are of medians that were recorded at different times, so a change of the machine in between looks like "
+    "a change of the code. In trials, a decision by the spread of such rounds found a slowdown of 10% in 40% of cases "
+    "and called equal code worse in 1.7%. Against a revision, both sides are measured side by side."
 )
 
 
@@ -43,7 +43,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     is not a comparison.
     """
     if path.resolve() == COMPARISON_FILE.resolve():
-        raise GateError(f"{path} is this checkout's own comparison: give a recorded one.")
+        raise GateError(f"{path} is this checkout's own comparison; give the comparison of another commit.")
     base = read_document(path, Comparison, "give a reports/comparison.json that this version wrote, or a revision")
     head = read_document(COMPARISON_FILE, Comparison, "run `dvc repro`, which writes it")
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
@@ -126,7 +126,7 @@ def _stale(head: Comparison) -> list[str]:
     here = checked_out()
     if here == head.bench.commit:
         return []
-    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}; the commit here is now {here}."]
+    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}, but the commit here is now {here}."]
 
 
 def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:
@@ -141,8 +141,8 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
     if there == here:
         return []
     return [
-        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: "
-        "numbers of different machines or software are not compared. Against a revision, both would be measured here.",
+        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: numbers of different "
+        "machines or software are not compared. Give a revision instead, and the gate measures both sides here.",
         *differing(_depended_on(base.environment, names), _depended_on(head.environment, names), "environment"),
     ]
 

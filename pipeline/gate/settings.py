@@ -73,7 +73,7 @@ def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
         section, _, name = key.rpartition(".")
         at(values, section)[name] = value
     values["variants"] = {**base.get("variants", {}), **values["variants"]}
-    return parse(values, f"{PARAMS_FILE}, with what {against} asks beyond it")
+    return parse(values, f"{PARAMS_FILE}, with the stricter requirements of {against}")
 
 
 def require(root: Path, effective: Config, config: Config) -> None:

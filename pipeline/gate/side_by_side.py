@@ -109,7 +109,7 @@ def measured(config: Config, revision: str) -> Gated:
     measured = len(rounds.arms[0].samples)
     if rounds.interrupted and measured < stats.FEWEST_PAIRS:
         done = count(measured, "round")
-        raise GateError(f"interrupted after {done}; at least {stats.FEWEST_PAIRS} are needed to decide.")
+        raise GateError(f"interrupted after {done}; a decision needs at least {stats.FEWEST_PAIRS}.")
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
     found = _judged(rounds, effective, compared)
@@ -139,7 +139,11 @@ def measured(config: Config, revision: str) -> Gated:
             *([] if packages else unexplained(found, *fingerprints)),
             *said,
             *unshared(there["variants"], config.variants),
-            *([f"Not measured, by gate.variants: {', '.join(left)}."] if (left := sorted(set(every) - chosen)) else []),
+            *(
+                [f"Not measured, because gate.variants leaves out: {', '.join(left)}."]
+                if (left := sorted(set(every) - chosen))
+                else []
+            ),
             *differing(there["train"], here["train"], "train"),
             *differences(there, config.model_dump(mode="json")),
             *differing(variants[0], variants[1], "variants"),
@@ -242,8 +246,8 @@ def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
     """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
-            f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. "
-            "Change the metric in a commit of its own, which is not gated, or set gate.accuracy: false on both sides."
+            f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. Change the metric in "
+            "a commit of its own without running the gate on it, or set gate.accuracy: false on both sides."
         )
     check_seeds(base["seeds"], head["seeds"])
 

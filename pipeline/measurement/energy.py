@@ -76,10 +76,13 @@ class Energy:
     def _doubt(self) -> str | None:
         mean, shortest = self._seconds / max(1, self._windows), SHORTEST_SECONDS[self._kind]
         if not self._counters:
-            return f"{POWERCAP} shows no package of a CPU, as in a virtual machine"
+            return f"{POWERCAP} lists no CPU package, as is usual in a virtual machine"
         if mean < shortest:
-            return f"its counter needs windows of {shortest:g} s, but these took {mean:.3f} s: {self._remedy}"
-        return None if all(self._joules.values()) else "its counter stood still"
+            return (
+                f"the device's energy counter needs windows of {shortest:g} s, but the windows took {mean:.3f} s: "
+                f"{self._remedy}"
+            )
+        return None if all(self._joules.values()) else "the device's energy counter stood still"
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -88,7 +91,7 @@ class Energy:
         try:
             yield
         except (OSError, pynvml.NVMLError) as error:
-            self._why_not = f"its counter cannot be read: {error} (docs/measuring.md, Energy)"
+            self._why_not = f"the device's energy counter cannot be read: {error} (docs/measuring.md, Energy)"
 
 
 def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:

@@ -51,7 +51,9 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         try:
             self._sample_until_stopped()
         except OSError as error:  # the training goes on without this file
-            print(f"{self._path} ends here: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"{self._path} gets no more rows, because writing failed: {error.strerror}", file=sys.stderr, flush=True
+            )
 
     def _sample_until_stopped(self) -> None:
         with self._path.open("w", newline="", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ from pipeline.report.tables import (
 
 LIMIT = 65_536
 """Maximum number of characters of a comment on GitHub."""
-CUT = "\n*Cut short: comparison.html has all of it.*\n"
+CUT = "\n*This comment is cut short: comparison.html has the whole report.*\n"
 
 
 def markdown(comparison: Comparison) -> str:

@@ -159,7 +159,10 @@ def banner(comparison: Comparison) -> list[str]:
         noun, _, why = (noise.why_untrusted or "").partition(": ")
         doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
         if len(doubts) > 1 and all(doubts):
-            noun, why = f"{noun} in all {len(doubts)} sessions", f"in the latest {doubts[-1].partition(': ')[2]}"
+            noun, why = (
+                f"{noun} in all {len(doubts)} sessions",
+                f"in the latest session, {doubts[-1].partition(': ')[2]}",
+            )
         nouns.setdefault(why, []).append(noun)
     found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
     stopped = interrupted(comparison.bench)
@@ -186,22 +189,22 @@ def sessions(comparison: Comparison) -> str:
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
     several = any(each.benches > 1 for each in comparison.sessions)
-    others = " Benches less than an hour apart are one session, with the rounds of all of them." if several else ""
+    others = " Benches less than an hour apart count as one session with all their rounds." if several else ""
     if aside := comparison.sessions_set_aside:
-        others += f" Not used: {count(aside, 'session')} of other code, settings, data or machine."
+        others += f" Not used, because code, settings, data or machine differ: {count(aside, 'session')}."
     if most == 1:
         said = (
-            "From one session: in others these ratios may differ by an unknown amount. `python -m pipeline bench "
-            "--again`, and then `dvc repro`, adds one."
+            "These ratios come from one session and may differ in other sessions by an unknown amount. To add a "
+            "session, run `python -m pipeline bench --again`, then `dvc repro`."
         )
         return said + others
     first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
     boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
     of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
-        f"Over up to {count(most, 'session')}, {first} to {last} UTC{of_boots}: a ratio is the mean of the sessions' "
-        f"ratios, and its interval covers their differences. Other figures are of the session of "
-        f"{comparison.bench.session.start_utc[:10]}.{others}"
+        f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC{of_boots}. A ratio is the "
+        "mean of the sessions' ratios, and its interval covers the differences between sessions. All other figures "
+        f"come from the session of {comparison.bench.session.start_utc[:10]}.{others}"
     )
 
 
@@ -215,19 +218,20 @@ def champion(comparison: Comparison) -> str:
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
-    said = "the gain is unknown, as too few rounds have all of them"
+    said = "the gain is unknown, because too few rounds measured all these variants"
     if best.ratio:
         parts = "sessions" if best.ratio.session_count > 1 else "rounds"
         open_ = "" if best.ratio.decision == "better" else f" {best.ratio.decision},"
         said = (
-            f"{estimate(best.ratio)} the {best.quantity} ({interval(best.ratio)}),{open_} in other {parts} than those "
-            "that chose it"
+            f"{estimate(best.ratio)} the {best.quantity} ({interval(best.ratio)}),{open_} in {parts} that were not "
+            "used for this choice"
         )
-    found = f"The best of {best.among} that pay by {best.quantity} is {best.variant}: {said}."
+    found = f"The best of the {best.among} variants that pay by {best.quantity} is {best.variant}: {said}."
     if pair := best.head_to_head:
         between = _BETWEEN.get(pair.decision, pair.decision)
         found += (
-            f" Against {best.runner_up}, the next, in the same rounds: {estimate(pair)} ({interval(pair)}), {between}."
+            f" In the same rounds, its ratio to {best.runner_up}, the second best, is {estimate(pair)} "
+            f"({interval(pair)}): {between}."
         )
     return found
 
@@ -243,8 +247,8 @@ def share_notes(comparison: Comparison) -> list[str]:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
         notes.append(
-            "Where a technique was not trained alone, its verdict rests on throughput and peak memory only: a variant "
-            "with just that technique would show its accuracy."
+            "The verdict on a technique that no variant trained alone does not include accuracy. A variant with only "
+            "this technique would show its accuracy."
         )
     return notes
 
@@ -262,20 +266,19 @@ def basis(comparison: Comparison) -> list[str]:
     seeds = count(len(comparison.seeds), "seed")
     few = f", on these {samples:,} test samples" if samples < FEW_TEST_SAMPLES else ""
     rounds = bench.rounds
-    stopped = ", after which it was interrupted" if bench.interrupted else ""
+    stopped = ", after which the bench was interrupted" if bench.interrupted else ""
     ended = {arm.variant: len(arm.samples) for arm in bench.arms if len(arm.samples) < rounds}
     early = ", ".join(f"{variant} after {count(each, 'round')}" for variant, each in ended.items())
     energy = f", {plain_percent(margins.energy)} of energy a sample" if margins.energy else ""
     energy_noise = f", {_calm(noise, 'energy a sample')}" if (noise := comparison.noise_energy) else ""
-    turns = "" if bench.turns == 1 else f", in {bench.turns} turns between those of the others"
+    turns = "" if bench.turns == 1 else f", in {bench.turns} turns that alternate with the other variants"
     return [
-        f"Speed and memory: {count(rounds, 'round')}{stopped}; in each, every variant took "
-        f"{count(bench.steps, 'step')} in a fresh process{turns}. Their order is drawn anew every other round. A "
-        "session's ratio is the median over the rounds, with its 95% interval, widened by the noise of the baseline "
-        "against itself.",
-        *([f"Settled early, as enough rounds in a row lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure in one training of "
-        f"ten goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
+        f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
+        "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
+        *([f"Settled early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure in one of ten trainings "
+        f"goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
@@ -290,8 +293,8 @@ def _not_new(dataset: Dataset) -> list[str]:
     if not (known or twice):
         return []
     return [
-        f"Of the {dataset.test_count:,} test samples {known:,} are training samples too and {twice:,} repeat "
-        "another one, byte for byte: a model may have memorised the former."
+        f"Of the {dataset.test_count:,} test samples, {known:,} also occur among the training samples, where a model "
+        f"may have memorised them, and {twice:,} repeat another test sample (byte for byte)."
     ]
 
 
@@ -314,21 +317,23 @@ def remarks(each: Compared) -> list[str]:
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
-            "Weak scaling: this variant's job differs from that of the other variants: its global batch is "
-            f"{each.batch_size:,}, and its peak learning rate {each.learning_rate:g}. Its throughput is comparable, "
-            "its step time is not."
+            f"Weak scaling changes this variant's job: the global batch is {each.batch_size:,} and the peak learning "
+            f"rate {each.learning_rate:g}. Its throughput can be compared with the other variants; its step time "
+            "cannot."
         )
     if each.another_model:
         found.append(
-            f"Another model than the baseline's: {each.another_model}. The variant differs by more than a technique."
+            f"This variant trains another model than the baseline: {each.another_model}. So it differs from the "
+            "baseline by more than a technique."
         )
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
-            "Learns from a teacher: step figures include the teacher's forward passes; no figure includes its training."
+            "This variant learns from a teacher. Step figures include the teacher's forward passes; no figure includes "
+            "the teacher's training."
         )
     if "dataloader" in each.techniques:
         found.append(
-            "Peak memory is the training process's: no figure includes the DataLoader's worker processes, if any."
+            "Peak memory counts the training process only, not the DataLoader's worker processes (if it has any)."
         )
     return found
 
@@ -347,9 +352,9 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
     if low / BETWEEN_SESSIONS <= ratio.high and ratio.low <= high * BETWEEN_SESSIONS:
         return []
     return [
-        f"Bench and trainings contradict each other: {estimate(ratio)} the throughput ({interval(ratio)}) in the bench "
-        f"but {low:.2f} to {high:.2f} times the baseline's in the trainings: more than sessions differ. Look for what "
-        "the variant does differently in the bench."
+        f"Bench and trainings contradict each other: in the bench, the variant has {estimate(ratio)} the baseline's "
+        f"throughput ({interval(ratio)}), but in the trainings {low:.2f} to {high:.2f} times. Sessions do not differ "
+        "by so much. Find out what the variant does differently in the bench."
     ]
 
 
@@ -408,7 +413,7 @@ def counted(comparison: Comparison) -> str:
 def metric(comparison: Comparison) -> str:
     """The name of the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
-    return "Correct" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
+    return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 
 def setup(each: Compared) -> str:
@@ -445,4 +450,4 @@ def measured_at(bench: Bench) -> str:
     if bench.commit is None:
         return UNKNOWN
     commit = bench.commit.rstrip("+")[:12]
-    return f"{commit}, with changes" if bench.commit.endswith("+") else commit
+    return f"{commit}, with uncommitted changes" if bench.commit.endswith("+") else commit

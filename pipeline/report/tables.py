@@ -88,51 +88,51 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
     equal_times = Column(
         "At equal time",
-        "For a variant with another model or a teacher: its score and the baseline's when the faster of the two has "
-        "ended, at the bench's throughputs; each at its last evaluation by then, mean over seeds. The slower one's "
-        "learning rate has not come to its end by then: to train both to the end in equal time, give the slower one "
-        "fewer epochs.",
+        "Only for a variant with another model or a teacher: the scores of the variant and the baseline at the time "
+        "when the faster training ends, at the bench's throughputs. Each score is from the last evaluation before this "
+        "time, mean over seeds. At this time, the slower training has not finished its learning-rate schedule. To "
+        "finish both trainings in equal time, give the slower variant fewer epochs.",
         alongside,
     )
     energies = Column(
         "Energy a sample",
-        "Energy of the devices of all processes by their own counters (NVML for GPUs, RAPL for a CPU's packages), in "
-        "the same windows and with the same statistics. Idle power is included; fans, power supplies and, for GPUs, "
-        "the host are not.",
+        "Energy of all processes' devices, read from the devices' counters (NVML for GPUs, RAPL for CPU packages), in "
+        "the same windows and with the same statistics as the throughput. Idle power is included; fans, power supplies "
+        "and, for GPUs, the host are not included.",
         energy,
     )
     return (
         Column(
             "Throughput",
-            f"{sentences.counted(comparison)} of the global batch over wall seconds of the slowest process, in a "
-            "window of warm steps: the median over the bench's rounds. Beside it the ratio to the baseline: the median "
-            "of the rounds' ratios, with its 95% bootstrap interval, widened by the noise of the baseline against "
-            "itself (A/A); over several sessions the mean of their ratios, with a t interval.",
+            f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
+            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios; the A/A "
+            "noise widens its 95% bootstrap interval. Over several sessions, the ratio is the mean of the sessions' "
+            "ratios, with a t interval.",
             throughput,
         ),
         Column(
             "Peak memory",
-            "In the same rounds and with the same statistics; on a CPU in an earlier, separate window. "
-            "On GPUs: the most bytes that PyTorch had allocated, in the process with the most, as each GPU has its own "
-            "memory. On a CPU: the peak resident set above what a process held after its imports, summed over all "
-            "processes, as they share the memory.",
+            "Measured in the same rounds, with the same statistics; on a CPU in an earlier, separate window. On GPUs: "
+            "the most bytes that PyTorch had allocated in one process, as each GPU has its own memory. On a CPU: the "
+            "peak resident set minus the resident set after the imports, summed over all processes, as they share "
+            "memory.",
             memory,
         ),
         *([energies] if comparison.noise_energy else []),
         Column(
             formats.heading(sentences.score(comparison)),
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
-            "difference is taken seed by seed, in percentage points, with the interval that lies inside the margins "
-            f"exactly if two one-sided tests at 95% show that it does not matter{few}.",
+            "difference to the baseline is paired by seed, in percentage points. Its interval lies inside the margins "
+            f"exactly if two one-sided tests at 95% show equivalence{few}.",
             accuracy,
         ),
         *(_finding(name, direction) for name, direction in comparison.directions.items()),
         Column(
             f"Time to {target}",
-            f"The samples up to the first evaluation of at least {target} {sentences.score(comparison)}, "
-            "median over seeds, at the bench's throughput: training time without evaluation and start-up. Given only "
-            "if every seed reached it. Evaluations are an epoch apart, so the time is precise to an epoch only; the "
-            "ratio's interval is the throughput's alone.",
+            f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
+            f"{sentences.score(comparison)}: the samples, median over seeds, divided by the bench's throughput. Given "
+            "only if every seed reached the target. Evaluations are an epoch apart, so the time is precise to one "
+            "epoch. The ratio's interval covers the throughput only.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -142,7 +142,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 def _finding(name: str, direction: str) -> Column:
     return Column(
         formats.heading(name.replace("_", " ")),
-        f"A figure of the task: mean over seeds; {direction}. It decides nothing.",
+        f"A figure of the task, mean over seeds; {direction}. It does not count for the verdict.",
         lambda each: Cell(formats.number(each.findings.get(name))),
     )
 
@@ -170,17 +170,17 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Training",
             "Wall time of all training steps, the first and the warm-up steps included, without evaluation; median "
-            "over seeds. The variants trained one after the other, so its ratio is descriptive.",
+            "over seeds. The variants trained one after the other, so the ratio decides nothing.",
             training,
         ),
         Column(
             "Cold start",
-            "From the start of the process to its first step; of the first seed, as later seeds start warm.",
+            "Time from process start to the first step; of the first seed, as later seeds start warm.",
             lambda each: Cell(formats.number(each.startup_seconds, "s")),
         ),
         Column(
             "First step",
-            "The first step, with compilation, autotuning and allocation; of the first seed. Not in any throughput.",
+            "First step of the first seed, with compilation, autotuning and allocation; not in any throughput.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
@@ -215,14 +215,14 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
 
     each_process = Column(
         "Peak of each process",
-        "Peak memory by process; medians over rounds. On a CPU their sum counts, on GPUs the largest.",
+        "Peak memory by process; medians over rounds. On a CPU the sum of the peaks counts, on GPUs the largest peak.",
         lambda each: Cell(" / ".join(map(formats.size, each.peak_memory_rank_bytes)) or UNKNOWN),
     )
     beside_the_peak = Column(
         "Reserved / driver",
         "The most GPU memory that PyTorch's allocator held, and the memory that the driver held for the process, with "
-        "CUDA's context and libraries; medians over rounds. Retried: how often the allocator ran out of memory; such a "
-        "sample is rejected.",
+        "CUDA's context and libraries; medians over rounds. Retried: how often the allocator ran out of memory and "
+        "tried again; a sample with a retry is rejected.",
         held,
     )
     return (
@@ -253,7 +253,8 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Utilisation",
-            "Share of the dense peak of the variant's devices at its precision; unknown if a device's peak is unknown.",
+            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a device's "
+            "peak is unknown.",
             lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
@@ -261,7 +262,7 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
 
 def session_headings(comparison: Comparison) -> list[str]:
     others = [f"{each.variant}: throughput / memory" for each in comparison.variants[1:]]
-    return ["Session (UTC)", "Boot", "Load", "Stolen", "Rounds", "Baseline a second", "A/A", *others]
+    return ["Session (UTC)", "Boot", "Load", "CPU time stolen", "Rounds", "Baseline samples/s", "A/A", *others]
 
 
 def session_rows(comparison: Comparison) -> list[list[str]]:

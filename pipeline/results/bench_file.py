@@ -162,7 +162,7 @@ class Bench(Document):
             for number, sample in enumerate(arm.samples, 1)
             for problem in (
                 *sample.problems(arm.batch_size),
-                *([f"{sample.measured_steps} of {self.steps} steps measured, without a reason"]
+                *([f"only {sample.measured_steps} of {self.steps} steps were measured, and no reason is given"]
                   if sample.measured_steps != self.steps and not sample.rejections else []),
             )
         ]  # fmt: skip
@@ -171,7 +171,7 @@ class Bench(Document):
             for number, sample in enumerate(arm.samples, 1):
                 first = rounds.setdefault(sample.model_dump_json(), number)
                 if first != number and sample.samples_per_second:
-                    found.append(f"{arm.name}, rounds {first} and {number}: equal in every figure, so one is a copy")
+                    found.append(f"{arm.name}: rounds {first} and {number} are equal in every figure, so one is a copy")
         for one, other in combinations(self.arms, 2):
             speeds = [
                 {each.samples_per_second for each in pair}
@@ -179,7 +179,7 @@ class Bench(Document):
                 if all(each.samples_per_second for each in pair)
             ]
             if speeds and all(len(each) == 1 for each in speeds):
-                found.append(f"{one.name} and {other.name} are equal sample for sample: one is a copy")
+                found.append(f"{one.name} and {other.name} are equal in every sample, so one is a copy")
         return found
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:

@@ -39,15 +39,19 @@ def _of_run(run: Run, result: Result, train: Train) -> list[str]:
     found = run.problems(result.batch_size)
     requested = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
     if run.steps != requested:
-        found.append(f"{run.steps} steps, but the job has {requested}")
+        found.append(f"the run has {run.steps} steps, but the job has {requested}")
     # Each process that resumed the run warmed up again.
     fewest, most = (max(0, requested - train.warmup_steps * times) for times in (1 + run.resumes, 1))
     if not fewest <= run.measured_steps <= most:
-        found.append(f"{run.measured_steps} of {run.steps} steps measured, but {fewest} to {most} follow the warm-up")
+        found.append(
+            f"{run.measured_steps} of {run.steps} steps were measured, but {fewest} to {most} steps follow the warm-up"
+        )
     if run.test_count != result.dataset.test_count:
-        found.append(f"{run.test_count} samples tested of {result.dataset.test_count}")
+        found.append(
+            f"{run.test_count} samples were tested, but the data set has {result.dataset.test_count} test samples"
+        )
     if run.test_correct > run.test_count:
-        found.append(f"{run.test_correct} right of {run.test_count} test samples")
+        found.append(f"{run.test_correct} are right of only {run.test_count} test samples")
     elif not _close(run.test_accuracy * run.test_count, run.test_correct):
         found.append(f"test_accuracy is {run.test_accuracy}, but {run.test_correct} of {run.test_count} are right")
     return found

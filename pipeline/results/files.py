@@ -89,7 +89,7 @@ def read(path: Path, config: Config) -> Result:
         said = Variant().model_dump(mode="json") | said
     then = {"train": result.config.get("train"), "variants": {variant: said}}
     problems = [
-        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} there and {json.dumps(requested)} in params.yaml"
+        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} in the result and {json.dumps(requested)} in params.yaml"
         for path, found, requested in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
         if path.removeprefix("train.") not in Train.OF_RESUMING  # a change of these keys causes no new training
     ]
@@ -101,7 +101,7 @@ def read(path: Path, config: Config) -> Result:
         problems.append(f"its score is {result.score.name!r}, not train.metric {config.train.metric!r}")
     if problems:
         raise ResultError(
-            f"{path} is not the result of what params.yaml says now: {'; '.join(problems)}. Run `dvc repro`, or "
+            f"{path} does not match the present params.yaml: {'; '.join(problems)}. Run `dvc repro`, or "
             f"{train_again(variant, stage)} if DVC considers it up to date."
         )
     _refuse(path, of_result(result, config.train), f"run {train_again(variant, stage)}")
@@ -113,7 +113,7 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or values.get("variant") != variant:
         raise ResultError(
-            f"{path} is not of variant {variant!r}, although its name says so: remove it, run `dvc repro`."
+            f"{path} is not of variant {variant!r}, although its name says so. Remove the file and run `dvc repro`."
         )
     return values
 
@@ -163,7 +163,7 @@ def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
         try:
             found.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
         except ResultError as error:
-            print(f"set aside: {error}")
+            print(f"session not used: {error}")
     return found
 
 

@@ -105,9 +105,9 @@ class Window(Record):
         """Return contradictions between the window's figures. ``batch_size`` is the global batch size."""
         if not (self.samples_per_second and self.step_p50_ms):
             return []
-        found = [] if self.measured_steps else ["a speed over a window of no steps"]
+        found = [] if self.measured_steps else ["a speed of a window without steps"]
         if not self.step_p50_ms <= (self.step_p90_ms or 0) <= (self.step_p99_ms or 0):
-            found.append("percentiles of the step times that do not rise")
+            found.append("percentiles of the step times that are not in ascending order")
         # Half of the steps take the median or longer, so the mean step time is at least half the median.
         if self.samples_per_second > 2.2 * batch_size / (self.step_p50_ms / 1e3):
             found.append(

@@ -112,7 +112,7 @@ class ForeignLoad(Detector):
             Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
                 f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop other work on this machine and "
-                f"measure again, or accept such load: bench.max_foreign_load: {accepting:.1f}"
+                f"measure again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
             )
         ]
 

@@ -57,10 +57,11 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
         return []
     return [
         Rejection(
-            f"it used {aside_seconds:.2f} s of CPU time between its turns; allowed are {MAX_ASIDE_FRACTION:.0%} of its "
-            f"measured time ({clock.measured_seconds:.2f} s) plus {MAX_IDLE_FRACTION:.0%} of the time between turns "
-            f"({waited_seconds:.2f} s). Its own figures leave out this work, which also disturbs the other arms; let a "
-            "technique's threads and processes wait while no step is taken"
+            f"the arm used {aside_seconds:.2f} s of CPU time between its turns; the limit on this time is "
+            f"{MAX_ASIDE_FRACTION:.0%} of the arm's measured time ({clock.measured_seconds:.2f} s) plus "
+            f"{MAX_IDLE_FRACTION:.0%} of the time between turns ({waited_seconds:.2f} s). This work is missing in the "
+            "arm's own figures and disturbs the other arms; let a technique's threads and processes wait while no step "
+            "is taken"
         )
     ]
 

@@ -158,8 +158,8 @@ class SharedGpu(Detector):
             return []
         return [
             Rejection(
-                f"{count(self.others, 'other process')} held {self._name}; end all others (nvidia-smi lists them) and "
-                "measure again"
+                f"{count(self.others, 'other process')} held {self._name}; end all other processes (nvidia-smi lists "
+                "them) and measure again"
             )
         ]
 

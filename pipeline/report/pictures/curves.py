@@ -62,7 +62,7 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
     return _chart(
         f"{formats.heading(sentences.score(comparison))} over training time",
         "; ".join(["training seconds, without evaluation", *disturbed]), runs, y_scale,
-        f"Line chart, one thin line a seed and a thick one of the mean accuracy at the median time. {ends}.",
+        f"Line chart with a thin line for each seed and a thick line for the mean accuracy at the median time. {ends}.",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
         Tick(down(y_scale, target), f"target {sentences.target(comparison)}"),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
     highest = max((y for lines in runs.values() for line in lines for _, _, y in line), default=1.0)
     return _chart(
         "Training loss", "epochs", runs, Scale(0, 1.04 * highest or 1.0),
-        f"Line chart, one thin line a seed and a thick mean. {ends}.", plain, None,
+        f"Line chart with a thin line for each seed and a thick line for the mean. {ends}.", plain, None,
     )  # fmt: skip
 
 

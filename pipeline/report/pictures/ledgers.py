@@ -57,7 +57,7 @@ def bars(comparison: Comparison) -> Bars | None:
     numbers = "; ".join(f"{variant} {kind} {formats.size(ledger.peak_bytes)}" for variant, kind, ledger in ledgers)
     ticks = scale.ticks(lambda value, decimals: f"{plain(value, decimals)}{f' {name}' if value == 0 else ''}")
     return Bars(
-        f"Peak memory of the largest process, by what holds it ({name})",
+        f"Peak memory of the largest process, by kind of content ({name})",
         f"Stacked bars of the peak's parts. {numbers}.", rows, ticks,
         tuple(part for part in LEDGER_PARTS if part in used),
     )  # fmt: skip

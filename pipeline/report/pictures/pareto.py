@@ -65,7 +65,8 @@ def front(comparison: Comparison) -> Front | None:
     )
     return Front(
         "Throughput against memory",
-        f"Scatter chart, relative to {comparison.baseline}. Further right is faster, lower needs less. {numbers}.",
+        f"Scatter chart relative to {comparison.baseline}. Points further right are faster; lower points need less "
+        f"memory. {numbers}.",
         points,
         tuple(_staircase([(across.at(x), down(along, y)) for x, y in sorted(set(best))])),
         across.ticks(plain),

@@ -78,6 +78,6 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
         for strip in drawn
     )
     return Strips(
-        title, f"Strips of dots, one a round. {counts}.", f"{100 * (math.exp(furthest) - 1):.0f}%",
+        title, f"Strips with one dot per round. {counts}.", f"{100 * (math.exp(furthest) - 1):.0f}%",
         tuple(drawn),
     )  # fmt: skip
