@@ -391,7 +391,7 @@ def test_a_work_tree_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_work_tree_in_the_containers_own_layer(play: Play, tmp_path: Path) -> None:
     play(mounts={"/": "overlay", "/proc": "proc"})
-    assert_judged(doctor.work_tree, {"root": tmp_path}, ("warning", "is lost with the container"))
+    assert_judged(doctor.work_tree, {"root": tmp_path}, ("warning", "are lost with the container"))
     play(mounts={"/": "overlay", str(tmp_path): "ext4"})
     assert_judged(doctor.work_tree, {"root": tmp_path}, ("ok", str(tmp_path)))
 
@@ -486,7 +486,7 @@ def ask_remote(repository: Path, url: str) -> Answer:
     [
         ("/nowhere/there", "ok", "its folder is missing"),
         ("/", "ok", "storage (/) answers -> "),
-        ("webhdfs://namenode.example/path", "problem", "'dvc-webhdfs' to be installed -> python -m pip install"),
+        ("webhdfs://namenode.example/path", "problem", "'dvc-webhdfs' to be installed -> install the named package"),
     ],
 )
 def test_a_remote(url: str, status: str, subject: str, repository: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_report_of_other_files_is_no_evidence(
     params = Path("params.yaml").read_text()
     Path("params.yaml").write_text(params.replace("throughput: 0.03", "throughput: 0.7"))
     assert cli.main(["evidence"]) == 2
-    assert 'reports/metrics/ddp.json: verdict is "pays" there' in capsys.readouterr().err
+    assert 'reports/metrics/ddp.json: verdict is "pays"; recomputed from its sources' in capsys.readouterr().err
     Path("params.yaml").write_text(params)
     Path("reports/comparison.md").unlink()
     assert cli.main(["evidence"]) == 2
@@ -293,7 +293,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
             "bench.json": of_json(a_little_faster, indent=1),
             "reports/comparison.json": of_json(lambda said: a_little_faster(said["bench"])),
         },
-        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+ there; .* give 1\.",
+        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+; recomputed .* is 1\.",
     ),
     "rounds that would give another verdict": (
         {

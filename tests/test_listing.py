@@ -40,7 +40,7 @@ def test_without_a_word_each_has_one_line(capsys: pytest.CaptureFixture[str]) ->
         (line,) = [line for line in lines if line.startswith(f"  {entry.name} ")]
         assert re.search(r"  (yes|no|slowly) +\S", line), line
     assert max(map(len, lines)) <= 100
-    assert lines[-1].endswith("python -m pipeline techniques NAME, or a word such as AMP")
+    assert lines[-1].endswith("python -m pipeline techniques NAME (or a word such as AMP)")
     listing.show(LAPTOP, ["ddp"], as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("  ") and line[2] != " "] == ["  parallelism: ddp"]

@@ -123,7 +123,7 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
         ("own_code:not_reduced", r"gave a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
         ("own_code:without_gradient", r"expected a scalar tensor with a gradient"),
         ("own_code:summed", r"expected the mean of the samples' own losses"),
-        ("own_code:weighted_by_the_batch", r"With class weights: weight the losses of the samples"),
+        ("own_code:weighted_by_the_batch", r"With class weights: multiply each sample's loss by its weight"),
     ],
 )
 def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Dataset) -> None:
@@ -170,7 +170,7 @@ def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits:
     [
         ({"loss": "focal"}, "train.loss: found 'focal'; expected 'cross_entropy' or module:function, such as "),
         ({"metric": "top2"}, "train.metric: found 'top2'; expected 'accuracy' or module:function, such as "),
-        ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes none"),
+        ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes no options"),
         ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is 'a:b'"),
     ],
 )

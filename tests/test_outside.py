@@ -158,7 +158,7 @@ class One(Technique):
         (
             {"catalogue": {"one": "broken_package:hooked"}},
             "one",
-            "found implementation 'broken_package.One'; its class",
+            "found implementation 'broken_package.One'; remove it",
         ),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
         ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', but a built-in technique has this name"),

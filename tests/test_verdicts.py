@@ -193,11 +193,11 @@ QUIET = "let nothing else run here"
             "at most 15.0%",
             QUIET,  # 155 rounds are no advice
         ),
-        (STEADY[:5], STEADY[:5], "5 pairs, and at least 6 are needed", "set bench.max_minutes: 7"),
+        (STEADY[:5], STEADY[:5], "5 rounds, but at least 6 are needed", "set bench.max_minutes: 7"),
         (
             [*[THROTTLED] * 5, *STEADY[5:]],
             STEADY,
-            "5 pairs, and at least 6 are needed",
+            "5 rounds, but at least 6 are needed",
             f"5 of 10 rounds had to be rejected, most often because {THROTTLED}; or set bench.max_minutes: 13",
         ),
         ([*[THROTTLED] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be rejected", THROTTLED),

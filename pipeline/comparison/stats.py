@@ -155,8 +155,11 @@ class Equivalence:
     def decision(self) -> Decision:
         """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between these bounds,
         else *undecided*."""
-        found = outcomes(self.low, self.high, -self.margin, self.margin)
-        return found[0] if len(found) == 1 else "undecided"
+        if self.high < -self.margin:
+            return "worse"
+        if self.low > self.margin:
+            return "better"
+        return "same" if -self.margin < self.low and self.high < self.margin else "undecided"
 
 
 def equivalence(

@@ -241,7 +241,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     why += [f"{others}: as in the shipped example; set the values of your own training"]
     chosen = "\n#   ".join(("\n# What `init` chose for this job and machine:", *why))
     written = yaml.safe_dump({"variants": variants}, sort_keys=False)
-    text = text[: text.index("\n# One entry a variant")] + f"{chosen}\n{written}"
+    text = re.split(r"(?:\n#.*)*\nvariants:", text)[0] + f"{chosen}\n{written}"
     try:
         params.check_names(params.parse(yaml.safe_load(text)).train)
     except ConfigError as error:

@@ -296,7 +296,7 @@ def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path) -
     (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
     array = next(array_files._in_table(tmp_path / "own.parquet"))
     assert sum(map(len, array.chunks(4))) == 9
-    with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: has 9 rows"):
+    with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: the file has only 9 rows"):
         list(array._replace(shape=(12, 2)).chunks(4))
     assert held_out([], [], 0.2).tolist() == []
 
