@@ -1153,7 +1153,7 @@ def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypat
         tracking.promote(config_of(models=True), COMMIT, root)
     write_models(root)
     write_comparison(root)
-    with pytest.raises(tracking.PromotionError, match=r"publish\.models, its weights"):
+    with pytest.raises(tracking.PromotionError, match=r"publish\.models must be true"):
         tracking.promote(config_of(), COMMIT, root)
     with pytest.raises(tracking.PromotionError, match="python -m pipeline publish"):
         tracking.promote(config_of(models=True), COMMIT, root)

@@ -36,7 +36,8 @@ REMEDIES = {
     "Error: fetch.": "correct params.yaml, or the folder that the message names",
     "ImportError": INSTALL,
     "ModuleNotFoundError": INSTALL,
-    "libnvidia-ml.so.1 is missing": f"install {NEW_DRIVER}, with its libraries, on the host; in a container: {ADD_GPUS}; {USE_CPU}",
+    "libnvidia-ml.so.1 is missing": f"install {NEW_DRIVER} with its libraries on the host; in a container: {ADD_GPUS}; "
+    f"{USE_CPU}",
     "there is no NVIDIA GPU": f"use a machine with a GPU; in a container: {ADD_GPUS}; {USE_CPU}",
     "NVML fails": "install libnvidia-ml.so.1; in a container: --env NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     "version mismatch": "reboot the host: the driver was updated while the old driver was loaded",
