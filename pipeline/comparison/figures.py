@@ -117,7 +117,8 @@ def time_to_target(
 
 
 def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
-    """Return the ratio of the times to the target; None if a time or the throughput's ratio is unknown or untrusted."""
+    """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. None if one of them is
+    unknown, or if the throughput's ratio is unknown or untrusted."""
     if not (throughput and throughput.estimate and throughput.low and throughput.high):
         return None
     more = _quotient(time.samples, baseline.samples)

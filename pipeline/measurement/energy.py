@@ -35,9 +35,10 @@ class _Counter(NamedTuple):
 
 
 class Energy:
-    """Reads the counters of a process's own ``devices`` at both ends of its windows; without devices, reads nothing.
+    """Reads the energy counters of a process's own ``devices`` at the start and end of each window; without devices, it
+    reads nothing.
 
-    ``remedy``: how to make windows longer; ends the message about windows that are too short.
+    ``remedy``: how to make windows longer; the last part of the message about windows that are too short.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:

@@ -46,8 +46,8 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     """Unit of the throughput. A sample has ``units_per_sample`` units."""
     loss_by_row: ClassVar[bool] = False
-    """True if ``loss`` is the mean over all rows of the outputs [..., d], so that a part of a batch can be any rows.
-    False if ``loss`` is the mean over the samples."""
+    """True if ``loss`` is the mean over all vectors of length d in the outputs [..., d], such as one per token: a part
+    of a batch can then be a part of a sample. False if ``loss`` is the mean over whole samples."""
     directions: ClassVar[Mapping[str, Literal["higher is better", "lower is better"]]] = {}
     """Name of each figure that ``findings`` returns -> whether higher or lower values are better."""
 

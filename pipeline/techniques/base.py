@@ -39,8 +39,8 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """True if ``loss`` is the mean over all rows of the outputs [..., d], so that it can be computed for any of the
-    rows. False if ``loss`` is the mean over the samples."""
+    """True if ``loss`` is the mean over all vectors of length d in the outputs [..., d], such as one per token: it can
+    then be computed for a part of a sample. False if ``loss`` is the mean over whole samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
         """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""

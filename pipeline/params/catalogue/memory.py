@@ -253,8 +253,8 @@ MEMORY: tuple[Entry, ...] = (
         does="Adafactor replaces AdamW: it has no first moment, and keeps only the means over rows and over columns of "
         "a matrix's second moments",
         pays="when optimizer state is most of the memory: it falls from 8 bytes per parameter to almost 0",
-        costs="the optimizer is not AdamW, and its learning rate is relative to the weights; on a GPU, two waits for "
-        "the device per parameter",
+        costs="the optimizer is not AdamW, and its learning rate is relative to the weights; on a GPU, each "
+        "step waits for the device twice per parameter",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
         layer="model",

@@ -86,7 +86,7 @@ class Observed:
     """The results of a training, the same on every rank."""
 
     file: Path
-    """File with the state dict after the training, on the CPU."""
+    """File with the state dict after the training; its tensors are on the CPU."""
     losses: tuple[float, ...] = ()
     """Loss of each step of a run."""
     not_finite: str = ""
