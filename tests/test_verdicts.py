@@ -452,3 +452,5 @@ def test_an_undecided_accuracy_can_turn_out_as_its_interval_allows() -> None:
     assert (lost.decision, lost.outcomes) == ("undecided", ("same", "worse"))
     assert verdicts.accuracy([-0.02, -0.01], 0.01, 0.9).outcomes == ANY  # too few seeds to say
     assert verdicts.accuracy([-0.02, -0.021, -0.022], 0.01, 0.9).outcomes == ("worse",)
+    on_the_margin = verdicts.accuracy([-0.01] * 3, 0.01, 0.9)
+    assert (on_the_margin.decision, on_the_margin.outcomes) == ("undecided", ("same", "worse"))

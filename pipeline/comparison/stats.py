@@ -53,13 +53,14 @@ def outcomes(
 ) -> tuple[Decision, ...]:
     """Return which of *better*, *same* and *worse* the interval from ``low`` to ``high`` allows.
 
-    The decision for high values comes first. Values from ``lower`` to ``upper``, bounds included, are *same*.
+    The decision for high values comes first. *Same* lies between ``lower`` and ``upper``; an interval that touches a
+    bound allows the decisions on both sides of this bound.
 
     >>> outcomes(0.90, 1.01, 0.98, 1.02)
     ('same', 'worse')
     """
     above, below = ("better", "worse") if higher_is_better else ("worse", "better")
-    allowed = {above: high > upper, "same": low <= upper and high >= lower, below: low < lower}
+    allowed = {above: high >= upper, "same": low <= upper and high >= lower, below: low <= lower}
     return cast("tuple[Decision, ...]", tuple(each for each in allowed if allowed[each]))
 
 
@@ -155,11 +156,8 @@ class Equivalence:
     def decision(self) -> Decision:
         """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between these bounds,
         else *undecided*."""
-        if self.high < -self.margin:
-            return "worse"
-        if self.low > self.margin:
-            return "better"
-        return "same" if -self.margin < self.low and self.high < self.margin else "undecided"
+        found = outcomes(self.low, self.high, -self.margin, self.margin)
+        return found[0] if len(found) == 1 else "undecided"
 
 
 def equivalence(
