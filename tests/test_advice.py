@@ -34,6 +34,8 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
     assert "undecided: after 8 rounds, another session helps most (bench --again); about " in reason(eight)
+    no_forecast = reason(eight.model_copy(update={"more_pairs": None}))
+    assert "; after 8 rounds, another session helps most (bench --again); with 60 minutes of rounds" in no_forecast
     cost = RoundCost("bench.max_rounds", 6, 100.0)
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)

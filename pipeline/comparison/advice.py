@@ -101,20 +101,20 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
         return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} rounds are needed{lost} ({remedy})"]
+    session = f"after {ratio.pairs} rounds, another session helps most (bench --again); "
+    first = session if ratio.pairs >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
             enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
-            if ratio.pairs >= FULL_ROUNDS:
-                enough = f"after {ratio.pairs} rounds, another session helps most (bench --again); {enough}"
-            return [f"{quantity.noun} is undecided: {enough}"]
-    undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}"
+            return [f"{quantity.noun} is undecided: {first}{enough}"]
+    undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}; {first}"
     if math.isinf(cost.affordable()):
-        return [f"{undecided}; the number of rounds that would decide cannot be forecast"]
+        return [f"{undecided}the number of rounds that would decide cannot be forecast"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
     return [
-        f"{undecided}; with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} could be decided "
+        f"{undecided}with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} could be decided "
         "(compare.margins)"
     ]
 
