@@ -106,6 +106,7 @@ class TrainBatches:
         self._task = task
         # On the CPU, resident arrays stay memory-mapped: a page that was read once stays in memory for all processes.
         self._arrays = [array.to(device) for array in arrays] if self.placement == "resident" else arrays
+        self._files = [dataset.train.files.get(name) for name in task.arrays]
         task.batch([array[:1].to(device) for array in arrays])  # copies the task's constants to the device
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
@@ -165,7 +166,7 @@ class TrainBatches:
             for index in range(len(draws.order)):
                 yield self._batch([array.index_select(0, draws.order[index]) for array in self._arrays], draws, index)
             return
-        reader = Reader(self._arrays, host.order, self._device)
+        reader = Reader(self._arrays, self._files, host.order, self._device)
         self._readers.add(reader)
         try:
             reader.start()

@@ -16,9 +16,9 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,7 +27,6 @@ from pipeline.errors import ConfigError, first_line
 
 if TYPE_CHECKING:  # packing imports this module without torch, and publish imports it without torch and numpy
     import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
 DESCRIPTION = "dataset.json"
@@ -38,10 +37,22 @@ such an array, and ``Reader`` announces the next rows to the system instead."""
 
 
 @dataclass(frozen=True)
+class RowFile:
+    """Where an array's rows lie in its file."""
+
+    path: Path
+    offset: int
+    """Number of bytes before the first row."""
+    row_bytes: int
+
+
+@dataclass(frozen=True)
 class Split:
     """Named tensors with one row per sample, memory-mapped: pages are read on first access and shared by processes."""
 
     arrays: Mapping[str, Tensor]
+    files: Mapping[str, RowFile] = field(default_factory=dict)
+    """Name -> file, for arrays that may not stay in the page cache."""
 
     @property
     def inputs(self) -> Tensor:
@@ -140,17 +151,24 @@ def read(directory: Path) -> Dataset:
     Writing to the tensors does not change the files. Raises DataError if an array's type or shape differs from
     dataset.json. It also raises DataError if a file was written after dataset.json and its SHA-256 differs.
     """
+    import numpy as np
     import torch
 
     description = described(directory)
     _verify_newer(directory, description)
 
     def split(name: str, count: int) -> Split:
+        opened = {
+            array: _open(directory / f"{name}_{array}.npy", form.dtype, (count, *form.shape))
+            for array, form in description.arrays.items()
+        }
         return Split(
+            {array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()},
             {
-                array: torch.from_numpy(_open(directory / f"{name}_{array}.npy", form.dtype, (count, *form.shape)))
-                for array, form in description.arrays.items()
-            }
+                array: RowFile(directory / f"{name}_{array}.npy", rows.offset, rows.nbytes // len(rows))
+                for array, rows in opened.items()
+                if exceeds_cache(rows.nbytes)
+            },
         )
 
     return Dataset(
@@ -214,22 +232,21 @@ def _describe(directory: Path) -> Description:
         raise DataError(f"{path} is not a description that this version can read; {_AGAIN} ({error})") from None
 
 
-def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.dtype[Any]]:
     import mmap
 
-    import numpy as np
     from numpy.lib.format import open_memmap
 
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
-        array: npt.NDArray[np.generic] = open_memmap(path, mode="c")
+        array: np.memmap[Any, np.dtype[Any]] = open_memmap(path, mode="c")
     except Exception as error:  # a damaged header can raise exceptions of many types
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
     if isinstance(array.base, mmap.mmap) and exceeds_cache(array.nbytes) and hasattr(mmap, "MADV_RANDOM"):
         array.base.madvise(mmap.MADV_RANDOM)
-    return np.asarray(array)
+    return array
 
 
 def exceeds_cache(size: int) -> bool:

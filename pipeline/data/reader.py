@@ -1,39 +1,68 @@
-"""A background thread that reads rows from the memory map ahead of the steps."""
+"""A background thread that reads rows ahead of the steps, from memory maps or from files."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import os
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from pipeline.data.prepared import exceeds_cache
+from pipeline.data.prepared import RowFile
 
 READ_AHEAD = 4
 """Largest number of micro-batches that the background thread reads ahead."""
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
 """Rows of each array, and the event that marks the end of the rows' copies to a GPU (None on the CPU)."""
 
 
+class OpenRows:
+    """Rows of an array that may not stay in the page cache, read from its open file.
+
+    To read a row takes less processor time than to map its pages, which would be used once and then unmapped.
+    """
+
+    def __init__(self, file: RowFile, descriptor: int) -> None:
+        self._file, self._descriptor = file, descriptor
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def announce(self, rows: Tensor) -> None:
+        """Tell the system which rows come next, so that it reads many of them from the disk at once.
+
+        Otherwise the system would read each row only when it is requested, one row after another.
+        """
+        size = self._file.row_bytes
+        for row in rows.flatten().tolist():
+            os.posix_fadvise(self._descriptor, self._file.offset + row * size, size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        """Read ``rows`` [b] into ``out`` [b, ...]. Raises OSError if the file has become shorter."""
+        size = self._file.row_bytes
+        buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
+        for index, row in enumerate(rows.tolist()):
+            place = buffer[index * size : (index + 1) * size]
+            if os.preadv(self._descriptor, [place], self._file.offset + row * size) != size:
+                raise OSError(f"{self._file.path}: row {row} cannot be read whole; run `dvc repro --force prepare`")
+
+
 class Reader:
-    """Gathers rows of the memory-mapped arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
+    """Gathers rows of arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead. An array's rows come
+    from its memory map, or from its file if ``files`` has one at its place.
 
     On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching allocators reuse a
     pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the memory of the rows on the
     device only after the training's stream has used these rows.
     """
 
-    def __init__(self, arrays: Sequence[Tensor], order: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, arrays: Sequence[Tensor], files: Sequence[RowFile | None], order: Tensor, device: torch.device
+    ) -> None:
         self._arrays = arrays
-        self._on_disk = [each for each in arrays if exceeds_cache(each.nbytes)]
+        self._files = files
         self._order = order
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -84,36 +113,37 @@ class Reader:
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self._device)  # without this, a new thread would open a context on device 0
-            self._announce(self._order[:1])
-            for index, rows in enumerate(self._order):
-                self._announce(self._order[index + 1 : index + 2])
-                self._room.acquire()
-                self._may_go.wait()
-                if self._stopped:
-                    return
-                self._ready.put(self._load(rows))
+            with ExitStack() as stack:
+                opened = [
+                    OpenRows(file, stack.enter_context(file.path.open("rb", buffering=0)).fileno()) if file else None
+                    for file in self._files
+                ]
+                _announce(opened, self._order[:1])
+                for index, rows in enumerate(self._order):
+                    _announce(opened, self._order[index + 1 : index + 2])
+                    self._room.acquire()
+                    self._may_go.wait()
+                    if self._stopped:
+                        return
+                    self._ready.put(self._load(rows, opened))
         except BaseException as error:
             self._ready.put(error)
 
-    def _announce(self, rows: Tensor) -> None:
-        """Tell the system which rows come next, so that it reads many pages from the disk at once.
-
-        Otherwise the system would read each page only when it is accessed, one page after another.
-        """
-        for array in self._on_disk:
-            size = array[0].nbytes
-            for row in rows.flatten().tolist():
-                first = array.data_ptr() + row * size
-                start = first - first % mmap.PAGESIZE
-                _madvise(start, first + size - start, mmap.MADV_WILLNEED)
-
-    def _load(self, rows: Tensor) -> _Loaded:
-        if self._stream is None:
-            return [array.index_select(0, rows) for array in self._arrays], None
+    def _load(self, rows: Tensor, opened: Sequence[OpenRows | None]) -> _Loaded:
         loaded = []
-        for array in self._arrays:
-            pinned = torch.empty((len(rows), *array.shape[1:]), dtype=array.dtype, pin_memory=True)
-            torch.index_select(array, 0, rows, out=pinned)
-            with torch.cuda.stream(self._stream):
-                loaded.append(pinned.to(self._device, non_blocking=True))
-        return loaded, self._stream.record_event()
+        for array, file in zip(self._arrays, opened, strict=True):
+            shape = len(rows), *array.shape[1:]
+            gathered = torch.empty(shape, dtype=array.dtype, pin_memory=self._stream is not None)
+            if file is None:
+                torch.index_select(array, 0, rows, out=gathered)
+            else:
+                file.read(rows, gathered)
+            with torch.cuda.stream(self._stream):  # does nothing on the CPU
+                loaded.append(gathered.to(self._device, non_blocking=True))
+        return loaded, None if self._stream is None else self._stream.record_event()
+
+
+def _announce(opened: Sequence[OpenRows | None], rows: Tensor) -> None:
+    for file in opened:
+        if file:
+            file.announce(rows)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import functional as reference
 
-from pipeline.data import reader
+from pipeline import environment
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
-from pipeline.data.prepared import Dataset
-from pipeline.data.reader import READ_AHEAD, Reader
+from pipeline.data.prepared import Dataset, RowFile, read
+from pipeline.data.reader import READ_AHEAD, OpenRows, Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
 from tests.nets import labelled, task_of
@@ -326,9 +329,9 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
     loaded = threading.Semaphore(0)
     load = Reader._load
 
-    def counted(self: Any, rows: Tensor) -> Any:
+    def counted(self: Any, *arguments: Any) -> Any:
         loaded.release()
-        return load(self, rows)
+        return load(self, *arguments)
 
     monkeypatch.setattr(Reader, "_load", counted)
     epoch = make(digits, placement="streamed").epoch(0)
@@ -341,28 +344,52 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
     del epoch
 
 
-def test_the_system_knows_the_next_rows_of_arrays_that_memory_may_not_hold(
-    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the_file(
+    digits_folder: Path, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int, int]] = []
 
-    def madvise(*arguments: int) -> None:
+    def fadvise(descriptor: int, *arguments: int) -> None:
         told.append(arguments)  # type: ignore[arg-type]
-        assert system(*arguments) == 0
+        system(descriptor, *arguments)
 
-    system = reader._madvise
-    monkeypatch.setattr(reader, "_madvise", madvise)
-    monkeypatch.setattr(reader, "exceeds_cache", lambda size: size == digits.train.inputs.nbytes)
-    epoch = make(tagged(digits), placement="streamed").epoch(0)
-    _, numbers = next(epoch)
-    while len(told) < 2 * 96:
+    system = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    monkeypatch.setattr(environment, "memory_limits", lambda: [150_000])
+    beyond = read(digits_folder)
+    assert set(beyond.train.files) == {"inputs"}, "92,032 bytes are more than half of 150,000"
+    beyond.train.inputs.fill_(0)  # does not reach the file
+    epoch = make(beyond, placement="streamed").epoch(0)
+    first = next(epoch)
+    while len(told) < 1 + 2 * 96:
         time.sleep(0.001)
-    numbers = torch.cat([numbers, *(each[1] for each in epoch)])
-    ranges = [(digits.train.inputs[row].data_ptr(), 64) for row in numbers.tolist()]
-    assert len(told) == len(ranges) == 14 * 96
-    for (place, size, advice), (first, length) in zip(told, ranges, strict=True):
-        assert (place % mmap.PAGESIZE, advice) == (0, mmap.MADV_WILLNEED)
-        assert first - mmap.PAGESIZE < place <= first < first + length == place + size
+    images, labels = whole(chain([first], epoch))
+    expected = whole(make(digits).epoch(0))
+    assert torch.equal(images, expected[0])
+    assert torch.equal(labels, expected[1])
+    _, order = whole(make(tagged(digits)).epoch(0))
+    start = (digits_folder / "train_inputs.npy").stat().st_size - digits.train.inputs.nbytes
+    rows = [(start + 64 * row, 64, os.POSIX_FADV_WILLNEED) for row in order.tolist()]
+    assert told == [(0, 0, os.POSIX_FADV_RANDOM), *rows]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "int64", "float16", "float64"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 5)])
+def test_rows_of_any_type_are_read_from_a_file(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 200, (20, *shape)).astype(dtype)
+    path = tmp_path / "rows.npy"
+    np.save(path, values)
+    rows = torch.tensor([19, 0, 7, 7])
+    found = torch.empty((4, *shape), dtype=torch.from_numpy(values).dtype)
+    row_bytes = values.nbytes // 20
+    with path.open("rb", buffering=0) as file:
+        opened = OpenRows(RowFile(path, path.stat().st_size - values.nbytes, row_bytes), file.fileno())
+        opened.announce(rows)
+        opened.read(rows, found)
+        np.testing.assert_array_equal(found.numpy(), values[rows])
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(OSError, match=r"rows\.npy: row 19 cannot be read whole; run `dvc repro --force prepare`"):
+            opened.read(rows, found)
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
@@ -371,11 +398,11 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
     load = Reader._load
     calls = []
 
-    def fails(self: Any, rows: Tensor) -> Any:
-        calls.append(rows)
+    def fails(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
         if len(calls) == 3:
             raise OSError("the disk went away")
-        return load(self, rows)
+        return load(self, *arguments)
 
     monkeypatch.setattr(Reader, "_load", fails)
     epoch = make(digits, placement="streamed").epoch(0)
