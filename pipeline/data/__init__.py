@@ -3,8 +3,8 @@
 ``sources`` fetches and verifies raw files. ``datasets`` decodes the raw files of images; ``arrays`` and ``text`` decode
 other formats, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` reads them.
 ``batches`` shuffles, shards and augments the samples, and lets the task make batches; ``loader`` does the same with
-PyTorch's DataLoader. Fetching, preparing and training exchange only files, so a change re-runs only the stages that it
-affects.
+PyTorch's DataLoader. The stages fetch, prepare and train exchange only files, so after a change only the affected
+stages run again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYNTHETIC_DESCRIPTION = "synthetic.json"
 
 
 LIMIT_BYTES = 1 << 28
-"""Largest size of a raw file; in an image folder each file is one image."""
+"""Largest size of a raw file that is read whole, such as an image of an image folder."""
 
 
 class DataError(PipelineError):

@@ -1,4 +1,4 @@
-"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted, so each size is checked."""
+"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted: every size is checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 16 << 20
 LIMIT_HEADER_BYTES = 1 << 20
 """Largest header of a .safetensors file: more than enough for the descriptions of many arrays."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest size of a row. A chunk in memory holds at least one row, and even a small file can declare a huge row, or
+"""Largest size of a row, because a chunk in memory holds at least one row. Even a small file can declare a huge row, or
 contain a huge row in compressed form."""
 
 
@@ -48,7 +48,10 @@ class Array(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def chunks(self, length: int | None = None) -> Iterator[Rows]:
-        """Yield chunks of ``length`` rows (None: of ``CHUNK_BYTES``). Raises DataError if the array is cut short."""
+        """Yield chunks of ``length`` rows; if ``length`` is None, chunks of about ``CHUNK_BYTES`` bytes.
+
+        Raises DataError if the array is cut short.
+        """
         length = length or max(1, CHUNK_BYTES // (self.row_bytes or 1))
         with naming(self.path):
             yield from self._of_table(length) if self.columns else self._of_stream(length)
@@ -85,8 +88,8 @@ class Array(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Array]:
-    """Yield the arrays that the file's header describes. Raises DataError for a damaged file, and for values that are
-    not numbers in rows of one shape."""
+    """Yield the arrays that the file's header describes. Raises DataError for a damaged file, and for an array
+    that does not hold numbers in rows of one shape."""
     with naming(path):
         for array in _READERS[path.suffix](path):
             check_name(array.member, path)
@@ -125,7 +128,7 @@ def _in_numpy(path: Path) -> Iterator[Array]:
     """Yield the array of a .npy file, or the arrays of an .npz file."""
     members = zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]
     if len(set(members)) < len(members):
-        raise ValueError("two arrays of one name")
+        raise ValueError("two arrays have the same name")
     for member in members:
         with _stream(path, member) as file:
             first = np.lib.format.read_magic(file) == (1, 0)
@@ -143,7 +146,7 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > LIMIT_HEADER_BYTES:
-            raise ValueError(f"a header of {length:,} bytes")
+            raise ValueError(f"the header has {length:,} bytes, which is too many")
         header = json.loads(file.read(length))
     for name, each in header.items():
         if name != "__metadata__":
@@ -152,13 +155,13 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
                 raise ValueError(f"{name} starts {-start:,} bytes before the values")
             array = Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
             if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
-                raise ValueError(f"{name} has {end - start:,} bytes")
+                raise ValueError(f"{name} has {end - start:,} bytes, which do not fit its shape")
             yield array
 
 
 def _in_table(path: Path) -> Iterator[Array]:
-    """Yield each column as an array. In a table without a column ``inputs``, all columns except ``targets`` together
-    form the inputs.
+    """Yield each column as an array. But if no column is named ``inputs``, all columns except ``targets`` together form
+    the inputs.
 
     A column holds numbers. A column that forms an array alone may instead hold lists of numbers. All lists have the
     length that the column's type declares.

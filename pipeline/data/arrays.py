@@ -7,7 +7,8 @@ An array's type decides how the array is used. Integer targets, one per sample, 
 predict. Integer inputs [N, L] without targets are tokens. Other inputs, and float targets, become float32, but uint8
 inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
 
-``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out.
+``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out
+for testing.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Write the arrays of ``fetch.arrays``, a function or a saved data set, as .npy files into the empty ``directory``.
+    """Write .npy files into the empty ``directory``, from the function or saved data set that ``fetch.arrays`` names.
 
-    A function is called with ``split``, "train" and then "test". It yields the split's next n samples as a dict of
-    ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. One such chunk is in memory at a time.
+    A function is called twice, with ``split`` "train" and then "test". It yields the split's next n samples as a dict
+    of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one such dict is in memory.
     Raises DataError if the function or the data set yields anything else.
     """
     name = str(fetch.arrays)
@@ -105,7 +106,7 @@ def _called(fetch: Fetch, name: str, split: str) -> Any:
 def _saved(folder: Path, split: str) -> Iterator[Any]:
     """Yield chunks of the saved data set's ``split``. A data set without splits counts as the train split.
 
-    Raises DataError.
+    Raises DataError if the library is missing, if the data set cannot be read, and for a split of another name.
     """
     try:
         from datasets import load_from_disk
@@ -194,8 +195,8 @@ def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
-    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a conversion
-    would wrap a number that is out of range.
+    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a number
+    that is out of range would wrap around when it is converted.
     """
     count = 0
     for array in (arrays[name] for arrays in (train, test) if arrays):
@@ -268,7 +269,7 @@ def _rows(
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for numbers out of its range, and for integers that it rounds."""
+    """Return ``rows`` as ``dtype``. Raises DataError for numbers that ``dtype`` cannot hold or would round."""
     if rows.size and rows.dtype != dtype:
         integers = rows.dtype.kind in "iu"
         low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))

@@ -46,7 +46,7 @@ def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding
 
 
 def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) -> Tensor:
-    """Pad [b, C, H, W] with ``padding`` zeros all around, then cut image i's H x W window at (top[i], left[i]).
+    """Pad images [b, C, H, W] by ``padding`` zeros on each side; return image i's H x W window at (top[i], left[i]).
 
     ``each`` is arange(b). The windows are a strided view, so the index holds one number per image, not per pixel.
     """
@@ -56,14 +56,15 @@ def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) 
 
 
 def flip(images: Tensor, flipped: Tensor) -> Tensor:
-    """Mirror left-right the images of [b, C, H, W] for which ``flipped`` [b] is true."""
+    """Mirror, left to right, each of the images [b, C, H, W] for which ``flipped`` [b] is true."""
     return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """Set to zero, in place, a square of ``side`` pixels centred on (row[i], column[i]), cut off at the edges.
+    """Set a square of image i to zero, in place. It is ``side`` pixels wide, with the centre (row[i], column[i]).
 
-    Zero is the mean of normalised images. Source: DeVries and Taylor (2017), arXiv:1708.04552.
+    A square is cut off at the image's edges. Zero is the mean of normalised images. Source: DeVries and Taylor (2017),
+    arXiv:1708.04552.
     """
     height, width = images.shape[2:]
     rows = torch.arange(height, device=images.device) - (row.view(-1, 1) - side // 2)

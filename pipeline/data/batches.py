@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""Where the arrays are: "resident" on the device, or in a memory map that a thread ("streamed") or worker processes
-("dataloader") read."""
+"""Where the arrays are: on the device ("resident"), in a memory map that a thread reads ("streamed"), or in a memory
+map that worker processes read ("dataloader")."""
 
 RESIDENT_FRACTION = 0.25
 """Placement auto chooses resident if the training arrays take at most this share of the device's free memory."""
@@ -132,8 +132,8 @@ class TrainBatches:
     def hold(self) -> None:
         """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
 
-        Without the pause, reading ahead would slow down another variant's window, and this variant's next window would
-        not include the time for reading.
+        Without the pause, reading ahead would slow down another variant's window. And this variant's next window would
+        not include the time for reading these micro-batches.
         """
         for reader in self._readers:
             reader.hold()
@@ -217,12 +217,12 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Resolve placement auto by the memory that is free now. All ranks and seeds use the main rank's choice."""
+    """Choose the placement for the setting auto, by the free memory. All ranks and seeds use the main rank's choice."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return placement_within(free, dataset)
 
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
-    """Resolve placement auto for ``free_bytes`` of free device memory."""
+    """Choose the placement for the setting auto if ``free_bytes`` of the device's memory are free."""
     needed = sum(array.nbytes for array in dataset.train.arrays.values())
     return "resident" if needed <= RESIDENT_FRACTION * free_bytes else "streamed"

@@ -42,8 +42,8 @@ IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats of images that are decoded. Pillow recognises a format by the file's content, not by its name. Without this
 list, Pillow would start Ghostscript for an EPS file."""
 Image.MAX_IMAGE_PIXELS = LIMIT_BYTES // 4
-"""Largest number of pixels of an image: a file of a few kilobytes can declare more. Each pixel takes four bytes, and
-four more bytes during the conversion to RGB."""
+"""Largest number of pixels of an image. A limit is needed because a file of a few kilobytes can declare any number.
+Each pixel takes four bytes, and four more bytes during the conversion to RGB."""
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -245,7 +245,7 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
     number = {name: index for index, name in enumerate(classes)}
     unknown = sorted({path.split("/")[1] for path, _ in rows} - set(classes))
     if unknown:
-        raise DataError(f"image_folder: class {', '.join(unknown)} stands under test/ but not under train/.")
+        raise DataError(f"image_folder: class {', '.join(unknown)} is under test/ but not under train/.")
     images = [_Image(path, digest, number[path.split("/")[1]]) for path, digest in rows]
     train = [image for image in images if image.path.startswith("train/")]
     test = [image for image in images if image.path.startswith("test/")]

@@ -51,11 +51,11 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
 
 
 def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:
-    """Return which samples go into the test split, [N] bool: ``fraction`` of each class, at least one, never all.
+    """Return which samples are for testing, [N] bool: ``fraction`` of each class, but at least one and never all.
 
-    Samples are chosen by the first 8 bytes of their key's SHA-256. So the split is the same on all machines, in all
-    versions and for any order of the samples, and adding a sample hardly changes the split. The only sample of a class
-    stays in training. ``labels``: [N] integers from 0.
+    A class with only one sample keeps it for training. Samples are chosen by the first 8 bytes of their key's SHA-256.
+    So the split is the same on every machine and for any order of the samples, and adding a sample hardly changes the
+    split. ``labels``: [N] integers from 0.
     """
     numbers = np.asarray(labels, np.intp)  # an empty list would become floats
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))

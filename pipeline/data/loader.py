@@ -42,7 +42,7 @@ class WorkerBatches:
         self._epochs = 0
 
     def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: a tensor [m, b] per item of ``Draw``."""
+        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: one [m, b] tensor per item of ``Draw``."""
         self._brake.release()
         self._order.draws = draws
         if self._loader is None:
@@ -144,6 +144,6 @@ class _Brake:
 
 
 def _ignore_signals(_: int) -> None:
-    """Ignore SIGINT and SIGTERM: the current step still needs the workers. The training process ends the workers."""
+    """Ignore SIGINT and SIGTERM, because the current step still needs the workers. The training process ends them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -71,7 +71,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     )
     try:
         check_batch(config.train.batch_size, description.name, description.train_count)
-    except ConfigError as error:  # the data, which may have taken hours, is kept; training raises this error
+    except ConfigError as error:  # the data are kept, because preparing may take hours; training raises it
         print(f"warning: {error}", file=sys.stderr)
 
 

@@ -38,7 +38,7 @@ such an array, and ``Reader`` announces the next rows to the system instead."""
 
 @dataclass(frozen=True)
 class RowFile:
-    """Where an array's rows lie in its file."""
+    """The place of an array's rows in its file."""
 
     path: Path
     offset: int

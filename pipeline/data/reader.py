@@ -17,13 +17,13 @@ READ_AHEAD = 4
 """Largest number of micro-batches that the background thread reads ahead."""
 
 _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
-"""Rows of each array, and the event that marks the end of the rows' copies to a GPU (None on the CPU)."""
+"""Rows of each array, and the event after which their copies to a GPU are complete (None on the CPU)."""
 
 
 class OpenRows:
-    """Rows of an array that may not stay in the page cache, read from its open file.
+    """Reads rows from an array's open file, for an array that may not stay in the page cache.
 
-    To read a row takes less processor time than to map its pages, which would be used once and then unmapped.
+    Reading a row takes less processor time than mapping its pages, which would be used once and then unmapped.
     """
 
     def __init__(self, file: RowFile, descriptor: int) -> None:
@@ -51,7 +51,7 @@ class OpenRows:
 
 class Reader:
     """Gathers rows of arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead. An array's rows come
-    from its memory map, or from its file if ``files`` has one at its place.
+    from its memory map. But if ``files`` has a file at the array's index, they come from this file.
 
     On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching allocators reuse a
     pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the memory of the rows on the

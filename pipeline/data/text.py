@@ -29,8 +29,8 @@ BLOCK_BYTES = 1 << 20
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
 _UNREAD = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Folders that ``python_source`` skips: tests, some with files that are broken on purpose, caches and packages that do
-not belong to Python."""
+"""Folders that ``python_source`` skips: folders of tests (some test files are broken on purpose), of caches, and of
+packages that do not belong to Python."""
 
 
 def root(fetch: Fetch) -> Path:
@@ -43,7 +43,7 @@ def root(fetch: Fetch) -> Path:
 def files(fetch: Fetch) -> list[str]:
     """Return the paths of the text files, sorted, relative to ``root``.
 
-    Raises DataError for fewer than two files, and for an empty file of the user's.
+    Raises DataError for fewer than two files, and for an empty file in the user's folder.
     """
     top, of_python = root(fetch), fetch.dataset == "python_source"
     found, unread = [], _UNREAD if of_python else set()
@@ -63,7 +63,7 @@ def files(fetch: Fetch) -> list[str]:
 
 
 def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the files that ``directory``'s listing names; ``prepare.test_fraction`` of the files are for testing."""
+    """Decode the files that ``directory``'s listing names. A share ``prepare.test_fraction`` of them is for testing."""
     rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
     tokenizer = _Bytes() if kept.tokenizer is None else _OfFile(Path(kept.tokenizer).expanduser())
     test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)
@@ -83,7 +83,9 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
-    """Cut tokens into at most ``limit`` windows, [n, length + 1]; an incomplete last window is dropped.
+    """Cut tokens into windows, and yield them in chunks [n, length + 1]: at most ``limit`` windows in all.
+
+    An incomplete last window is dropped.
 
     Neighbouring windows share a token: the last target of a window is the first input of the next window.
     """
@@ -111,7 +113,10 @@ class _Bytes:
 
 
 class _OfFile:
-    """The tokens of a tokenizer that https://github.com/huggingface/tokenizers wrote to a file. Raises DataError."""
+    """The tokens of a tokenizer that the library https://github.com/huggingface/tokenizers wrote to a file.
+
+    Raises DataError if the library is missing, or if the file cannot be read as a tokenizer.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

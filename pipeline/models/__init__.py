@@ -25,7 +25,8 @@ _SMALL_IMAGE = 64
 
 
 _FILLED_IN = {"image_size", "input_size", "dropout"}
-"""Arguments that torchvision's model classes require but users may omit. The builders set all other such arguments."""
+"""Required arguments of torchvision's model classes that a user may set, because the builders only have defaults for
+them. The builders set all other required arguments."""
 
 
 class ModelError(PipelineError):
@@ -38,7 +39,8 @@ def build(
     """Build a single-device float32 model that maps inputs like ``inputs`` [n, ...] to outputs [n, *``outputs``].
 
     ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
-    ``torchvision_model``), or the user's own ``module:factory``. The model's function gets ``options`` and ``data``.
+    ``torchvision_model``), or the user's own ``module:factory``. The function that makes the model gets ``options`` and
+    ``data``.
     ``data`` is the task's description of inputs and outputs, such as ``channels``, ``height``, ``width`` and
     ``classes``. The initial weights depend only on torch's random state. Raises ModelError for an invalid name, option
     or output.
@@ -81,7 +83,7 @@ def load(name: str) -> None:
 
 
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Two 5x5 convolutions of 20 channels and two linear layers, 320-50-10 for 28x28x1: a usual textbook model.
+    """Two 5x5 convolutions of 20 channels and two linear layers (320-50-10 for 28x28x1 images): a textbook model.
 
     If both sides have at least 16 pixels, the convolutions are not padded, as in textbooks. On smaller images, the
     convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU. Both are monotone, so the
@@ -286,7 +288,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
-    """Raise ModelError unless the model, in training mode, returns ``outputs`` per sample of ``inputs``.
+    """Raise ModelError unless the model, in training mode, returns an output of shape ``outputs`` for each sample.
 
     Runs a forward pass, which costs less than a training step. For a small model the meta device would cost more,
     because it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random state, so

@@ -10,7 +10,7 @@ from pipeline.errors import PipelineError
 
 
 class GPT(nn.Sequential):
-    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for the token that follows each; t is at most ``length``.
+    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for each token's successor; t is at most ``length``.
 
     Pre-norm blocks (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019) with rotary positions
     (Su et al., arXiv:2104.09864). The last layer shares the embedding's weights (Press and Wolf, arXiv:1608.05859).
@@ -27,7 +27,7 @@ class GPT(nn.Sequential):
         blocks = [Block(width, heads, length) for _ in range(depth)]
         super().__init__(embedding, *blocks, nn.LayerNorm(width), head)
         nn.init.normal_(embedding.weight, std=0.02)
-        for name, weight in self.named_parameters():  # smaller weights where outputs add up over the blocks
+        for name, weight in self.named_parameters():  # layers whose outputs add up over the blocks get smaller weights
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)
 

@@ -14,7 +14,7 @@ from pipeline.params import Train
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer's class, or a function that creates it, and its keyword arguments."""
+    """An optimizer's class, or a function that creates the optimizer, and the keyword arguments for either."""
 
     cls: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]

@@ -46,8 +46,8 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     """Unit of the throughput. A sample has ``units_per_sample`` units."""
     loss_by_row: ClassVar[bool] = False
-    """True if ``loss`` is the mean over all vectors of length d in the outputs [..., d], such as one per token: a part
-    of a batch can then be a part of a sample. False if ``loss`` is the mean over whole samples."""
+    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as a
+    token's. Then a batch can also be divided within a sample. False if ``loss`` is the mean over whole samples."""
     directions: ClassVar[Mapping[str, Literal["higher is better", "lower is better"]]] = {}
     """Name of each figure that ``findings`` returns -> whether higher or lower values are better."""
 
@@ -156,7 +156,7 @@ class Task(ABC):
         return inputs.new_zeros((count, *inputs.shape[1:]))
 
     def check(self) -> None:
-        """Try the user's own loss and score on noise. Raises ObjectiveError if they cannot compare variants."""
+        """Try the user's own loss and score on noise. Raises ObjectiveError if they are unfit to compare variants."""
         rows = torch.arange(PROBES) % len(self.dataset.train)
         _, targets = self.on(CPU).batch([self.dataset.train.arrays[name][rows] for name in self.arrays])
         noise = torch.randn(PROBES, *self.output_shape(), generator=torch.Generator().manual_seed(0))

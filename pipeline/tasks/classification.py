@@ -9,7 +9,7 @@ from pipeline.tasks.base import Task, TaskError
 
 
 class Classification(Task):
-    """Cross-entropy and accuracy."""
+    """The loss is the cross-entropy, and the score is the accuracy."""
 
     def __post_init__(self) -> None:
         if not self.dataset.classes:
@@ -48,8 +48,8 @@ class Classification(Task):
 def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
     """Return T^2 KL(softmax(taught / T) || softmax(logits / T)), the mean over rows [..., classes]; T: temperature.
 
-    The factor T^2 compensates the gradients, which shrink as 1 / T^2. Source: Hinton et al., "Distilling the Knowledge
-    in a Neural Network", 2015, section 2.
+    The gradients of KL shrink as 1 / T^2, and the factor T^2 compensates for this. Source: Hinton et al., "Distilling
+    the Knowledge in a Neural Network", 2015, section 2.
     """
     ours, theirs = ((each.float() / temperature).flatten(0, -2).log_softmax(-1) for each in (logits, taught))
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)

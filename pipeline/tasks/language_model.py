@@ -17,7 +17,10 @@ from pipeline.tasks.classification import divergence, near_ties
 
 
 class LanguageModel(Task):
-    """Cross-entropy and accuracy of the next token. A sample is a window; its score is the mean over its tokens."""
+    """The loss is the next token's cross-entropy, and the score is the next token's accuracy.
+
+    A sample is a window. Its loss and its score are means over its tokens.
+    """
 
     arrays = ("inputs",)
     unit = "tokens"
@@ -28,7 +31,7 @@ class LanguageModel(Task):
         if self.dataset.vocabulary is None:
             raise TaskError(
                 f"train.task: found 'language_model', but {self.dataset.name} has no tokens; allowed: a data set of "
-                "text, arrays of integer inputs [N, length + 1] alone, or another task."
+                "text, arrays of integer inputs [N, length + 1] without targets, or another task."
             )
 
     @property

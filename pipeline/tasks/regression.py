@@ -15,7 +15,7 @@ from pipeline.tasks.base import Task, TaskError
 
 
 class Regression(Task):
-    """Mean squared error, and the share of samples whose outputs are all near their targets.
+    """The loss is the mean squared error. The score is the share of samples whose outputs are all near their targets.
 
     Errors are in standard deviations of the training targets. The option ``tolerance`` of ``train.task_options`` is the
     largest error that counts as near (0.5 by default).

@@ -57,7 +57,7 @@ class ActivationCheckpointing(Technique):
                 "its own. Put layers that belong together into an nn.Sequential, or remove activation_checkpointing."
             )
         for block in self.choice(setup, found):
-            block.forward = _recomputed(block, self.contexts())  # per instance: names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # only of this instance: names in the state dict stay
 
     @property
     def where(self) -> str:
@@ -75,10 +75,10 @@ class ActivationCheckpointing(Technique):
 
 
 class SelectiveCheckpointing(ActivationCheckpointing):
-    """Blocks also keep the outputs of matrix products, convolutions and attention, and recompute all others.
+    """Blocks also keep the outputs of matrix products, convolutions and attention, and recompute all other outputs.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023. Kept
-    outputs must not be overwritten, so modules with ``inplace=True`` are set to make new tensors of the same values.
+    outputs must not be overwritten, so modules with ``inplace=True`` are set to write to new tensors.
     """
 
     name = "selective_checkpointing"
@@ -95,9 +95,10 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to checkpoint: the outermost with submodules and parameters, but without a sequence of blocks.
+    """Yield the modules to checkpoint: the outermost modules that have submodules and parameters.
 
-    A ModuleList or ModuleDict is never a block: a model calls its elements, not the container.
+    A module that contains a sequence of blocks is not a block. Nor is a ModuleList or ModuleDict, because a model calls
+    its elements, not the container.
 
     In a ResNet the blocks are the residual blocks; in a vision transformer, the encoder blocks; in a plain stack of
     Sequentials, each Sequential of layers.
@@ -127,8 +128,8 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
-        # Recomputation in compiled code repeats no side effects, such as BatchNorm's count, so the statistics need not
-        # be held. Besides, the compiler accepts only the contexts of selective checkpointing.
+        # Recomputation in compiled code repeats no side effects, such as the count of BatchNorm's batches. So the
+        # statistics need not be held. Besides, the compiler accepts only the contexts of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
@@ -148,7 +149,7 @@ def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
-        if not isinstance(norm, _BatchNorm):  # InstanceNorm averages over samples, which rounds even at momentum 0
+        if not isinstance(norm, _BatchNorm):  # InstanceNorm's mean over samples rounds even at momentum 0
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
         if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
-"""Bytes of the smallest tensor that is moved: to copy a smaller tensor costs more than its memory is worth."""
+"""Bytes of the smallest tensor that is copied: copying a smaller one takes more time than its memory is worth."""
 IN_FLIGHT = 4
 """Largest number of unfinished copies to the host: if there are more, the computation waits for the oldest copy.
 Without this limit all copied tensors would keep their device memory, because the host runs ahead of the device."""
@@ -51,7 +51,7 @@ class _Away:
 
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
-    """Move tensors that autograd keeps inside the block to the host, except those whose storage is ``staying``."""
+    """Move tensors that autograd keeps inside the block to the host, except those whose storage is in ``staying``."""
 
     leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 

@@ -74,7 +74,7 @@ class Attention(Technique):
 
 
 def _attends(setup: Setup) -> bool:
-    """Return whether the model calls scaled_dot_product_attention. Such a call fails if every kernel is forbidden."""
+    """Return whether the model calls scaled_dot_product_attention. With every kernel forbidden, such a call fails."""
     try:
         with sdpa_kernel([]):
             setup.outputs()

@@ -26,8 +26,8 @@ class Stored:
     """Reads one part of the training for a checkpoint, and loads this part. All ranks call each function together."""
 
     read: Callable[[], dict[str, Any]]
-    """Returns the whole state of a single device, on every rank. A tensor of which each rank holds a part is returned
-    as a DTensor."""
+    """Returns the whole state on every rank, in the form of a single device's state. A tensor of which each rank holds
+    a part is returned as a DTensor."""
     load: Callable[[dict[str, Any]], object]
     """Loads a whole state that the main rank has read from a checkpoint (``World.announced``)."""
 
@@ -39,8 +39,8 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """True if ``loss`` is the mean over all vectors of length d in the outputs [..., d], such as one per token: it can
-    then be computed for a part of a sample. False if ``loss`` is the mean over whole samples."""
+    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as a
+    token's. Then the loss of a part of a sample can be computed. False if ``loss`` is the mean over whole samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
         """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
@@ -73,14 +73,14 @@ class Setup:
     step: TrainingStep = field(init=False)
     """The plain step of model and optimizer, whose parts techniques replace."""
     model_state: Stored = field(init=False)
-    """The single-device model, even if each rank holds only a part of it."""
+    """Reads and loads the state of the single-device model, even if each rank holds only a part of the model."""
     optimizer_state: Stored = field(init=False)
     replays: bool = False
-    """True if steps are replayed from CUDA graphs: the allocator does not see the memory of a replayed step."""
+    """True if steps are replayed from CUDA graphs. The allocator does not see the memory of a replayed step."""
     kept_models: list[nn.Module] = field(default_factory=list)
     """Models on the device in addition to the trained model."""
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
-    """Each returns bytes kept between steps for exchanging gradients, not counting the gradients."""
+    """Functions that return how many bytes are kept between steps for exchanging gradients, without the gradients."""
 
     def zeros(self) -> torch.Tensor:
         """Return two samples of zeros with the shape of the model's inputs, on the model's device."""
@@ -108,7 +108,7 @@ class Technique:
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
         """Return a function that says why the model cannot be divided among a given number of processes. Called when
-        the variant is planned. The model is on the CPU, changed by the techniques before this technique."""
+        the variant is planned. The model is on the CPU, and the techniques before this technique have changed it."""
         return lambda processes: None  # noqa: ARG005
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Checkpoint the activations of as many blocks as a memory budget requires, chosen by their memory and operations."""
+"""Checkpoint as many blocks as a memory budget requires, chosen by their activations' memory and their operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.techniques.precision import DTYPES
 
 
 class CheckpointingBudget(ActivationCheckpointing):
-    """Checkpoints blocks until the kept activations take at most a given fraction of the bytes without checkpointing.
+    """Checkpoints blocks until at most a given fraction of the activations' bytes is still kept.
 
     The activations and operations of each block are measured on fake tensors, with the job's own micro-batch. The
     choice of blocks is a knapsack problem; see ``Kept.cheapest``.
@@ -126,7 +126,7 @@ def measured(
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
-                alive.append(tensor.detach())  # keeps the storage's address, the key, from being used again
+                alive.append(tensor.detach())  # so that the storage's address, which is the key, is not used again
             return tensor.detach()
 
         def begins(index: int) -> Callable[..., None]:

@@ -75,7 +75,10 @@ class _Head(nn.Linear):
 
 
 def head(setup: Setup) -> nn.Linear | None:
-    """Run the model once; return the linear layer whose output is the model's output, or None if there is none."""
+    """Run the model once; return the linear layer whose output is the model's output.
+
+    Returns None if there is no such layer, or if the model calls the layer more than once.
+    """
     seen: list[tuple[nn.Linear, Tensor]] = []
     linears = [each for each in setup.model.modules() if type(each) is nn.Linear]
     hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]

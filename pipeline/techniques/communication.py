@@ -23,9 +23,9 @@ from pipeline.techniques.base import Setup, Stored, Technique
 RANK = 2
 """The rank of PowerSGD's factors, as in the paper's image classifiers."""
 DENSE_STEPS = 2
-"""The fewest steps before PowerSGD begins. torch requires two, as DDP rebuilds its buckets after the first step."""
+"""The fewest steps before PowerSGD begins. torch requires two, because DDP rebuilds its buckets after the first."""
 NEVER_ZERO = 1e-8
-"""Added to the norm of PowerSGD's columns, for gradients that are all zero."""
+"""Added to the norms of PowerSGD's columns, so that no norm is zero if a gradient is all zeros."""
 
 
 class _Hook(Technique):
@@ -61,7 +61,7 @@ class BF16Compression(_Hook):
 
 
 class PowerSGD(_Hook):
-    """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start, after the dense first steps.
+    """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start. The first steps are plain DDP.
 
     From step to step, PowerSGD keeps the error of the last factors and one of the factors (Q). torch stores both per
     bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint stores both per
@@ -109,7 +109,7 @@ class PowerSGD(_Hook):
             return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
         with _gpus_unseen():
             # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, two
-            # buckets' reductions could begin in a different order on each rank. NCCL's begin at once, in order.
+            # buckets' reductions could begin in a different order on each rank. NCCL begins them at once and in order.
             future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
             future.wait()
         return future

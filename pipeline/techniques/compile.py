@@ -26,15 +26,15 @@ class Compile(Technique):
 
     DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP stays around the compiled model.
     The compiler then ends a graph where a bucket of gradients ends (DDPOptimizer in
-    torch/_dynamo/backends/distributed.py). So the reduction of one bucket overlaps with the backward pass of the next.
+    torch/_dynamo/backends/distributed.py). So one bucket's reduction overlaps with the backward pass of the next graph.
 
-    The batch's shape is the same in every step, so it is fixed in the code (``dynamic=False``). The whole model must
-    be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails with the
-    reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
+    The batch's shape is the same in every step, so code is generated for this shape only (``dynamic=False``). The whole
+    model must be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails
+    with the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    A CPU has no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. On a CPU,
-    max-autotune tunes only the kernels of batched matrix products, such as those in attention: its other kernels need
-    constant weights.
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. There,
+    max-autotune tunes only the kernels of batched matrix products, such as those in attention, because its other
+    kernels need constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.
@@ -50,12 +50,12 @@ class Compile(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read when first used
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
         import torch._inductor.compile_fx  # noqa: F401
 
     def change_model(self, setup: Setup) -> None:
         self.prepare_process()
-        torch._dynamo.reset()  # earlier seeds' compilations count against a limit
+        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit
         if isinstance(setup.model, DistributedDataParallel):
             setup.model.module = self._compiled(setup.model.module)
         else:

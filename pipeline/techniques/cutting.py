@@ -1,4 +1,4 @@
-"""Choose where a pipeline cuts its model, from the time of each unit of the model's chain on the device."""
+"""Choose where a pipeline cuts its model, by the time that each unit of the model's chain takes on the device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def best_cut(
 
     Each unit is timed alone on this rank's device. ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the
     step's precision, which decides the dtypes of the tensors between stages. The model and the random state stay
-    unchanged. Raises NotAChain.
+    unchanged. Raises NotAChain if the model cannot be cut into so many stages.
     """
     device = world.device
     units, joins = parts(model, images, autocast)
@@ -101,7 +101,7 @@ def parts(
     """Return the units between which ``model`` can be cut, and their ``joins`` (see ``Cut``).
 
     ``images`` float32 [b, C, H, W], on the model's device. The model and the random state stay unchanged. Raises
-    NotAChain.
+    NotAChain if the model cannot be cut.
     """
     units, device = chain(model), images.device
     with _unchanged(model, device), torch.no_grad(), autocast():

@@ -32,7 +32,7 @@ def _dimensions(plan: Plan) -> dict[str, int]:
 
 
 class FSDP(Technique):
-    """Applies ``fully_shard`` (FSDP2) to each of the model's blocks, and to the model for parameters outside of blocks.
+    """Applies ``fully_shard`` (FSDP2) to each of the model's blocks, and to the whole model for the other parameters.
 
     N consecutive ranks share one model. Each rank holds 1/N of every parameter, gradient and optimizer state, split
     along the first dimension. With ``replicas`` there are several such models, which average their gradients. BatchNorm
@@ -48,12 +48,12 @@ class FSDP(Technique):
         units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # FSDP shards only this format; inputs can be channels_last
-        # None reshards blocks, but not the model's own parameters, with which the backward pass begins.
+        # None reshards blocks, but not the model's own parameters, because the backward pass begins with these.
         reshard = None if self.plan.applied.reshard_after_forward else False
         inside = outside = MixedPrecisionPolicy()
         if self.plan.applied.parameter_precision == "bf16":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            outside = replace(inside, output_dtype=torch.float32)  # the loss is a float32 sum
+            outside = replace(inside, output_dtype=torch.float32)  # the loss is computed in float32
             for norm in list(model.modules()):
                 if isinstance(norm, _BatchNorm) and any(True for _ in norm.parameters()):
                     # BatchNorm's kernels support only one mix: 16-bit inputs with float32 parameters and statistics.
@@ -63,7 +63,7 @@ class FSDP(Technique):
         self.model: FSDPModule = self._shard(model, outside, reshard)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Shard ``model`` like the trained model, but gather in float32 and reshard each part after its forward."""
+        """Shard ``model`` like the trained model, but gather in float32, and reshard each part after it has run."""
         model.to(memory_format=torch.contiguous_format)
         for part in (*blocks(model), model):
             self._shard(part, MixedPrecisionPolicy(), reshard=True)

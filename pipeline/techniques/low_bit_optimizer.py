@@ -14,7 +14,7 @@ class LowBitOptimizer(Technique):
     """bitsandbytes' AdamW keeps both moments in 8 bits; each block of 256 values has its own scale.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. Tensors of fewer than 4096
-    values keep their moments in float32: their state is small, and its accuracy matters more.
+    values keep their moments in float32, because their state is small and its accuracy matters more.
     """
 
     name = "low_bit_optimizer"

@@ -21,8 +21,8 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
     """Return modules that, run one after the other, compute the same as ``model``, with the model's own parameters.
 
     torch.fx records the operations of the model's forward pass; a layer, or a block in a sequence of blocks, is one
-    operation. The model is split between two operations if all later operations need only a single tensor, so never
-    inside a residual connection. Each unit, and so each stage, has trainable parameters.
+    operation. The model is split between two operations if all later operations need only a single tensor, so it is
+    never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
 
     Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
     """
@@ -60,9 +60,10 @@ def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequ
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Split ``costs`` into consecutive, non-empty ``parts`` so that the costliest part costs least; return their ends.
+    """Split ``costs`` into consecutive, non-empty ``parts``; return the index after the last cost of each part.
 
-    The costs must not be negative. Uses dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
+    The largest sum of a part is as small as possible. The costs must not be negative. Uses dynamic programming over the
+    prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
     >>> balanced([3, 1, 1, 1, 2], 2)

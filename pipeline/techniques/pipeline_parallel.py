@@ -79,7 +79,7 @@ class Pipeline(Technique):
     def change_model(self, setup: Setup) -> None:
         self._model = model = setup.model
         found: Cut | str | None = None
-        if self.world.is_main:  # other ranks wait: on a CPU they would take cores from this rank's timing
+        if self.world.is_main:  # other ranks wait: on a CPU they would slow down the timed units
             try:
                 found = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
                 print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
@@ -205,7 +205,7 @@ class Pipeline(Technique):
         return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
     def _split(self, cut: Cut) -> None:
-        """Keep this rank's stage on the device, and the rest of the model on meta, without values."""
+        """Keep this rank's stage on the device, and the rest of the model, without values, on the meta device."""
         self._cut = cut
         units = joined(chain(self._model), cut.joins)
         stages = [units[begin:end] for begin, end in pairwise((0, *cut.ends))]
@@ -234,9 +234,9 @@ class Pipeline(Technique):
         self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return ``tensor`` on the device if ``stage`` is this rank's, else on meta.
+        """Return ``tensor`` on the device if ``stage`` is this rank's stage, else on the meta device.
 
-        A tensor that moves from meta to the device is uninitialised.
+        A tensor that moves from the meta device to this rank's device is uninitialised.
         """
         device = self.world.device if stage == self._index else torch.device("meta")
         if tensor.is_meta == (device.type == "meta"):
@@ -303,7 +303,7 @@ class _Passing(nn.Module):
 
 
 class _Arriving(nn.Module):
-    """Returns the last stage's input as a view: older releases of torch detach any other output in place."""
+    """Returns the last stage's input as a view, because older releases of torch detach any other output in place."""
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         return passing.view_as(passing)

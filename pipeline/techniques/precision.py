@@ -46,7 +46,7 @@ class Float16(BFloat16):
         step = setup.step
         backward = step.backward
 
-        def update() -> None:  # replaces ``step.update``: a technique that wraps it must come later
+        def update() -> None:  # replaces ``step.update``, so a technique that wraps it must come later
             self.scaler.step(step.optimizer)
             self.scaler.update()
 

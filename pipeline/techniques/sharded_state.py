@@ -1,4 +1,4 @@
-"""Read state that ranks hold in parts as DTensors, and load it: each rank loads its own parts."""
+"""Read the state that ranks hold in parts, as DTensors, and load it: each rank loads its own parts."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Layout:
 
 
 Layouts = Mapping[nn.Parameter, Layout]
-"""Layouts of the parameters whose parts are plain tensors; a DTensor knows its own layout."""
+"""Layouts of the parameters whose parts are plain tensors; a DTensor contains its own layout."""
 
 
 def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> None:
     """Make checkpoints read each rank's parts of ``model`` and of its optimizer's state. A checkpoint is loaded from
-    whole tensors, which are sent to the ranks one by one.
+    whole tensors, which are sent to the ranks one after the other.
 
     Optimizer state that is split like its parameter, such as momentum, is a DTensor or has the shape of the rank's
     part. Other state, such as the count of steps, is the same on every rank.

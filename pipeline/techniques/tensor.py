@@ -29,7 +29,7 @@ _ELEMENT_BY_ELEMENT = (
 class Tensor(Replicated):
     """Applies ``parallelize_module`` to every pair of linear layers with only element-wise functions between them.
 
-    A model can also name a pair with attention by heads between its two layers (``tensor_pair`` of
+    A model can also name two layers with attention heads between them (``tensor_pair`` of
     ``pipeline.models.gpt.Attention``).
 
     Each rank computes a part of the first layer's outputs and, from this part, a partial result of the second layer.
@@ -60,8 +60,9 @@ class Tensor(Replicated):
                     parallelize_module(linear, mesh["model"], style, src_data_rank=None)  # all have the same weights
                 self.layouts |= _with_plain_parameters(linear)
             for module in pair.between:
+                # The first layer's output is a view, and autograd does not allow changes of this view in place.
                 if getattr(module, "inplace", False):
-                    vars(module)["inplace"] = False  # autograd does not allow changes of a layer's output, a view
+                    vars(module)["inplace"] = False
                 if isinstance(module, nn.Dropout):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
             pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, not a view
@@ -110,7 +111,7 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers, and the element-wise modules or the attention by heads between these layers."""
+    """Two linear layers, and the element-wise modules or the attention heads between these layers."""
 
     first: nn.Linear
     between: tuple[nn.Module, ...]
@@ -122,7 +123,8 @@ class Pair:
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Yield the pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
 
-    The model must use both layers, and the dropouts between them, only in this place: elsewhere the width is not cut.
+    The model must use both layers, and the dropouts between them, only in this place, because the width is not cut
+    elsewhere.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))

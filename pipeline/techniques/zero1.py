@@ -95,7 +95,7 @@ class _SharedOut(ZeroRedundancyOptimizer):
         return torch.optim.Optimizer.state_dict(self)
 
     def load_own_state(self, whole: dict[str, Any]) -> None:
-        """Load this rank's share of a whole state dict into ``optim``, which knows the dtypes of its state."""
+        """Load this rank's share of a whole state dict into ``optim``, which decides the dtypes of its state."""
         parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
         share = [parameters.index(id(each)) for group in self.optim.param_groups for each in group["params"]]
         state = {place: whole["state"][index] for place, index in enumerate(share) if index in whole["state"]}

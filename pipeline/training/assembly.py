@@ -42,8 +42,8 @@ DETERMINISTIC = "deterministic"
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
     """Return the plan (``plans.plan``), with no more processes than the model can be divided among.
 
-    ``prepared``: the data set's folder. A launcher sets the number of processes; then each process checks this number
-    when it sets up the model. Raises PipelineError.
+    ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps it, and each
+    process checks it when it sets up the model. Raises PipelineError.
     """
     launched = launched_size()
     found = plan_of(config, name, machine, launched)
@@ -192,10 +192,10 @@ class Assembly:
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
-        """Make a seed repeat exactly inside the block. If this is impossible, the yielded plan says so, on all ranks.
+        """Make a seed give the same numbers again inside the block. If this is impossible, the yielded plan says so.
 
-        PyTorch's strict mode does more than raise errors: attention's backward pass is deterministic only in this mode.
-        Without ``train.deterministic`` nothing is changed.
+        All ranks yield the same decision. PyTorch's strict mode does more than raise errors: attention's backward pass
+        is deterministic only in this mode. Without ``train.deterministic`` nothing is changed.
         """
         if not plan.train.deterministic:
             yield plan
@@ -235,7 +235,7 @@ class Assembly:
                     loss = task.objective.loss(outputs, targets)
                 loss.backward()
             task.objective.scores(outputs.detach().float(), targets)
-        except Exception as error:  # any other error is left to the training
+        except Exception as error:  # the training raises any other error
             return without_deterministic_form(error)
         finally:
             model.zero_grad()
@@ -253,7 +253,7 @@ def _make_exact() -> None:
 
 
 def forget_last_run(world: World) -> None:
-    """Free the last run's memory, so that the next seed does not count it.
+    """Free the last run's memory, so that it does not count as the next seed's memory.
 
     ``gc.collect`` is needed because checkpointed blocks form reference cycles.
     """

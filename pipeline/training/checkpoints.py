@@ -1,4 +1,4 @@
-"""Save and load checkpoints. Each is written completely or not at all, is checked when read, and resumes exactly."""
+"""Save and load checkpoints. Each is written completely or not at all, and checked when read. Runs resume exactly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def before(path: Path) -> Path:
 def keep(state: dict[str, Any], path: Path) -> None:
     """``save`` a checkpoint, after moving the existing checkpoint to ``before(path)``."""
     with suppress(FileNotFoundError):
-        path.replace(before(path))  # before saving, so that the disk never holds three
+        path.replace(before(path))  # moved before saving, so that the disk never holds three
     save(state, path)
 
 

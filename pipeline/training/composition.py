@@ -22,7 +22,7 @@ from pipeline.training.losses import DeviceLosses, HostLosses
 
 @dataclass(frozen=True)
 class Composed:
-    """One rank's training, ready to step."""
+    """One rank's training, ready for its first step."""
 
     plan: Plan
     world: World
@@ -53,9 +53,9 @@ def compose(
 ) -> Composed:
     """Compose the training of ``model``, which is moved to the rank's device. All ranks call this function together.
 
-    ``model``: a single-device module with the same initial weights on every rank. ``losses``: used instead of the
-    losses for the device. ``steady``: a steady state is measured, so techniques do not wait for the learning rate's
-    warm-up. ``teacher``: the weights of the variant's teacher.
+    ``model``: a single-device module with the same initial weights on every rank. ``losses``: adds up the losses;
+    by default the class for the device is used. ``steady``: a steady state is measured, so techniques do not wait for
+    the learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
     """
     train, model = plan.train, model.to(world.device)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())

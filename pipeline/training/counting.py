@@ -14,9 +14,10 @@ from pipeline.errors import PipelineError
 from pipeline.step import TrainingStep
 
 FEWEST_COMPARED = 8
-"""Steps with fewer samples are not compared: two steps may take the same few samples in the same order by chance."""
+"""Steps with fewer samples are not compared, because two steps may take the same few samples in order by chance."""
 COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
-"""The inputs of two steps are compared by about this many samples, and by about this many of their values."""
+"""Two steps' inputs are compared by about ``COMPARED_SAMPLES`` samples of each call of the model, and by about
+``COMPARED_VALUES`` of these samples' values."""
 
 
 class WorkLeftOut(PipelineError):
@@ -71,8 +72,8 @@ class Counted:
 def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     """While the block runs, count the samples of each call of ``model``, the bare module, and of the step's criterion.
 
-    Hooks cannot see into a compiled graph. So for a compiled model, and for a pipeline stage, the samples that enter
-    the outermost module are counted.
+    Hooks cannot see into a compiled graph. So for a compiled model the samples that enter the compiled module are
+    counted, and for a pipeline stage those that enter the stage.
     """
     seen = Counted()
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
@@ -118,7 +119,7 @@ def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Wo
 
 
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
-    """Return the work of the step that left out most samples; None without steps.
+    """Return the work of the step that left out the most samples; None without steps.
 
     ``steps``: for each counted step, the counts of all ranks.
     """

@@ -49,7 +49,7 @@ def _without_values(tensor: torch.Tensor) -> Any:
 
 
 def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_processes: int = 1) -> Score:
-    """Score ``model`` on the test split with all ranks, in float32 for every precision of training.
+    """Score ``model`` on the test split with all ranks, in float32 even if the training has another precision.
 
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
     single device. Each group of ``model_processes`` consecutive ranks computes one share. The forward pass of a sharded
@@ -72,7 +72,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
                 continue
             inputs, targets = batch
             outputs = model(inputs).float()
-            if member:  # only the first rank of a group counts
+            if member:  # only the first rank of a group adds to the sums
                 continue
             scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:

@@ -21,7 +21,8 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA( driver)? error: out of memory|CUDA ran out of memory|\[CUDA\]: out of memory"
     r"|ALLOC(ATION)?_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|Cuda failure (\d+ )?'out of memory'"
 )
-"""Out-of-memory messages of torch, Triton, cuDNN, cuBLAS and NCCL. cuBLAS fails to initialise without workspace."""
+"""Out-of-memory messages of torch, Triton, cuDNN, cuBLAS and NCCL. Without memory for its workspace, cuBLAS says that
+it is not initialised."""
 _NO_ENGINE = re.compile(r"(GET|FIND) was unable to find an engine to execute this computation")
 """torch's message if no cuDNN engine gets enough workspace, or if no engine supports the computation at all."""
 LITTLE_MEMORY = 0.1
@@ -36,12 +37,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_too_few_samples(error: Exception) -> bool:
-    """True if a normalisation got one value per channel, which has no variance, such as one sample of one pixel."""
+    """True if a normalisation got one value per channel, such as one sample of one pixel: one value has no variance."""
     return "Expected more than 1 value per channel when training" in str(error)
 
 
 def _free_memory_fraction() -> float:
-    """Return the smaller free share: of the current GPU's memory, or of this process's limit. 1 without a GPU."""
+    """Return the share of memory that is free; 1 without a GPU.
+
+    This is the smaller of two shares: of the current GPU's memory, and of this process's limit on that GPU.
+    """
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()

@@ -41,7 +41,7 @@ FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long a finished job waits for the live mirror to catch up; ``publish`` sends the rest."""
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
-"""How long an interrupted job waits for the live mirror: `docker stop` gives ten seconds in all."""
+"""How long an interrupted job waits for the live mirror. It is short because `docker stop` waits only ten seconds."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -51,8 +51,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     An interrupted job resumes from its checkpoints. Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    started = time.monotonic() - age_seconds()  # all processes share this clock, and it is never set
-    # The hash of the code is of the current files, even if environment.json is older. The key ignores the launcher.
+    started = time.monotonic() - age_seconds()  # all processes share this clock, and nobody sets it
+    # The code's hash is that of the current files, even if environment.json is older. The key ignores the launcher.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
     launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
@@ -285,7 +285,7 @@ class Job:
             print(f"{self.plan.name} {text}", flush=True)
 
     def _identity(self, seed: int, teacher_sha256: str | None) -> str:
-        """Return a digest of everything that a run depends on. A checkpoint with another digest is of another run."""
+        """Return a digest of everything that a run depends on. A checkpoint of another run has another digest."""
         content = {
             "seed": seed,
             "history_every_steps": self.plan.train.history_every_steps,

@@ -57,7 +57,7 @@ class Training:
         """The steps, numbered from 0, whose samples are counted."""
         self._counted: list[Counted] = []
         self.warm_after_step = self.train.warmup_steps
-        """The step after which this process is warm and windows are measured."""
+        """The last step of this process's warm-up; windows that end later are measured."""
         self.score: Score | None = None
         self.evaluate_seconds = 0.0
         self.epoch_loss = 0.0
@@ -70,7 +70,7 @@ class Training:
         return self.step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
-        """Train to the end, from the start or the restored step. Yields once per step: a row if due, else None.
+        """Train to the end, from the start or the restored step. Yields once per step: a row if one is due, else None.
 
         Raises NonFiniteLoss, which names the step. On a CPU, the rank with the bad loss raises this error, and the
         parameters are still those of the previous step. On GPUs, all ranks raise this error when the next row is due,
@@ -104,11 +104,11 @@ class Training:
         """Try a step; return True if every rank has enough memory for it. The training cannot be used afterwards.
 
         Ranks do not exchange gradients, because the other ranks would wait for a rank that fails. The update creates
-        the optimizer's state, so gradients are computed once more after the update. If a rank has too few samples, all
-        ranks raise TooFewSamples.
+        the optimizer's state, which needs memory, so gradients are computed once more after it. If a rank has too few
+        samples, all ranks raise TooFewSamples.
         """
         step = self.step
-        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, as all later do
+        step.syncs = [False] * min(2, len(step.syncs))  # the second one adds to the gradients, as all later do
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -134,7 +134,7 @@ class Training:
         return True
 
     def advance(self, steps: int) -> None:
-        """Train ``steps`` steps, or fewer if the training ends first, in a separate window. The window counts as
+        """Train ``steps`` steps in a window of their own, or fewer if the training ends first. The window counts as
         measured if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
@@ -170,8 +170,8 @@ class Training:
             self._counted.append(seen)
 
     def work(self) -> Work | None:
-        """Return the work of the counted step that left out most samples, the same on every rank; None if this process
-        has counted no step.
+        """Return the work of the counted step that left out the most samples, the same on every rank; None if this
+        process has counted no step.
 
         All ranks call this method together.
         """
@@ -242,7 +242,7 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
         tensors' values. All ranks call this method before ``run``."""
-        self.optimizer_state.load(state["optimizer"])  # before the model: torch takes a step to create the state
+        self.optimizer_state.load(state["optimizer"])  # before the model, because torch takes a step to create it
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]

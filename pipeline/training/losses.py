@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError, count
 class NonFiniteLoss(PipelineError):
     """The training loss became infinite or NaN.
 
-    ``steps_ago``: how many steps have ended since the first step with a bad loss, including this step.
+    ``steps_ago``: how many steps have ended since the first step with a bad loss, including that first step.
     """
 
     def __init__(self, message: str, steps_ago: int = 0) -> None:

@@ -63,10 +63,10 @@ def window_of(
 ) -> Window:
     """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
 
-    Rejected figures are None. Figures are rejected for fewer measured steps than ``requested_steps``, and for a share
-    of waiting for input above ``max_input_wait``. They are also rejected for retries of the allocator, for samples
-    missing in a counted step, for the rejections ``seen`` on this rank, and for those of the training's detectors.
-    ``memory`` is given if memory was measured in other windows than the speed.
+    Rejected figures are None. Figures are rejected if fewer than ``requested_steps`` steps were measured, or if the
+    share of time spent waiting for input is above ``max_input_wait``. They are also rejected if the allocator retried,
+    if samples are missing in a counted step, and for other rejections: those ``seen`` and those of the detectors.
+    ``memory``: the memory's measurement, if it was made in other windows than the speed's measurement.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]

@@ -379,7 +379,7 @@ def test_a_class_that_only_the_test_split_has_is_refused(make_folder: MakeFolder
     folder = make_folder(per_class=2, splits=("train", "test"))
     (folder / "test" / "digit-2").rename(folder / "test" / "digit-9")
     made = listed(folder, tmp_path / "raw")
-    with pytest.raises(DataError, match="class digit-9 stands under test/ but not under train/"):
+    with pytest.raises(DataError, match="class digit-9 is under test/ but not under train/"):
         decode(made, tmp_path / "raw")
 
 

@@ -278,12 +278,12 @@ def test_a_bad_table_is_refused_and_named(columns: dict[str, list[Any]], message
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff" * 16, "a header of 18,446,744,073,709,551,615 bytes"),
+        (b"\xff" * 16, "the header has 18,446,744,073,709,551,615 bytes"),
         (safetensors({"inputs": ROWS}).replace(b"[9, 2]", b"[9, 3]"), "inputs has 144 bytes"),
         (safetensors({"inputs": ROWS}).replace(b'"F64"', b'"F8_"'), "inputs object .*: expected numbers"),
         (safetensors({"inputs": ROWS})[:-1], "is cut short"),
         (safetensors({"inputs": ROWS}).replace(b"[0, 144]", b"[-9,135]"), "inputs starts 9 bytes before the values"),
-        (struct.pack("<Q", 2 << 20) + b" " * (2 << 20), "a header of 2,097,152 bytes"),
+        (struct.pack("<Q", 2 << 20) + b" " * (2 << 20), "the header has 2,097,152 bytes"),
     ],
 )
 def test_a_bad_safetensors_file_is_refused_and_named(content: bytes, message: str, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def _wide() -> bytes:
             r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864",
         ),
         ("own.npz", lambda: _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\] is cut short"),
-        ("own.npz", _twice, "two arrays of one name"),
+        ("own.npz", _twice, "two arrays have the same name"),
         ("own.parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
     ],
 )

@@ -31,7 +31,7 @@ def export_digits(target: Path) -> None:
 
 
 def describe_synthetic(requested: Synthetic, target: Path) -> None:
-    """Write the settings by which ``prepare`` generates samples. Raises DataError if the disk has no room for them."""
+    """Write the settings by which ``prepare`` generates samples. Raises DataError if the disk is too small for them."""
     item_bytes = 2 if requested.targets == "tokens" else np.dtype(requested.dtype).itemsize
     needed = (requested.train + requested.test) * math.prod(requested.shape) * item_bytes
     free = shutil.disk_usage(target).free

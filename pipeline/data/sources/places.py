@@ -205,7 +205,7 @@ def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFil
 
 
 def _apt_get(command: list[str], options: list[str], directory: Path) -> str:
-    """Run apt-get in ``directory``, and show its progress. Returns the reason of a failure, or an empty string."""
+    """Run apt-get in ``directory``, and show its progress. Returns the reason for a failure, or an empty string."""
     log = directory / "apt-get.log"
     reports, apt_reports = os.pipe()
     options = [*options, f"APT::Status-Fd={apt_reports}"]

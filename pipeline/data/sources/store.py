@@ -28,7 +28,7 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server accepts sooner, and a missing network must not cost minutes."""
+"""Longest wait for a connection. A reachable server answers sooner. Without a network nobody should wait minutes."""
 
 
 MOST_REDIRECTS = 10
@@ -231,7 +231,7 @@ def path_name(url: str) -> str:
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
-    """Return the reason of a failed connection in words for the user."""
+    """Return why a connection failed, in words for the user."""
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {min(CONNECT_SECONDS, timeout_seconds):g} s"
     if isinstance(error, requests.ReadTimeout | urllib3.exceptions.ReadTimeoutError):
