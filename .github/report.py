@@ -1,10 +1,12 @@
 """Write the GPU workflow's report into the run's summary, and into one comment of the pull request.
 
-The script needs only Python. It reads the files of the `gpu` job in the given directory, and GitHub's variables. If
-PULL_REQUEST has a number, it updates its comment there, with GITHUB_TOKEN.
+The script needs only Python. It reads the files that the `gpu` job left in the given directory, and GitHub's
+environment variables. If PULL_REQUEST has a number, the script writes its comment on this pull request, with
+GITHUB_TOKEN.
 
-The pull request's own code wrote these files, and the comment has the workflow's name. So the comment shows only
-figures, known names and known words of the files. It quotes the gate's text in a form in which links do not work.
+The pull request's own code wrote these files, but the comment appears under the workflow's name. So the comment shows
+only figures, known names and known words from the files. It quotes the gate's text in a form in which links do not
+work.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ AUTHOR = "github-actions[bot]"
 LIMIT = 65_536
 """The largest number of characters in a comment."""
 LARGEST = 1 << 25
-"""The most bytes that are read of a file."""
+"""The largest number of bytes that are read from a file."""
 OUTCOMES = {
     "passed": "Nothing was shown to be worse.",
     "worse": "Worse than the base.",
@@ -40,7 +42,8 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 
 
 def report(folder: Path, commit: str, run: str) -> str:
-    """Return Markdown: the gate's decision first. The gate's text and the comparison are folded, if they fit."""
+    """Return the comment in Markdown: the gate's decision, then the gate's text and the comparison, each folded. A
+    folded part with which the comment would be too long is left out."""
     reports = folder / "reports"
     text = f"{MARKER}\n### On the GPU: {commit[:12]}\n\n"
     try:
@@ -61,7 +64,8 @@ def report(folder: Path, commit: str, run: str) -> str:
 
 
 def table(heading: str, rows: list[Any]) -> str:
-    """Return the variants' ratios of throughput and memory and differences of accuracy, with intervals and decisions.
+    """Return a Markdown table with each variant's throughput ratio, memory ratio and accuracy difference. Each has its
+    interval and decision.
 
     Raises one of ``DAMAGED`` if a cell is not a figure, a name or a known word."""
     lines = [f"| {heading} | throughput | peak memory | test accuracy, points |", "| --- | --- | --- | --- |"]

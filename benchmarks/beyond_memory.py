@@ -1,8 +1,9 @@
 """Compare training from a set three times as large as a process's memory limit with training from the set in memory.
 
 Only root can make the control group that limits the memory, including the page cache. The limit also applies to
-``prepare``. Each arm reads twice as many bytes as the limit. The first model is so light that the data path takes most
-of a step. The second is the same net on four times as many pixels, and still lighter than most models for 64x64 images:
+``prepare``. Each arm reads twice as many bytes as the limit. ``beyond_memory`` trains a model so light that the data
+path takes most of a step. ``beyond_memory_heavier`` trains the same net on four times as many pixels, and is still
+lighter than most models for 64x64 images:
 
     python -m benchmarks beyond_memory beyond_memory_heavier
     python -m benchmarks.beyond_memory try MEBIBYTES    # one pair with another limit; keeps no figure
@@ -36,7 +37,7 @@ BATCH_SIZE = 256
 
 
 def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """The textbook's small net on images ``pool`` times less high and wide."""
+    """The textbook's small net, on images whose height and width are first divided by ``pool``."""
     small = models.small_cnn(channels=channels, height=height // pool, width=width // pool, classes=classes)
     return nn.Sequential(nn.AvgPool2d(pool), small)
 
@@ -58,7 +59,7 @@ def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> d
             return float(found["samples_per_second"])
 
         def within() -> float:
-            _forget(arrays)  # pages belong to the group that read them first
+            _forget(arrays)  # a page counts for the group that read it first
             with arrays.open("rb") as file:
                 while file.read(1 << 24):
                     pass
@@ -75,7 +76,7 @@ def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> d
 
 
 def _steps(limit_bytes: int) -> int:
-    """Number of steps of an arm, which read twice as many bytes as the limit."""
+    """Number of steps in which an arm reads twice as many bytes as the limit."""
     return math.ceil(2 * limit_bytes / (BATCH_SIZE * SAMPLE_BYTES))
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.commits OLD NEW [--variants NAME ...]
 
 The check works in a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end
-with the same weights. ``compare`` runs on the old commit's results and bench, and must give the same
-``comparison.json``. Every command gets good and bad input, and must exit with the same code and name the same keys. The
+with the same weights. Both commits' ``compare`` runs on the old commit's results and bench, and must give the same
+``comparison.json``. Many commands get good and bad input, and must exit with the same code and name the same keys. The
 exit code is 1 if anything differs.
 """
 

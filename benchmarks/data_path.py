@@ -34,7 +34,7 @@ SAMPLES = 60_000
 BATCH_SIZE = 64
 PADDING = 4
 REFERENCE_BATCHES = 60
-"""Number of torchvision's batches that are timed; these take long enough. Our data path is timed over an epoch."""
+"""Number of torchvision's batches that are timed; being slow, these are enough. Ours are timed over a whole epoch."""
 CASES = {
     "plain": (Augment(), [], 100.0),
     "augmented": (Augment(crop_padding=PADDING, flip=True), [RandomCrop(28, PADDING), RandomHorizontalFlip()], 30.0),

@@ -1,9 +1,9 @@
 """The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
-whose training step takes 10% longer. ``rates`` draws trials from these rounds, and lets the gate's own code decide. A
-trial has as many consecutive rounds as the default budget gives, so it includes the machine's drift. ``power`` does the
-same for other losses of speed. ``simulate`` draws the rounds from a distribution, so its trials are many and
+whose training step takes 10% longer. ``rates`` draws trials from these rounds, and the gate's own code decides each
+trial. A trial has as many consecutive rounds as the default budget gives, so it includes the machine's drift. ``power``
+does the same for other slowdowns. ``simulate`` draws the rounds from a distribution, so its trials are many and
 independent. ``trial`` runs complete gates and adds them to a file. Only these trials are both real and independent;
 their number limits how precisely the error rates are known.
 
@@ -137,7 +137,7 @@ def error_rates(
 
     ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
     the same part. Blocks overlap: all trials together hold no more information than ``independent_blocks`` of them.
-    ``losses``: also decide with the speeds of the equal head lowered by these fractions.
+    ``losses``: for each of these fractions, also decide ``trials`` gates whose equal head has its speeds lowered by it.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -174,7 +174,7 @@ def gate_of_drawn_rounds(
     """``error_rates`` of independent gates of one variant, whose rounds are drawn instead of recorded.
 
     ``within``: the standard deviation of the logarithm of a round's ratio; each arm contributes half of the variance.
-    ``autocorrelation``: of an arm's round with the next round (AR(1)). The random numbers are seeded.
+    ``autocorrelation``: the correlation of an arm's round with its next round (AR(1)). The random numbers are seeded.
     """
     random_numbers, arms = np.random.default_rng(0), ("base baseline, A/A control", "base baseline", "head baseline")
     logs = [rounds_of(random_numbers, within / math.sqrt(2), autocorrelation, len(arms), rounds) for _ in range(trials)]
@@ -220,9 +220,9 @@ def power(
 def trial(file: Path, minutes: float) -> None:
     """Run complete gates one after the other until ``minutes`` are over, and add each to ``file`` when it ends.
 
-    The head differs from its base by a comment, or by a slower training step. The kind with fewer trials so far is
-    next.
-    Every gate starts from scratch, so gates at different times and on different machines are independent.
+    The head differs from its base by a comment, or by a slower training step. The next gate has the kind of head that
+    has fewer trials so far. Every gate starts from scratch, so gates at different times and on different machines are
+    independent.
     """
     ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
     with tempfile.TemporaryDirectory() as folder:
@@ -297,7 +297,7 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 
 
 def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
-    """The decision of a gate of ``side``, and the number of rounds; the speeds of that side are lowered by ``loss``."""
+    """The decision of a gate on ``side``, whose speeds are lowered by ``loss``; and the number of rounds."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
     for looked in range(FEWEST_ROUNDS, rounds):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
-Runs the GPU tests, the default job and its energy, a ready-made variant of each kind that the machine can run,
-``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. The check
-goes on after a failure, prints a table of the steps, and writes all that a bug report needs to one small file. The exit
-code is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
+The check runs the GPU tests, the default job and its energy, a ready-made variant of each kind that the machine can
+run, ``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. It goes on after a
+failure, prints a table of the steps, and writes all that a bug report needs to one small file. The exit code is the
+number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Step:
-    """A command; the step passes if the command exits with 0 within ``limit`` seconds and its output has ``says``."""
+    """A command. The step passes if it exits with 0 within ``limit`` seconds and its output contains ``says``."""
 
     name: str
     command: tuple[str, ...]
@@ -209,12 +209,12 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
 
 
 def settings(config: Config, rehearse: bool) -> dict[str, Any]:
-    """params.yaml for the copy: the job runs on the GPU only, and uses raw files that are here already.
+    """params.yaml for the copy: the job runs on the GPU only, and uses this checkout's raw files if there are any.
 
     For a rehearsal, the job is small, and its data need no network.
     """
     values: dict[str, Any] = config.model_dump(mode="json")
-    values["bench"] |= {"energy": True, "window_seconds": 3.0}  # NVML's counter needs windows of seconds
+    values["bench"] |= {"energy": True, "window_seconds": 3.0}  # NVML's counter needs long windows
     fetch = values["fetch"]
     if rehearse:
         fetch |= {"dataset": "digits", "mirror": None}

@@ -112,7 +112,7 @@ def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
             pass
         with training.paused():
             found = ledger.measured(training, training.memory.peak_bytes)
-    assert found is not None, "this machine does not tell a process's peak memory"
+    assert found is not None, "this machine does not report a process's peak memory"
     yield found
 
 

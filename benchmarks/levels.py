@@ -37,8 +37,8 @@ STEPS = 10
 
 
 def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> dict[str, float]:
-    """Standard deviation at each level, of ``logs`` [servers, processes of each, turns of each]; 0 where the estimated
-    variance is negative."""
+    """Standard deviation of ``logs`` [servers, processes of each, turns of each] at each level; 0 if the estimated
+    variance of a level is negative."""
     servers, processes, turns = logs.shape
     by_process = logs.mean(axis=2)
     by_server = by_process.mean(axis=1)

@@ -18,8 +18,8 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
 
 
 def name_of(fingerprint: Mapping[str, Any]) -> str:
-    """A machine's name: its GPUs, CPU model, widest vector extension (CPU models in virtual machines often share a
-    name) and cores."""
+    """A machine's name: its GPUs, CPU model, widest vector extension and cores. The extension is part of it because
+    different CPUs in virtual machines often have the same model name."""
     hardware = fingerprint["hardware"]
     cpu = hardware["cpu"]
     vectors = [name for flag, name in VECTORS.items() if flag in cpu["flags"]][:1]
@@ -36,7 +36,7 @@ def keep(
 ) -> tuple[Path, dict[str, Any]]:
     """Put the new ``figure`` into this machine's file, in place of an older one; return the file and its content.
 
-    Machines with the same name can differ, also in Python, torch and settings: each figure names its environment.
+    Machines with the same name can differ, also in Python, torch and settings, so each figure names its environment.
     """
     found = environment.fingerprint()
     machine = name_of(found)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
 
-Each set of ``variants/`` is one bench, with all its variants side by side. The figures go to
-``ready-made-<machine>.json``, and a table of these figures to the ``.md`` next to it. Sets that are not named
-keep their figures.
+Each set in ``variants/`` is measured in one bench, with all its variants side by side. The figures go to
+``ready-made-<machine>.json``, and a table of these figures to the ``.md`` next to it. Sets that are not named keep
+their figures.
 """
 
 from __future__ import annotations

@@ -74,12 +74,12 @@ def looking(
     truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
     trials: int = 600,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """A variant with the ratio ``truth``, measured in all ``rounds``, or until the last ``counts`` rounds settle it and
-    the control looks equal to the baseline in the same rounds.
+    """Results for a variant with the ratio ``truth``, by stopping rule: all ``rounds``, and for each of ``counts``,
+    until as many last rounds settle the variant and the control looks equal to the baseline in the same rounds.
 
-    Returns fractions of the trials: ``coverage``, the interval holds the truth; ``decided``; ``wrong``, a wrong
-    decision; ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, "better" and "same" are
-    both wrong, and the more frequent of the two counts.
+    Returns the fractions of trials whose interval holds the truth (``coverage``), whose decision is ``wrong``, and
+    which are ``decided`` or ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, "better"
+    and "same" are both wrong, and the more frequent of the two counts.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -126,8 +126,8 @@ def _wrong(truth: float) -> list[str]:
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
     """A control and a variant equal to the baseline, both faster by ``bias`` because of their place in the order.
 
-    Returns the fraction of trials in which the control is trusted (``unseen``), and in which it is trusted and the
-    variant's interval misses the truth, by ``shapes``.
+    Returns the fraction of trials in which the control is trusted (``unseen``). For each of ``shapes``, it also returns
+    the fraction in which the control is trusted and the variant's interval misses the truth (``beside``).
     """
     random = np.random.default_rng(0)
     unseen, beside = 0, dict.fromkeys(SHAPES, 0)
@@ -142,7 +142,8 @@ def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 10
 
 
 def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
-    """The fraction of trials in which a variant with the ratio ``truth`` is decided, without bias, by ``shapes``."""
+    """For each of ``shapes``: the fraction of trials in which a variant with the ratio ``truth``, and without bias, is
+    decided."""
     random = np.random.default_rng(0)
     found = dict.fromkeys(SHAPES, 0)
     for _ in range(trials):
@@ -154,10 +155,11 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 
 
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
-    """How often a forecast of more pairs (``planning.pairs_needed``), made after ``rounds`` rounds, decides.
+    """How often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
 
-    Only forecasts of at most ``most`` pairs count. Returns the fractions of these that were decided by as many pairs,
-    and by twice as many, and the number of these forecasts.
+    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. Returns the fraction of
+    forecasts after which as many more pairs gave a decision, the fraction after which twice as many gave one, and the
+    number of forecasts.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []
@@ -203,9 +205,9 @@ def best_of(
     variants: int, truth: float, *, within: float = 0.04, rounds: int = 12, sessions: int = 1, between: float = 0.0,
     trials: int = 1000,
 ) -> dict[str, float]:  # fmt: skip
-    """The best of ``variants`` that all have the ratio ``truth``: its own figure (``seen``), and the figure if some
-    parts of the measurement choose it and others measure it (``told``). Parts are rounds of one session, or sessions
-    that differ by ``between``.
+    """The best of ``variants`` that all have the ratio ``truth``: its ratio over all parts of the measurement
+    (``seen``), and its ratio if some parts choose the best and other parts measure it (``told``). Parts are rounds of
+    one session, or sessions that differ by ``between``.
 
     ``ahead``: how often the best is called ahead of the next by more than the margin, although no variant is ahead.
     """

@@ -1,4 +1,8 @@
-"""The cost of the stages, compared with a textbook loop, a minimal loop, tracking switched off, and doing nothing."""
+"""Measure what the stages cost. Most benchmarks here divide a stage's speed or time by that of a simpler reference.
+
+The references are a textbook script, a minimal loop, a training without tracking, a process that only imports torch,
+and `dvc status`. The default job's time is divided by ten minutes.
+"""
 
 from __future__ import annotations
 
@@ -144,10 +148,10 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 
 
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
-    """The stage's steady throughput with its follower over the throughput without the follower.
+    """The stage's steady throughput with its follower, divided by the throughput without the follower.
 
-    In one run, the follower is stopped for every other ``steps`` steps. All work of the follower, including its start,
-    falls into the turns in which it runs.
+    There is one training, and the follower is stopped for every other ``steps`` steps. All work of the follower,
+    including its start, falls into the turns in which it runs.
 
     ``rows_lost`` counts the history's rows that are missing from the store in the end; it must be 0.
     """
@@ -226,8 +230,8 @@ class Steady:
 
 
 def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
-    """Time of a ``dvc repro`` with nothing to do, its always-run stages included, over the time of a ``dvc status``.
-    Lower is better."""
+    """Time of a ``dvc repro`` with nothing to do, divided by the time of a ``dvc status``. The ``dvc repro`` includes
+    the stages that always run. Lower is better."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(
@@ -245,7 +249,7 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
 
 
 def default_job() -> dict[str, Any]:
-    """Time of the whole `make repro` after the installation, measured once, over ten minutes. Lower is better."""
+    """Time of the whole `make repro` after the installation, measured once, divided by ten minutes. Lower is better."""
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
         config = params.load(ROOT / params.PARAMS_FILE).model_dump(mode="json")
@@ -258,12 +262,12 @@ def default_job() -> dict[str, Any]:
 
 IMPORT_TORCH = "import torch"
 WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
-"""torch imports its compiler with the first optimizer in any program."""
+"""The first optimizer in any program makes torch import its compiler."""
 
 
 def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
-    """A train stage's wall time, less its training and evaluation, over that of a Python process that runs
-    ``reference``."""
+    """A train stage's wall time without its training and evaluation, divided by the wall time of a Python process that
+    runs ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(

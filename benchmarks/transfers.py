@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfers
 
-With one GPU there is no all-reduce, only the copies. Without a GPU this is a rehearsal, in two processes over gloo. A
-wrong result is an error, because a broken link or a broken memory can be fast.
+With one GPU there is no all-reduce, only the copies. Without a GPU this is a rehearsal, in two processes over gloo. The
+received data are checked, and wrong data are an error, because a broken link or a broken memory can be fast.
 """
 
 from __future__ import annotations

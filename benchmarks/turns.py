@@ -1,4 +1,4 @@
-"""Measure the baseline against itself, in short turns and without turns: how far is a round's ratio from 1?"""
+"""Measure how far a round's ratio of the baseline to itself is from 1, with short turns and without turns."""
 
 from __future__ import annotations
 

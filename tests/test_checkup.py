@@ -55,7 +55,7 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "boto3" or find_spec(name))
         assert health(monkeypatch, uri).well
     assert not found.well
-    assert found.found.endswith("runs keep their files in s3://bucket/1, which needs the missing boto3")
+    assert found.found.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
     assert found.remedy.startswith("python -m pip install boto3")
 
 

@@ -1107,7 +1107,7 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
     pretended.speeds = {"head gone": 0.8}
     assert gate.run(configured(), "main") == 1
     remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
-    assert "Only the base has: gone; the head was measured with it as the base defines it." in remarks
+    assert "Only the base has: gone; the head was measured with the base's definition." in remarks
     assert 'compare.baseline: base "gone", head "baseline"; "gone" counts' in remarks
     assert pretended.asked[0] == "base gone, A/A control of 0, aa_control", "whose noise counts"
     asked = yaml.safe_load((tmp_path / "head" / "params.yaml").read_text(encoding="utf-8"))

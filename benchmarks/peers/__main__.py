@@ -106,7 +106,7 @@ def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
 
 
 def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, float]]:
-    """Run all arms, or those in ``names``, once each, in an order drawn from the job's seed; arm -> figures."""
+    """Run all arms, or those in ``names``, once each, in an order drawn from the seed. Return arm -> figures."""
     arms, home = TRAINED, folder / f"checkout-{job.seed}"
     if job.data == "ready":
         arms = STEPPED

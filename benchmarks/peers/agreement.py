@@ -25,8 +25,8 @@ CALLS = 3
 
 
 def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
-    """Samples a second by each clock, one value per turn, and the ratio of our clock's values to those of each other
-    clock: the median with its 95% interval.
+    """Samples a second by each clock, one value per turn. Also the ratio of our clock's values to the values of each
+    other clock: the median with its 95% interval.
 
     ``packed``: a prepared data set of 28x28x1, with an epoch longer than all turns; None: Fashion-MNIST.
     """

@@ -1,7 +1,7 @@
 """The job that all peers share: the same model, data, batch, optimizer and evaluation; each peer has its own loop.
 
-A peer is a script: ``python -m benchmarks.peers.NAME JOB``, where JOB is a ``Job`` as JSON. It prints one line per
-epoch, ``told``, as the pipeline does; the process that started the peer notes when the line comes.
+A peer is a script: ``python -m benchmarks.peers.NAME JOB``, where JOB is a ``Job`` as JSON. After each epoch it prints
+the line ``told``, as the pipeline does; the process that started the peer notes when the line comes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Job:
         return cls(**json.loads(sys.argv[1]))
 
     def of(self, data: prepared.Dataset, folder: Path) -> Job:
-        """The same job on ``data``, which lies in ``folder`` in the form of ``self.data``."""
+        """The same job on ``data``, which is stored in ``folder`` in the form of ``self.data``."""
         known = data.statistics["inputs"]
         facts: dict[str, Any] = {
             "shape": data.shape,
@@ -94,7 +94,7 @@ class Job:
         return build(self.model, {}, sizes, inputs=like, outputs=(self.classes,))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD. With ready batches it uses the fused kernel, as ours does, so that only the loops differ."""
+        """SGD. With ready batches it uses the fused kernel, as our pipeline does, so that only the loops differ."""
         fused = True if self.data == "ready" else None
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, nesterov=True, fused=fused)
 
@@ -164,7 +164,7 @@ class Ready:
         for step, chosen in enumerate(order.split(self.batch_size)):
             if step == WARM_STEPS:
                 began = time.perf_counter()
-            if step == last > WARM_STEPS:  # a loop that knows the length requests no more
+            if step == last > WARM_STEPS:  # a loop that knows the length stops here
                 print(step_told((time.perf_counter() - began) / (step - WARM_STEPS)), flush=True)
             yield self.images[chosen].float().div_(255).sub_(self.mean).div_(self.std), self.labels[chosen]
 

@@ -25,8 +25,8 @@ def page(figures: Mapping[str, Any]) -> str:
     """The page of all figures in ``peers-<machine>.json``."""
     parts = [f"# Peers on {figures['machine']}"]
     parts.append(
-        "All figures are medians over rounds. Ratios have 95% intervals. The difference between ours and ours, again "
-        "widens every interval except its own."
+        "All figures are medians over rounds. Ratios have 95% intervals. The difference between *ours* and *ours, "
+        "again* widens every interval except its own."
     )
     for name, figure in figures["peers"].items():
         parts += [f"## {name}", *(_agreement(figure) if "ours_over" in figure else _job(figure))]
@@ -48,8 +48,8 @@ def noise(rounds: Rounds, key: str) -> Noise:
 
 
 def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Interval:
-    """Ratio of an arm's figure to the reference's, paired by round. Its interval is widened by the difference of
-    ours to itself, as in the comparison of variants, except if the ratio is that of ours to itself."""
+    """Ratio of an arm's figure to the reference's, paired by round. The difference of ours to itself widens the
+    interval, as in the comparison of variants, unless the ratio is that of ours to itself."""
     doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).doubt
     return stats.widened(_paired(rounds, key, arm, reference), doubt)
 
@@ -104,8 +104,8 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
 
 
 def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
-    """Difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed; ``low`` to
-    ``high`` is the 95% interval."""
+    """Difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed. ``low`` and
+    ``high`` are the ends of the 95% interval."""
     differences = [each[arm][ACCURACY] - each[OURS][ACCURACY] for each in rounds]
     return stats.equivalence(differences, Compare().margins.accuracy, confidence=0.975)
 

@@ -32,7 +32,7 @@ def run(config: Config, against: str) -> int:
     """Compare this work tree with ``against``, a file or else a revision; write ``reports/gate.*``, print the Markdown.
 
     Returns the exit code: 0 if nothing got worse, 1 if something got worse, 3 if the outcome is untrusted or undecided
-    (``decision.EXIT_CODES``). Against a file, no ``gate.json`` is written, so that no promotion can rely on it. Raises
+    (``decision.EXIT_CODES``). Against a file, no ``gate.json`` is written, so no promotion can rely on it. Raises
     GateError and other PipelineErrors if something could not be measured or decided; then no ``reports/gate.*`` exists,
     because earlier files are removed first.
     """
@@ -60,7 +60,8 @@ def confirm(config: Config) -> None:
     """Check ``reports/gate.json`` against its own raw samples and this machine, before a promotion relies on it.
 
     Raises ResultError if the file cannot be read. Raises GateError if its samples do not support the outcome, or if it
-    was made in another environment or with other code and settings. A missing file is left to ``promote``.
+    was made in another environment or with other code and settings. Does nothing if the file is missing, because
+    ``promote`` itself refuses then.
     """
     if not JSON_FILE.exists():
         return

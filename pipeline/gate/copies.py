@@ -58,7 +58,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
 
 def dvc(side: Copy, *arguments: str) -> None:
-    """Run DVC in a copy; its output and its stages' go to stderr. Raises GateError if DVC fails."""
+    """Run DVC in a copy. The output of DVC and of its stages goes to stderr. Raises GateError if DVC fails."""
     root, python = side
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
     command = [str(python), "-m", "dvc", *arguments]
@@ -66,7 +66,7 @@ def dvc(side: Copy, *arguments: str) -> None:
     try:
         failed = process.wait()
     except KeyboardInterrupt:
-        process.wait()  # DVC was interrupted too; let it end its stage before the copy is removed
+        process.wait()  # DVC got the interrupt too: let DVC end its stage before the copy is removed
         raise
     if failed:
         raise GateError(f"`dvc {' '.join(arguments)}` failed in {root}; its output is above.")
@@ -76,7 +76,7 @@ def check_arms(side: Copy, label: str) -> None:
     """Raise GateError if the code of ``side`` cannot measure itself."""
     root, python = side
     command = [str(python), "-m", "pipeline", "arms", "--help"]
-    own = (root / "pipeline").is_dir() or (root / "dvc.yaml").is_file()  # else the installed package would answer
+    own = (root / "pipeline").is_dir() or (root / "dvc.yaml").is_file()  # else the installed package would run
     if not own or subprocess.run(command, cwd=root, env=_variables(python), capture_output=True).returncode:
         raise GateError(
             f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Compare "

@@ -24,7 +24,7 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "unde
 
 CONFIDENCE_OF_LOOKS = 0.995
 """After each round the gate tests whether everything is decided already. These interim tests use a higher confidence
-than the final test, so that testing often adds few errors (the Haybittle-Peto rule). Source: Haybittle, "Repeated
+than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source: Haybittle, "Repeated
 assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
 
 
@@ -52,14 +52,14 @@ class Judged(Record):
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
-    """The ratios of the variants' geometric mean in each round. A change that affects all variants shows here first.
-    None for a single variant."""
+    """The ratios of the geometric mean over all variants, taken in each round. A change that affects all variants shows
+    here first. None if there is only one variant."""
     hidden: tuple[str, ...]
     """Quantities, in words, that most of the base's samples have and most of the head's samples lack. Such a quantity
     may be worse, so the gate does not pass."""
     unseen: tuple[str, ...]
-    """Quantities, in words, whose interval does not exclude a loss of ``gate.must_see``. If there is such a quantity,
-    the gate does not pass."""
+    """Quantities, in words, whose interval does not exclude a loss as large as ``gate.must_see``. If there is such a
+    quantity, the gate does not pass."""
 
 
 class Side(Record):
@@ -99,7 +99,8 @@ class Gated(Judged, Document):
     seconds: float
     """Duration of the rounds."""
     budget: str
-    """The key of params.yaml that ended the measurement."""
+    """The key of params.yaml that limits the measurement: ``bench.max_rounds`` if all these rounds were measured, else
+    ``gate.max_minutes``."""
 
     @property
     def exit_code(self) -> int:
@@ -221,7 +222,8 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 def settled(judged: Judged) -> bool:
     """True if the gate may end early: something is worse, or the gate passes and every ratio is decided.
 
-    ``judged`` uses ``CONFIDENCE_OF_LOOKS``. An undecided ratio could hide a loss smaller than ``gate.must_see``.
+    ``judged`` must have been computed with ``CONFIDENCE_OF_LOOKS``. Every ratio must be decided because an undecided
+    ratio could hide a loss smaller than ``gate.must_see``.
     """
     ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
     decided = all(each.decision in ("same", "better") for each in ratios)
@@ -245,7 +247,8 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
 
 
 def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
-    """Return one arm per side with, in every round, the geometric mean of the figures that both sides have."""
+    """Return one arm per side. Its figure in a round is the geometric mean over the variants that have a figure on both
+    sides in this round."""
     sides: tuple[list[Window], list[Window]] = ([], [])
     for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
         figures = [getattr(window, quantity.field) for window in windows]
@@ -283,7 +286,8 @@ def accuracy_of(correct: float, count: int, of: str) -> float:
 
 
 def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
-    """Raise GateError unless the head trains every seed of the base: fewer seeds would decide less."""
+    """Raise GateError unless the head trains every seed of the base. With fewer seeds, fewer losses of accuracy could
+    be shown."""
     there, here = sorted(base), sorted(head)
     if not there or not set(there) <= set(here):
         raise GateError(
@@ -297,8 +301,8 @@ def accuracies(
 ) -> dict[str, Accuracy]:
     """Return variant -> the head's test accuracy minus the base's.
 
-    ``base``, ``head``: variant -> seed -> fraction of ``test_count`` samples or tokens. Raises GateError if the head
-    lacks an accuracy.
+    ``base``, ``head``: variant -> seed -> test accuracy as a fraction. ``test_count``: the number of samples or tokens
+    that the accuracies count. Raises GateError if the head lacks an accuracy.
     """
     found = {}
     for name, there in base.items():
@@ -321,7 +325,7 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
     there, here = list(base), list(head)
     gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
     return [
-        *([f"Only the base has: {gone}; the head was measured with it as the base defines it."] if gone else []),
+        *([f"Only the base has: {gone}; the head was measured with the base's definition."] if gone else []),
         *([f"Only the head has: {new}."] if new else []),
     ]
 
@@ -329,8 +333,8 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
 def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """Return a remark on each variant that got better or worse although both sides have the same digests for it.
 
-    Without such a variant, the remark can be on all variants together. ``base``, ``head``: the content of each side's
-    ``environment.json``, with the digests of code, plans and settings.
+    If there is no such variant, there can be a remark on all variants together. ``base``, ``head``: the content of each
+    side's ``environment.json``, with the digests of code, plans and settings.
     """
 
     def ran(fingerprint: Mapping[str, Any], name: str) -> list[Any]:

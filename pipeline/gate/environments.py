@@ -28,8 +28,8 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
     """Return the Python of each of the two copies.
 
     If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
-    packages of its own lock file. A copy uses this Python if it has these packages, else an environment that is created
-    and kept in ``CACHE``. Raises GateError if the environment cannot be created.
+    packages of its own lock file: it uses this Python if this Python has these packages. Otherwise it uses an
+    environment that is created and kept in ``CACHE``. Raises GateError if the environment cannot be created.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
@@ -39,7 +39,7 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
 
 
 def packages(base: Path, head: Path) -> list[str]:
-    """Describe how the two lock files differ; empty if they do not."""
+    """Describe how the two lock files differ. Empty if they do not differ, or if one is missing."""
     if not all((root / LOCK).is_file() for root in (base, head)):
         return []
     there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))
@@ -91,9 +91,9 @@ def _version(name: str) -> str | None:
 
 
 def _made(lock: Path) -> Path:
-    """Return a Python with the packages of ``lock``, which the first call creates.
+    """Return the Python of an environment with the packages of ``lock``. The first call creates the environment.
 
-    The stamp is written last, so that an interrupted installation starts again.
+    The stamp is written last, so that the next call starts an interrupted installation again.
     """
     content = lock.read_bytes() + f"{sys.version} {sys.base_prefix}".encode()
     folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()

@@ -27,8 +27,8 @@ STAGES = ("fetch", "prepare", "train", "bench")
 """Stages whose code and settings make a comparison."""
 RATES = (
     "The ratios are of medians that were recorded at different times, so a change of the machine in between looks like "
-    "a change of the code. In trials, a decision by the spread of such rounds found a slowdown of 10% in 40% of cases "
-    "and called equal code worse in 1.7%. Against a revision, both sides are measured side by side."
+    "a change of the code. In trials, decisions from the spread of such rounds found a slowdown of 10% in 40% of cases "
+    "and called equal code worse in 1.7%. If you give a revision instead, both sides are measured side by side."
 )
 
 
@@ -75,7 +75,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
         "",
         *(f"* {remark}" for remark in [RATES, *remarks]),
         f"* {commits(base.bench.commit, head.bench.commit)}; recorded.",
-        f"* Accuracy is worse or better where its whole interval lies beyond {percentage_points(margin)}.",
+        f"* Accuracy is worse or better if its whole interval lies beyond {percentage_points(margin)}.",
     ]
     return "\n".join(lines) + "\n", bool(worse)
 
@@ -87,8 +87,8 @@ def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
 
 
 def check_current(config: Config, names: Sequence[str]) -> None:
-    """Raise GateError unless the comparison was made from the present code and settings and, by `dvc status`, the
-    present files."""
+    """Raise GateError unless the comparison was made from the present code, settings and files. Whether files changed
+    is asked of `dvc status`."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
     described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
     changed = [

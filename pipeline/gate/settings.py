@@ -44,7 +44,7 @@ ends the rounds too soon, the gate does not pass."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-    """Return key -> the value that counts, if the sides' values differ. Raises GateError if a side lacks a key."""
+    """Return, for each key whose values differ, the value that counts. Raises GateError if a side lacks a key."""
     try:
         pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
         return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}

@@ -175,7 +175,7 @@ def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy], co
 def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
     """Return the A/A control (a second arm of the first side's baseline), then each variant on every side.
 
-    The baseline is the first variant. ``sides``: name -> its server, and the server's description.
+    The baseline comes first among the variants. ``sides``: name -> its server, and the server's description.
     """
 
     ordered = [baseline, *(name for name in names if name != baseline)]
@@ -188,9 +188,9 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:
-    """Return the number of steps that fill a window of the first arm, and about the seconds of a round.
+    """Return the number of steps that fill a window of the first arm, and the approximate seconds of a round.
 
-    Every arm is measured once, which also loads its files into the page cache.
+    Every arm is measured once; this also loads its files into the page cache.
     """
     others = [calibration.calibrate(each) for each in arms[1:]]
     steps, first = calibration.steps_of(arms[0], window_seconds, others)

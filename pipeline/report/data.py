@@ -105,7 +105,7 @@ def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row per row of the history, with its training loss, for all variants and seeds. No field is blank."""
+    """One row with the training loss for each row of the history, for all variants and seeds. No field is blank."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
         (

@@ -109,19 +109,19 @@ def estimate(ratio: Ratio | Noise) -> str:
 
 
 def interval(ratio: Ratio | Noise) -> str:
-    """The ends of the interval, or the reason why it has none."""
+    """The ends of the ratio's interval, or the reason why the ratio has no interval."""
     if ratio.low is None or ratio.high is None:
         return f"too few rounds ({ratio.pairs}) for an interval"
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 
 def ends(low: float, high: float) -> str:
-    """The ends of a ratio's interval from which nothing is decided."""
+    """The ends of a ratio's interval that is only shown: nothing is decided from it."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """Return 2 decimals, or 3 if 2 would make the ends of a narrow interval look the same."""
+    """Return 2 decimals, or 3 if the interval is so narrow that its ends could look the same with 2."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 

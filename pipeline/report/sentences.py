@@ -112,8 +112,8 @@ def advice(comparison: Comparison) -> str:
 
 
 def _saving(each: Compared) -> str:
-    """Say when to use a variant that gains something, and at what price. A price that is not decided is marked as
-    such. Empty if there is no gain, or an interval is missing."""
+    """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. A price that
+    is not decided is marked as such. Empty if there is no gain, or an interval is missing."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
         price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
@@ -128,7 +128,7 @@ def _saving(each: Compared) -> str:
 def _despite(each: Compared) -> str:
     """The decided gains and losses of a variant whose verdict is untrusted."""
     said = [text for decision in ("better", "worse") for _, text in _figures(each, decision)]
-    return f"`{each.variant}` takes {' and '.join(said)}" if said else ""
+    return f"`{each.variant}` has {' and '.join(said)}" if said else ""
 
 
 def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def banner(comparison: Comparison) -> list[str]:
     noises |= {"energy": comparison.noise_energy} if comparison.noise_energy else {}
     for field, noise in noises.items():
         if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
-            continue  # other sessions make all these ratios trusted
+            continue  # all these ratios are trusted because of other sessions
         noun, _, why = (noise.why_untrusted or "").partition(": ")
         doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
         if len(doubts) > 1 and all(doubts):
@@ -288,7 +288,7 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def _not_new(dataset: Dataset) -> list[str]:
-    """How many test samples are training samples too, or repeat another test sample; empty if none."""
+    """How many test samples are also training samples, and how many repeat another test sample; empty if none."""
     known, twice = dataset.test_in_train_count, dataset.test_repeated_count
     if not (known or twice):
         return []

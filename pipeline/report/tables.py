@@ -112,9 +112,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Peak memory",
-            "Measured in the same rounds, with the same statistics; on a CPU in an earlier, separate window. On GPUs: "
-            "the most bytes that PyTorch had allocated in one process, as each GPU has its own memory. On a CPU: the "
-            "peak resident set minus the resident set after the imports, summed over all processes, as they share "
+            "Measured in the same rounds (on a CPU in an earlier window), with the same statistics. On GPUs: the most "
+            "bytes that PyTorch had allocated in one process, because each GPU has its own memory. On a CPU: the peak "
+            "resident set minus the resident set after the imports, summed over all processes, because they share "
             "memory.",
             memory,
         ),
@@ -130,9 +130,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             f"Time to {target}",
             f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
-            f"{sentences.score(comparison)}: the samples, median over seeds, divided by the bench's throughput. Given "
-            "only if every seed reached the target. Evaluations are an epoch apart, so the time is precise to one "
-            "epoch. The ratio's interval covers the throughput only.",
+            f"{sentences.score(comparison)}: the samples until then (median over seeds) divided by the bench's "
+            "throughput. Known only if every seed reached the target. Evaluations are an epoch apart, so the time is "
+            "precise to one epoch. The ratio's interval covers only the throughput.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -159,7 +159,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
     return (
         Column(
             "Step p50 / p90 / p99",
-            "Percentiles of the time of one optimizer step in the bench's windows; medians over its rounds.",
+            "Percentiles of an optimizer step's time in the bench's windows; medians over the rounds.",
             steps,
         ),
         Column(
@@ -175,12 +175,12 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Cold start",
-            "Time from process start to the first step; of the first seed, as later seeds start warm.",
+            "Time of the first seed from process start to the first step; later seeds start warm.",
             lambda each: Cell(formats.number(each.startup_seconds, "s")),
         ),
         Column(
             "First step",
-            "First step of the first seed, with compilation, autotuning and allocation; not in any throughput.",
+            "First step of the first seed, with compilation, autotuning and allocation; no throughput includes it.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
@@ -253,8 +253,8 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Utilisation",
-            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a device's "
-            "peak is unknown.",
+            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a peak is "
+            "unknown.",
             lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
         ),
     )
@@ -266,7 +266,7 @@ def session_headings(comparison: Comparison) -> list[str]:
 
 
 def session_rows(comparison: Comparison) -> list[list[str]]:
-    """One row per session: the state of the machine, the baseline's speed and A/A ratio, each variant's ratios."""
+    """One row per session: the state of the machine, the baseline's speed and A/A ratio, and each variant's ratios."""
     return [
         [
             each.start_utc[:16].replace("T", " "),

@@ -48,7 +48,8 @@ AT_THE_TOP = (".github/report.py", ".github/session", ".github/workflows/gpu.yml
 ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
-"""File -> beginning of a line. The lines from there on that the user's file lacks are added to the user's file."""
+"""File -> how a line of the shipped file begins. Of this line and all later lines, those that the user's file lacks are
+added to it."""
 ADAMW = {"optimizer": "adamw", "learning_rate": 0.001}
 """Usual optimizer and learning rate of a transformer."""
 IN_A_FOLDER = (
@@ -64,9 +65,9 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     """Write missing files into the current directory, and the workflow to the top of its git repository.
 
     ``data`` (``images``, ``arrays`` or ``text``: a path) and ``model`` go into a new params.yaml. An existing file gets
-    new content only if ``init`` wrote it and nobody changed it since; to other files, lines may be added. Before, the
-    difference is shown, and ``yes`` or a yes on the terminal is required. Raises ConfigError or PipelineError, and
-    writes nothing, without this consent or if something is in the way.
+    new content only if ``init`` wrote it and nobody changed it since; the files in ``LINES`` only get lines that they
+    lack. Before an existing file changes, the difference is shown, and consent is required: ``yes``, or a yes on the
+    terminal. Without consent, or if something is in the way, raises ConfigError or PipelineError and writes nothing.
     """
     top, here = _top(), Path.cwd()
     folder = here.relative_to(top).as_posix()
@@ -74,7 +75,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
     if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
         raise ConfigError(
-            f"init: found the folder {folder!r}; rename it, as the GPU workflow takes only letters, digits and _.-/."
+            f"init: found the folder {folder!r}; rename it: the GPU workflow allows only letters, digits and _.-/."
         )
     record = _record()
     if not record:
@@ -134,7 +135,7 @@ def _top() -> Path:
 def _record() -> dict[str, str]:
     try:
         return dict(json.loads(_text(str(RECORD)) or "{}"))
-    except (TypeError, ValueError):  # after a merge, say
+    except (TypeError, ValueError):  # for example after a merge
         raise ConfigError(
             f"init: {RECORD} is damaged; delete it and run init again. Files that differ then count as your own."
         ) from None
@@ -147,7 +148,7 @@ def _check_room() -> None:
         return  # params.yaml is the pipeline's already
     taken = re.findall(r"(?m)^/([\w.-]+)", _shipped(".gitignore").partition(LINES[".gitignore"])[2])
     names = sorted({*taken, "sessions", "dvc.yaml", str(PARAMS_FILE)})
-    # Ignored files are listed too, because `dvc repro` deletes what lies at a stage's outs.
+    # Ignored files are listed too, because `dvc repro` deletes files at the paths of a stage's outputs.
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--", *names]
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
     if found := sorted({name.partition("/")[0] for name in listed if name}):
@@ -213,7 +214,8 @@ def _agreed() -> bool:
 
 
 def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
-    """The shipped params.yaml; with ``data`` or ``model``, a job on them with variants that this machine can run.
+    """The shipped params.yaml; with ``data`` or ``model``, changed to a job with these, and with variants that this
+    machine can run.
 
     Raises ConfigError if the data or the model do not exist.
     """
@@ -262,7 +264,7 @@ def _least(config: Config, variants: int) -> str:
 
 
 def _with(text: str, key: str, value: object) -> str:
-    """params.yaml with ``value`` for the first ``key`` of a section; the comment of that line stays."""
+    """``text`` of a params.yaml, with ``value`` at the first ``key`` in any section. The comment on its line stays."""
     written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
     old = re.search(rf"(?m)^  {key}: [^#\n]*", text)
     assert old is not None
@@ -272,8 +274,8 @@ def _with(text: str, key: str, value: object) -> str:
 def _variants(
     machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The shipped variants and the ready-made variants that most often make steps faster, if this machine can run them;
-    and the reasons why some are left out."""
+    """The variants that this machine can run, of the shipped variants and the ready-made variants that most often make
+    steps faster; and the reasons why some are left out."""
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
     found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
     why = []

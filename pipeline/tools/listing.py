@@ -21,9 +21,9 @@ PROCESSES = "processes: auto (one per GPU, or two without GPUs), or a number"
 
 
 def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
-    """Print the techniques that match ``words``, or without words a line for each. Raises ConfigError if none matches.
+    """Print the techniques that match all ``words``; without words, print one line for each technique.
 
-    A word that is a technique's name finds only this technique.
+    A single word that is a technique's name finds only this technique. Raises ConfigError if no technique matches.
     """
     on_gpu = machine.gpus > 0
     installed = entries()

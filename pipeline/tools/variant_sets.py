@@ -1,4 +1,5 @@
-"""Ready-made variants for params.yaml: sets in files under ``variants/``, the current directory's or the project's."""
+"""Sets of ready-made variants for params.yaml. Each set is a file in the folder ``variants/`` of the current directory
+or, if there is no such folder, of the project."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
-    """Print all sets, or one set's variants and whether each can run here. With ``add``, add those that can run here to
-    params.yaml.
+    """Print all sets or, if a ``name`` is given, this set's variants and whether each can run here. With ``add``, also
+    add those that can run here to params.yaml.
 
     Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
     """
@@ -70,7 +71,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
-    """True if this machine can run the variant with at least one of its techniques, or if it has none; and a remark."""
+    """True and a remark if this machine can run the variant with at least one of its techniques, or if the variant has
+    no technique; else False and the reason."""
     variant = _parsed(name, values)
     try:
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)

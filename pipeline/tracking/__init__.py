@@ -1,8 +1,8 @@
 """The only package that uses MLflow. MLflow mirrors the result files, so a store that is lost or down loses no result.
 
-``follow`` shows a running training from a process of its own; ``publish`` makes the store agree with the files.
+``follow``, in a process of its own, shows a running training; ``publish`` makes the store agree with the files.
 Both turn MLflow's errors into one warning. ``promote`` names the registry's champion, and raises PromotionError.
-``health`` tells a person the state of the store. mlflow is imported only when the store must be asked.
+``health`` describes the state of the store for a person. mlflow is imported only when the store must be opened.
 """
 
 from pipeline.tracking.checkup import Health, health

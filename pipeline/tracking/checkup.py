@@ -1,4 +1,4 @@
-"""Check that the tracking store can be written to. The check asks MLflow's own client and changes nothing."""
+"""Check that the tracking store can be written to. The check uses MLflow's own client and changes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def health(root: Path, experiment: str) -> Health:
     if embedded and not path.exists():
         return Health(True, f"{where}, which the first training or publish creates")
     if not embedded and not uri.startswith(("http://", "https://")):
-        return Health(None, f"{redacted(uri).split(':')[0]} store, which is not checked: only servers and SQLite are")
+        return Health(None, f"{redacted(uri).split(':')[0]} store; only servers and SQLite stores are checked")
     try:
         open_client = stores.client_class()
     except ImportError as error:
@@ -90,7 +90,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
-            f"{place} answers, but runs keep their files in {redacted(artifacts)}, which needs the missing boto3",
+            f"{place} answers, but runs keep their files in {redacted(artifacts)}, for which boto3 is missing",
             "python -m pip install boto3; or let the server transfer files (mlflow server --artifacts-destination)",
         )
     return Health(True, f"{place} answers")
@@ -104,7 +104,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
     address = urlsplit(uri)
     host = address.netloc.rpartition("@")[2]
     status = error.get_http_status_code() if isinstance(error, MlflowException) else None  # type: ignore[no-untyped-call]
-    cause = error.__context__  # the error of requests, which MLflow's message repeats
+    cause = error.__context__  # requests' own error, which MLflow's message repeats
     reason = redacted(str(getattr(next(iter(cause.args), None), "reason", cause))) if cause else ""
     if isinstance(cause, exceptions.SSLError):
         found = f"its certificate is not trusted ({reason})"

@@ -1,4 +1,4 @@
-"""The runs that a store must hold, found from the files: a comparison, and its child runs by variant and seed."""
+"""The runs that a store must hold, as the files give them: a comparison, and a child run for each variant and seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPORT = "pipeline.report"
 COMPLETE = "pipeline.complete"
 """Tag that is set last when a run is written; a run without this tag does not count."""
 LIVE = "pipeline.live"
-"""Tag of a run that a follower writes: the checkout that trains."""
+"""Tag of a run that a follower writes. Its value identifies the checkout that trains."""
 PARENT = "mlflow.parentRunId"
 
 
@@ -94,8 +94,8 @@ class Wanted:
 
     @property
     def records(self) -> list[Path]:
-        """The JSON files of profiles and inference. Every new measurement changes them, so no other file has to be
-        read to detect one."""
+        """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show
+        whether something was measured anew."""
         return _records(self.profiles, self.inference)
 
     @property

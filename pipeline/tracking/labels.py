@@ -72,7 +72,8 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
 
 
 def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
-    """Tags that can change while the results stay: the comparison's settings, the report, the digest of dvc.lock."""
+    """Tags that can change while the results stay the same, such as the comparison's settings, the verdicts of the
+    report and the digest of dvc.lock."""
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
@@ -96,7 +97,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 
 
 def session_count(ratio: Mapping[str, Any]) -> int:
-    """The number of sessions with a trusted ratio and bounds, of a ratio in comparison.json."""
+    """For a ratio in comparison.json, the number of sessions whose ratio is trusted and has bounds."""
     return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
 
 
@@ -126,7 +127,7 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
 
 
 def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty if there is none or it is ``stale``."""
+    """The content of comparison.json; empty if this file does not exist or is ``stale``."""
     return {} if stale(wanted, root) else _comparison(root)
 
 
@@ -183,7 +184,7 @@ def _beside(ratio: Mapping[str, Any] | None) -> str:
 
 
 def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Tags: the best variant, by how much it is the best, and its ratio to the next one."""
+    """Tags: the best variant, its gain over the baseline, and its ratio to the second-best variant."""
     best = comparison.get("champion")
     if not best:
         return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
@@ -196,7 +197,7 @@ def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ratio(ratio: Mapping[str, Any]) -> str:
-    if ratio["estimate"] is None:  # no round has samples of both
+    if ratio["estimate"] is None:  # no round has samples of both variants
         return "unknown"
     ends = (ratio["low"], ratio["high"])
     return f"{ratio['estimate']:.3f}" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else "")
@@ -205,7 +206,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
 def lock_sha256(lock: Path) -> str:
     """The digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
 
-    Without this stage, the file that is committed later has the same digest.
+    So the digest logged now is also the digest of the file that is committed later.
     """
     stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Show a running training in MLflow. A process of its own reads the files that the training writes, and nothing else.
+"""Show a running training in MLflow. A separate process does this, and reads only the files that the training writes.
 
-The view is provisional: ``publish`` writes each run from its files and deletes the live runs.
+The view is provisional: later, ``publish`` writes each run from its files and deletes the live runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FINISHED = b"finished\n"
 
 
 def follow(config: Config, variant: str, root: Path = Path()) -> int:
-    """Mirror ``variant``'s history and system samples into one live run per seed, until standard input gives a line or
-    ends.
+    """Mirror ``variant``'s history and system samples into one live run per seed, until a line arrives on standard
+    input or standard input ends.
 
-    The line ``finished`` marks the live runs as finished; any other line, or the end, marks these runs as killed.
+    After the line ``finished``, the live runs are marked as finished; after any other line, or the end, as killed.
     Returns 0, or 1 if the last update failed. MLflow's errors are not raised; the first error prints a warning.
     """
     _yield_to_training()
     mirror = _Mirror(config, variant, root)
     ended = Event()
-    # Opening a store takes seconds of CPU time, and the training leaves little CPU time. So a daemon thread opens it,
-    # and this thread reads standard input. If the training ends first, the process ends without a store.
+    # Opening a store takes seconds of CPU time, and the training leaves little CPU time. So a daemon thread opens the
+    # store while this thread reads standard input. If the training ends first, the process ends without a store.
     worker = Thread(target=mirror.run, args=(ended,), daemon=True)
     worker.start()
     status = "FINISHED" if sys.stdin.buffer.readline() == FINISHED else "KILLED"
@@ -76,7 +76,7 @@ class _Mirror:
                     self._log(seed, live)
                 if status and self.store and live.run_id:
                     self.store.client.set_terminated(live.run_id, status, live.ended_ms)
-        except Exception as error:  # any error of MLflow, its database, its server, or of a broken row
+        except Exception as error:  # any error of MLflow, its database or its server, or a broken row
             if not self._warned:
                 consequence = "Training goes on without a live view; `publish` writes its runs from the files."
                 stores.warn(f"{stores.describe(stores.address(self._root), error)} {consequence}")
@@ -119,7 +119,7 @@ class _LiveRun:
 
     def __init__(self, started: float) -> None:
         self.started = started
-        """Unix seconds at which the history's clock is zero."""
+        """Unix time, in seconds, at which the history's clock is zero."""
         self.ended_ms = 0
         """When the last logged point was measured."""
         self.run_id: str | None = None
@@ -129,9 +129,9 @@ class _LiveRun:
 
 
 class _Tail:
-    """New rows of a CSV file that is appended to, or replaced by a longer file.
+    """Reads the new rows of a CSV file. Its writer appends rows, or replaces the file by a longer file.
 
-    A file that does not begin with the content read before is read again from its beginning.
+    If the file no longer begins with the content that was read before, it is read again from its beginning.
     """
 
     def __init__(self, path: Path) -> None:

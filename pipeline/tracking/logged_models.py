@@ -2,7 +2,7 @@
 
 The model is saved as an exported program (MLflow's ``pt2``), not as a pickle: loading it needs no code of this project.
 Loading the file saved here runs only PyTorch's and MLflow's code; loading a file that somebody else put in its place
-can run anything. docs/mlflow.md says how to load without pickles, and which risks remain then.
+can run any code. docs/mlflow.md says how to load models without pickles, and which risks remain then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NotLoggable(Exception):
 def log(store: Store, run_id: str, child: Child) -> LoggedModel:
     """Log the model of ``child`` under its run.
 
-    Raises NotLoggable, MLflow's errors, OSError if the disk of temporary files has no room for the model, and
+    Raises NotLoggable, MLflow's errors, OSError if the disk for temporary files has no room for the model, and
     ResultError if the weights here are not those that the result names.
     """
     weights = checkpoints.weights(child.result, child.run.seed, child.root / results.MODELS)
@@ -68,7 +68,7 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
         client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=child.run.steps)])
         model.model_id = model.model_uuid = logged.model_id
         model.artifact_path = logged.artifact_location
-        # An exported program cannot leave the device of its export. By default pyfunc would move it to a GPU.
+        # An exported program runs only on the device where it was exported. By default pyfunc would move it to a GPU.
         model.flavors["python_function"]["config"]["device"] = "cpu"
         model.save(str(directory / "MLmodel"))
         client.log_model_artifacts(logged.model_id, str(directory))

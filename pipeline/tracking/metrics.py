@@ -21,7 +21,7 @@ COMPARED = {
     "median/train_seconds": "train_seconds",
 }
 """Metrics of a child -> their names in comparison.json: medians over the bench's rounds or over the seeds. All children
-of a variant have the same values, so MLflow's average over the children is the figure in the tables."""
+of a variant have the same values, so MLflow's average over the children equals the figure in the tables."""
 
 
 class Point(NamedTuple):
@@ -34,14 +34,15 @@ class Point(NamedTuple):
 
 
 def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
-    """Metrics of one row. Their timestamp is ``started`` (unix seconds) plus training time, the only clock of a row."""
+    """Metrics of one row. Their timestamp is ``started`` (unix seconds) plus the row's training time, because a row has
+    no other time."""
     for name, value in row.model_dump(exclude={"seed", "step"}).items():
         if value is not None:
             yield Point(f"history/{name}", value, round((started + row.train_seconds) * 1000), row.step)
 
 
 def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
-    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow shows system/ on a page of its own."""
+    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow shows system/... on its own page."""
     timestamp = round(float(row["seconds"]) * 1000)
     for column, text in row.items():
         value = _number(text)
@@ -50,7 +51,7 @@ def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
 
 
 def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
-    """The result's figures, without unknown figures."""
+    """The known figures of the result."""
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
@@ -73,8 +74,8 @@ def recorded_points(child: Child, started: float) -> list[Point]:
 
 
 def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
-    """The comparison's figures for the child's variant. The run's own speed and memory come from trainings run one
-    after the other, and are not comparable.
+    """The comparison's figures for the child's variant. The run's own speed and memory are not used for this: the
+    trainings ran one after the other, so their figures cannot be compared.
 
     ``known``: the metrics of the run in the store. A value that is unknown now is logged as NaN.
     """
@@ -92,8 +93,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     profiled step, and the figures of inference.
 
     ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that
-    no longer has a value is logged as NaN. ``timestamp_ms``: when the last run ended. MLflow shows a metric's latest
-    value, so if a file was written later, the timestamp is the newest file's.
+    no longer has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
+    metrics get the time of the newest file, because MLflow shows a metric's latest value.
     """
     files = [
         root / results.REPORTS / "metrics" / f"{variant}.json"
@@ -116,7 +117,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
 
 
 def run_times(child: Child) -> tuple[float, float]:
-    """Start and end of a run in unix seconds, from the system samples, or else from the time of the result's file."""
+    """Start and end of a run in unix seconds: from the system samples or, if there are none, from the time at which the
+    result's file was written."""
     sampled = [float(sample["seconds"]) for sample in _samples(child)]
     durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
     if sampled:

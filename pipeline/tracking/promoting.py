@@ -25,27 +25,28 @@ GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
 GATE_AGAIN = "Run `python -m pipeline gate --against REVISION`."
 FEWEST_SESSIONS = 3
-"""Fewer sessions say too little about whether a gain lasts."""
+"""The number of sessions that a promotion needs: fewer sessions say too little about whether a gain lasts."""
 TOO_FEW = 3
 """Exit code: nothing was promoted, as more sessions are needed."""
 
 
 class PromotionError(PipelineError):
-    """There is no champion to name. The message says why and what to do."""
+    """No champion can be named. The message says why and what to do."""
 
 
 def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
-    The model is logged anew, from the local weights whose digest the result names: a model in the store may be somebody
-    else's. The version carries the evidence: the gate's decision and commits, the verdict, the gain (from measurements
-    that did not choose the variant), links to its run and to the comparison. The comparison's run gets the gate's
-    report. Each call makes another version.
+    The model is logged anew, from the local weights whose digest the result names, because somebody else may have
+    logged the model in the store. The version's tags and description hold the evidence: the gate's decision and
+    commits, the verdict, the gain (from measurements that did not choose the variant), links to its run and to the
+    comparison. The gate's report is added to the comparison's run. Each call makes another version.
+
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison, and ResultError for files that do not match their record.
 
-    Returns 0, or ``TOO_FEW`` with a message and no change. It is ``TOO_FEW`` if the gain rests on too few sessions, or
-    is not decided when some sessions choose the best variant and others measure the gain.
+    Returns 0. If too few sessions measured the gain, prints a message, changes nothing and returns ``TOO_FEW``; also if
+    the gain is not decided when some sessions choose the best variant and the other sessions measure its gain.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)

@@ -1,4 +1,4 @@
-"""Make the store agree with the files: always safe to repeat, and nearly free when nothing is new."""
+"""Make the store agree with the files. A repeated call does no harm, and takes little time if nothing is new."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_HARM = (
 
 @dataclass(frozen=True)
 class Published:
-    """The changes that ``publish`` made; all zero if the store agreed already."""
+    """The outcome of ``publish``. If the store agreed already, ``written`` and ``deleted`` are 0."""
 
     children: int = 0
     """Runs that the comparison holds now, one for each variant and seed."""
@@ -85,7 +85,7 @@ def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
 
 
 def _show(wanted: Wanted, store: Store) -> None:
-    """Point the views at this comparison, even if the store had its runs before."""
+    """Make the views show this comparison, even if the store held its runs before."""
     known = store.client.get_experiment(store.experiment_id).tags
     for tag, value in views.tags(wanted).items():
         if value != known.get(tag):
@@ -159,9 +159,9 @@ def _create_parent(wanted: Wanted, store: Store) -> str:
 
 
 def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
-    """Set each child's tags and metrics from the comparison of its variant, which may have changed.
+    """Set each child's tags and metrics to the figures that the comparison has now for the child's variant.
 
-    Without a comparison of these results, the earlier tags and metrics stay.
+    If there is no comparison of these results, the earlier tags and metrics stay.
     """
     comparison = labels.compared(wanted, store.root)
     columns = labels.columns(comparison)

@@ -10,14 +10,14 @@ from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, RE
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run in the store, as far as ``reconcile`` needs it; deleted runs do not count."""
+    """What ``reconcile`` needs about a run in the store. A deleted run is not in the store."""
 
     run_id: str
     status: str
     start_ms: int
     tags: Mapping[str, str]
     intact: bool = True
-    """False if the run's artifacts should be on this machine and are missing."""
+    """False if the run's artifacts should be on this machine but are missing."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     """The latest value of each metric."""
 
@@ -46,10 +46,10 @@ class Changes:
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
     """Return the changes. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
 
-    Runs of other comparisons are history and stay. Only live runs of this checkout whose seed has a result are deleted:
-    they are superseded if they have ended, or started before the result was written. A live run that started later
-    and has not ended belongs to a training that goes on. A live run whose seed has no result yet stays, as the record
-    of an interrupted training.
+    Runs of other comparisons are history and stay. A live run of this checkout is deleted if its seed has a result, and
+    if it has ended or started before the result was written. A live run that started later and has not ended stays,
+    because its training still runs. A live run whose seed has no result yet stays, as the record of an interrupted
+    training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
     parents = [run for run in ours if RUN not in run.tags]

@@ -1,7 +1,7 @@
 """Record the content of an embedded store and the state of its files, in a file next to the store.
 
-If nothing is new, the store is not opened. This saves the import of MLflow, which takes seconds. The state of a server
-cannot be seen in files, so a server has no record.
+If the record shows that nothing is new, ``publish`` does not open the store. So it need not import MLflow, which takes
+seconds. For a server there is no record, because files on this machine do not show a server's state.
 """
 
 from __future__ import annotations

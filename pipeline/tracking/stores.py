@@ -35,7 +35,7 @@ SQLITE = "sqlite:///"
 LOCK_SECONDS = 60.0
 
 DVC_OBJECT = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
-"""The end of a file's path in a DVC cache, wherever the cache is."""
+"""Matches the end of a file's path in a DVC cache; the cache can be in any directory."""
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -109,7 +109,8 @@ def describe(uri: str, error: Exception) -> str:
 
 
 class Store:
-    """One experiment of a store, opened with MLflow's client: runs are addressed by id, without global state."""
+    """One experiment of a store, opened with MLflow's client. Each call names its run by id, so there is no active run
+    or other global state."""
 
     def __init__(self, client: MlflowClient, uri: str, root: Path, experiment: Experiment) -> None:
         self.client, self.uri, self.root = client, uri, root
@@ -155,8 +156,8 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
-        """Log ``file`` as an artifact. Raises ResultError for a link, unless it leads into DVC's cache: a link could
-        publish any file of this machine."""
+        """Log ``file`` as an artifact. Raises ResultError for a link, unless it leads into DVC's cache, because through
+        a link any file of this machine could be published."""
         if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
             raise ResultError(
                 f"{file} is a link to {file.resolve()}, which is not in DVC's cache, so it is not logged: replace the "
@@ -190,7 +191,7 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
     """
     open_client = client_class()
     if uri.startswith(SQLITE) and not (database := Path(uri.removeprefix(SQLITE))).exists():
-        # The database is created under another name, then renamed: MLflow cannot continue migrations that were killed.
+        # The database is created under another name, then renamed, because MLflow cannot continue a killed migration.
         unborn = database.with_name(f"{database.name}.new")
         unborn.unlink(missing_ok=True)
         open_client(SQLITE + str(unborn))
@@ -227,7 +228,7 @@ def locked(uri: str) -> Iterator[None]:
 
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
-    """The experiment; it is created, or restored if it was deleted."""
+    """The experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -250,10 +251,10 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
 
 
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
-    """True if the checkout's own store was copied or moved: MLflow wrote absolute paths into it."""
+    """True if the checkout's own store was copied or moved: then the absolute paths in the store are wrong."""
     return uri == SQLITE + str(root.resolve() / DATABASE) and artifacts != str(root.resolve() / ARTIFACTS)
 
 
 def is_intact(uri: str, artifacts: str) -> bool:
-    """False if a run's artifacts should be on this machine and are missing."""
+    """False if a run's artifacts should be on this machine but are missing."""
     return not uri.startswith(SQLITE) or "://" in artifacts or Path(artifacts).is_dir()

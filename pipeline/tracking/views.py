@@ -29,7 +29,7 @@ def tags(wanted: Wanted) -> dict[str, str]:
     seed = next(iter(wanted.children.values())).run.seed
     table = {
         "searchFilter": f"tags.`{COMPARISON}` = '{wanted.key}' AND tags.`seed` = '{seed}'",
-        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time, runs would be folded under their parent
+        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time, MLflow would fold runs under their parent
         "orderByAsc": False,
         "selectedColumns": list(widths),
         "columnOrder": list(widths),

@@ -70,7 +70,7 @@ def test_what_is_decided_of_the_untrusted_is_said() -> None:
     measured = [make_result(name, runs) for name in ("baseline", "m")]
     both = {arm: dict.fromkeys(range(2, 10), REASON) for arm in ("baseline", "m")}
     found = made(measured, memory={"m": 0.5}, rejected=both)
-    assert re.fullmatch(r"Decided nevertheless: `m` takes 0\.\d+ to 0\.5\d* times the memory\.", advised(found))
+    assert re.fullmatch(r"Decided nevertheless: `m` has 0\.\d+ to 0\.5\d* times the memory\.", advised(found))
     assert "- **m** is **untrusted** (memory and accuracy decided): " in markdown(found.comparison)
     assert "memory and accuracy decided" in Page(html(*found)).heard
 

@@ -119,7 +119,8 @@ def _chart(
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """The median of x and the mean of y at shared steps, as in the tables: median times, mean accuracies."""
+    """The median of x and the mean of y at the steps that all lines have. The tables, too, show the median of times and
+    the mean of accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [

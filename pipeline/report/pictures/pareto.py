@@ -23,7 +23,7 @@ class Point(NamedTuple):
     across: tuple[float, float] | None
     """Ends of the throughput's interval."""
     along: tuple[float, float] | None
-    """Ends of the memory's interval, from the top."""
+    """Ends of the memory's interval, as positions from the top."""
     on_front: bool
 
 
@@ -32,7 +32,8 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines (x1, y1, x2, y2) around the area of variants that are slower and need more memory than one on the front."""
+    """Lines (x1, y1, x2, y2) along the edge of the area where a variant is slower, and needs more memory, than some
+    variant on the front."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     baseline: tuple[float, float]

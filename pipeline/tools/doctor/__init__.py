@@ -1,7 +1,7 @@
 """Find what this machine or container lacks for the job of params.yaml, and how to fix it.
 
-``doctor`` also works if much is broken: each fault is a line. Probes that hang are stopped; nothing is changed. A
-check is a function of the ``Facts`` that returns one or more findings; ``CHECKS`` lists all checks.
+``doctor`` works even if much is broken: each fault becomes a line of its output. It stops probes that hang, and changes
+nothing. A check is a function that takes the ``Facts`` and returns one or more findings; ``CHECKS`` lists all checks.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def examine(facts: Facts) -> Iterator[Finding]:
             found = judge(facts)
             judged = [found] if isinstance(found, Finding) else [*found]
         except Unanswered as error:
-            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may still answer
+            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may only be slow
         except Exception as error:
             reason = f"could not be checked: {type(error).__name__}: {error}"
             judged = [warning(reason, "check this yourself, and report the message: doctor has a fault")]

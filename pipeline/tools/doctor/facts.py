@@ -71,7 +71,7 @@ class Facts:
     """The checkout."""
     job: Job
     planned_gpus: int
-    """The number of GPUs that the plans count on (``environment.machine``)."""
+    """The number of GPUs for which the plans were made (``environment.machine``)."""
     driver: Answer
     torch: Answer
     git: Answer
@@ -113,7 +113,7 @@ def read(path: Path, machine: params.Machine | None) -> Job:
 
 
 def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
-    """Run ``PROBES[probe]`` in a process that finds the same modules as this one, for at most ``seconds``."""
+    """Run ``PROBES[probe]``, for at most ``seconds``, in a process that finds the same modules as this process."""
     command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
@@ -123,7 +123,7 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
     found: dict[str, Any] = {}
     for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith("{"):
-            with suppress(ValueError):  # libraries may print what they like
+            with suppress(ValueError):  # libraries may print other lines
                 found |= json.loads(line)
     failure = found.pop("failure", "")
     if done.returncode:  # the probe hung or crashed
@@ -133,7 +133,8 @@ def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
 
 
 def answer(probe: str) -> None:
-    """Run the probe, which prints its facts as one JSON object per line; print its failure in the same form."""
+    """Run the probe, which prints its facts as one JSON object per line. If it fails, print the failure in the same
+    form."""
     try:
         PROBES[probe]()
     except Exception as error:
@@ -209,8 +210,8 @@ def _dvc() -> None:
 
 
 def _parts() -> None:
-    """Facts: model; and, if the data's form is known, data (in words) and parameters (their number). Fails as training
-    would."""
+    """Facts: model; and, if the data's form is known, data (in words) and parameters (their number). Fails with the
+    errors with which training would fail."""
     config = params.load()
     with redirect_stdout(sys.stderr):  # what a user's module prints
         from pipeline import models, tasks

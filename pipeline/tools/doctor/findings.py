@@ -18,7 +18,7 @@ MARKS = {"problem": "PROBLEM", "not applicable": "-"}
 ADD_GPUS = "docker run --gpus all ... (the host needs the NVIDIA Container Toolkit)"
 USE_CPU = "or set train.device: cpu"
 NEW_DRIVER = "driver 580 or newer"
-"""This driver runs CUDA 13 in all minor versions, and all older versions (NVIDIA's table of minor version
+"""This driver runs every minor version of CUDA 13, and all older versions of CUDA (NVIDIA's table of minor version
 compatibility)."""
 INSTALL = "make repro, which installs requirements.lock into .venv; in a container, rebuild the image"
 TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
@@ -65,7 +65,8 @@ The first entry that occurs in "check: finding" counts."""
 class Finding(NamedTuple):
     status: Status
     """problem: something that params.yaml or the environment asks for does not work here. warning: the job works, but
-    worse than it could, or not as expected. not applicable: this job on this machine does not need the checked part."""
+    worse than it could, or not as expected. not applicable: this job does not need the checked part on this machine, or
+    the part could not be checked."""
     found: str
     remedy: str = ""
     """The command or setting that fixes the fault; empty if nothing is to be done, or ``REMEDIES`` has the remedy."""

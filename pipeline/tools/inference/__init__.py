@@ -134,9 +134,8 @@ def forms_on(
 ) -> tuple[list[Form], list[Noise]]:
     """Make, check and measure the forms ``kinds``, the plain form first, on the device of ``world``.
 
-    ``label``: the device's name.
-
-    Raises any error of the plain form; the error of another form becomes the reason in its record.
+    ``label``: the device's name. Raises any error of the plain form. The error of another form becomes the reason, in
+    this form's record, why it is not available.
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     batches = _Batches(task, max(trained.batch_sizes))

@@ -134,8 +134,8 @@ FORMS: Mapping[str, Kind] = {
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters, buffers and constants, each counted once. Of a graph module, only the tensors
-    that its graph reads count."""
+    """Bytes of a module's parameters, buffers and constants, each counted once. In a graph module, only the tensors
+    that its graph reads are counted."""
     if isinstance(module, torch.fx.GraphModule):  # a quantised graph also keeps the float32 weights it was made from
         read = (operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr")
         tensors = [value for value in read if isinstance(value, torch.Tensor)]
@@ -196,7 +196,7 @@ def _made(module: nn.Module) -> Made:
 
 
 def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
-    """Export for batches of any size. The example has two samples: torch.export would make a size of 1 a
+    """Export for batches of any size. The example has two samples, because torch.export would make a size of 1 a
     constant."""
     batch = torch.export.Dim("batch")
     return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))

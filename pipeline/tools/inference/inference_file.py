@@ -19,12 +19,12 @@ class Latency(Record):
     """``p50_low_ms`` and ``p50_high_ms``: the smallest and the largest of the rounds' medians."""
     p50_high_ms: float
     p99_ms: float | None
-    """None below ``FEWEST_FOR_P99`` calls, whose slowest hundredth would be less than one call."""
+    """None if there were fewer than ``FEWEST_FOR_P99`` calls: their slowest hundredth would be less than one call."""
     calls: int
 
 
 class Throughput(Record):
-    """Throughput of batches of one size, one after the other."""
+    """Throughput with batches of one size, which the form takes one after the other."""
 
     batch_size: int
     samples_per_second: float

@@ -1,4 +1,5 @@
-"""Measure latency and throughput of several forms on one device: interleaved, synchronised, warm."""
+"""Measure latency and throughput of several forms on one device. The forms are warm and take turns, and each time ends
+when the device has finished."""
 
 from __future__ import annotations
 
@@ -64,11 +65,11 @@ def in_rounds(
     devices: Sequence[torch.device] = (),
     values: int = 256,
 ) -> dict[str, Slices]:
-    """Measure every form in each round, for about ``seconds`` with single samples and with each batch size.
+    """Measure every form in each round: about ``seconds`` with single samples, and as long with each batch size.
 
-    ``inputs`` [n, ...]: raw inputs from 0 to ``values`` - 1, n at least the largest batch size. The
-    forms are warm: each has been called with every size. The forms take turns within a round, and their order is
-    reversed every other round, so that a disturbance of some seconds affects all forms. No sample is used twice.
+    ``inputs`` [n, ...]: raw inputs with values from 0 to ``values`` - 1; n must be at least the largest batch size. The
+    forms must be warm: each must have been called with every size. The forms take turns within a round, and their order
+    is reversed every other round, so that a disturbance of some seconds affects all forms. No sample is used twice.
     ``devices``: devices whose energy is measured.
     """
     unseen = Unseen(inputs, values)
@@ -105,7 +106,7 @@ def latency_of(slices: Slices) -> Latency:
 
 
 def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> tuple[Throughput, ...]:
-    """Throughput by batch size, with the ratio to the plain form in the same rounds where ``noise`` allows a ratio."""
+    """Throughput by batch size, with the ratio to the plain form in the same rounds if ``noise`` allows a ratio."""
     found = []
     for size, rates in slices.rates.items():
         ratio = paired_ratio(rates, plain.rates[size]) if noise[size].refused is None else None
@@ -125,7 +126,8 @@ def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> 
 
 
 def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
-    """Batch size -> noise: the plain form, measured twice a round, against itself, and why ratios are not trusted."""
+    """Batch size -> noise: the ratio of the plain form, measured twice in each round, to itself; and if ratios are not
+    trusted, the reason."""
     found = {}
     for size, rates in again.rates.items():
         narrow = paired_ratio(rates, plain.rates[size])
@@ -172,9 +174,10 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
 def _batches(
     predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
 ) -> tuple[int, float]:
-    """Number of samples and seconds of successive calls, synchronised only after ``MOST_UNSEEN_BYTES`` and at the end.
+    """Number of samples, and seconds, of successive calls. The device is synchronised only after every
+    ``MOST_UNSEEN_BYTES`` of batches and at the end.
 
-    The energy needs one window around all calls, so it includes the energy of making the batches, one copy each.
+    The energy needs one window around all calls, so it includes the energy of making the batches: one copy for each.
     """
 
     def timed(count: int) -> float:

@@ -23,7 +23,8 @@ __all__ = ["Claim", "Verifier", "run"]
 
 
 def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool) -> int:
-    """Print the claims of ``variants`` (empty: of all); return 0 if all ``hold``, else 1. Raises PipelineError."""
+    """Print the claims of ``variants`` (empty: of all). Return 0 if the claims ``hold`` (as in ``words``), else 1.
+    Raises PipelineError."""
     if launched_size() is not None:
         raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
     names = list(variants) or list(config.variants)

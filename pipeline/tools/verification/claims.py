@@ -45,15 +45,15 @@ KERNEL_ROUNDOFFS = 2.0**5
 DRAWS = 2
 """How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
 FACTOR = 2.0
-"""Rounding may change a training by at most this many times the change that the noise of ``DRAWS`` causes."""
+"""Rounding may change a training by at most this many times the change that this noise causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes at least this many times the bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
 """Settings of a ``Task``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
 rates. Errors grow from step to step, in some trainings beyond all bounds."""
 SMALL_TENSOR = 0.1
-"""A gradient that nearly cancels is only rounding. So a difference is taken relative to a norm that includes this share
-of the root mean square over all tensors."""
+"""A gradient whose terms nearly cancel consists of rounding errors only. So a difference is divided by a norm to which
+this share of the root mean square over all tensors is added."""
 
 Distance = Callable[[Observed, Observed], float]
 
@@ -184,7 +184,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
 class Verifier:
     """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder``: for the trainings' files, one per training.
+    ``folder``: the directory for the trainings' files, one per training.
     """
 
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
@@ -343,7 +343,7 @@ class Verifier:
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
     def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that a technique with settings that give it no effect leads to the same weights as without it."""
+        """Claim that a technique, set so that it has no effect, gives the same weights as a training without it."""
         for each in entries:
             if each.without_effect is None:
                 continue
@@ -418,8 +418,8 @@ class Verifier:
 
 
 def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """The natures of the job's model, as it is and made per-sample, and the statistics for that. Raises
-    ModelError."""
+    """The natures of the job's model as it is and of the model made per-sample, and the statistics that make it
+    per-sample. Raises ModelError."""
     batches = first_inputs(task, STATISTICS_BATCHES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.train.seeds[0])
@@ -446,8 +446,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """The claim after ``error``. It is not tried if the pipeline itself refused, for example for lack of memory. After
-    any other error, the claim is wrong."""
+    """The claim whose training ended with ``error``. If the pipeline itself refused, for lack of memory for instance,
+    the claim could not be tried. After any other error, the claim is wrong."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)

@@ -28,7 +28,8 @@ class Nature:
     stochastic: bool
     """The model draws random numbers, as dropout does."""
     batch_dependent: bool
-    """A sample's logits depend on the other samples of the batch, as with BatchNorm. False if random draws hide it."""
+    """A sample's logits depend on the other samples of the batch, as with BatchNorm. False if the model is stochastic,
+    because random draws hide this."""
 
     @property
     def per_sample(self) -> bool:
@@ -77,7 +78,8 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
 def make_per_sample(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Module:
     """Switch dropout off and fix BatchNorm to the statistics ``found``, in place, and return the model.
 
-    The names in the state dict stay. Modules that draw or mix in other ways do not change; ``nature`` detects them.
+    The names in the state dict stay the same. Modules that draw random numbers or mix samples in other ways are not
+    changed; ``nature`` detects them.
     """
     norms = _norms(quieten(model))
     model.load_state_dict(found, strict=False)

@@ -102,7 +102,7 @@ class Observed:
     """The same sum by one process alone, from the same weights; ``expected_count``: its count."""
     expected_count: int = 0
     work: Work | None = None
-    """The samples taken by the step of a run that left out the most samples."""
+    """The work of one step of a run: the step that left out the most samples."""
     ties: int = 0
     """Number of test samples whose score rounding may change, such as those with two almost equal largest logits."""
 
@@ -114,7 +114,7 @@ class Observed:
 
 @contextmanager
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
-    """Start the variant in fresh processes; yields ``observe(task, name)``, which writes its file to
+    """Start the variant in fresh processes. Yields the function ``observe(task, name)``, which writes its file to
     ``folder/name``."""
     with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
@@ -238,8 +238,8 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
 
 
 def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
-    """Put ``task.noise`` on the training. If ``task.forgets``, the gradient lacks the last of this number of parts of
-    each batch while the block runs."""
+    """Put ``task.noise`` on the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
+    gradient lacks the last part as long as the block runs."""
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():

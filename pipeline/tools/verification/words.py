@@ -61,7 +61,8 @@ def tested(count: int, whole: int) -> str:
 
 
 def progress(done: int, total: int, seconds: float) -> str:
-    """A line after each claim. There may be fewer lines than ``total``: claims not tried may share a line."""
+    """A line to print after each claim. There may be fewer claims than ``total``, because claims that could not be
+    tried may be reported as one."""
     left = max(0, total - done) * seconds / done
     return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
