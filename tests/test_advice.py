@@ -25,7 +25,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 4})
 
     def said(text: str, remedy: str) -> str:
-        return f"throughput is undecided: about {text} in all would decide, {ODDS} ({remedy})"
+        return f"throughput is undecided: about {text} in all will suffice, {ODDS} ({remedy})"
 
     assert reason(undecided) == said(
         "11 minutes of rounds", "set bench.max_minutes: 11"
@@ -67,7 +67,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
     ]
     over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
     assert reason(over).startswith(
-        f"throughput is undecided over 3 sessions: about 2 more sessions would decide, {ODDS} (bench --again"
+        f"throughput is undecided over 3 sessions: about 2 more sessions will suffice, {ODDS} (bench --again"
     )
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
@@ -83,7 +83,7 @@ def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
 
 def test_more_than_an_hour_is_no_advice() -> None:
     undecided = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"more_pairs": 53})
-    assert f"60 minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: 60)" in reason(undecided)
+    assert f"60 minutes of rounds in all will suffice, {ODDS} (set bench.max_minutes: 60)" in reason(undecided)
     interval = stats.Interval(undecided.estimate or 0.0, undecided.low or 0.0, undecided.high or 0.0, 6)
     for more_pairs in (54, None):
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
@@ -92,7 +92,8 @@ def test_more_than_an_hour_is_no_advice() -> None:
             f"{planning.margin_decided(interval, 59):.1%} could be decided (compare.margins)"
         )
     unforeseen = undecided.model_copy(update={"more_pairs": None})
-    assert reason(unforeseen, RoundCost("bench.max_minutes", 6, None)).endswith("would decide cannot be forecast")
+    said = reason(unforeseen, RoundCost("bench.max_minutes", 6, None))
+    assert said.endswith("how many rounds a decision needs cannot be forecast")
 
 
 def test_minutes_that_were_not_used_up_are_not_advised() -> None:
@@ -109,10 +110,10 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
 
     assert reason(verdicts.accuracy([0.0], 0.01, 0.9)).startswith("accuracy is undecided: one seed shows no variation")
     two = verdicts.accuracy([0.0, 0.0], 0.01, 0.9)
-    assert reason(two).startswith(f"accuracy is undecided with 2 seeds: about 1 more seed would decide, {ODDS}")
+    assert reason(two).startswith(f"accuracy is undecided with 2 seeds: about 1 more seed will suffice, {ODDS}")
     some = verdicts.accuracy([-0.009, 0.006, 0.004], 0.01, 0.9)
     assert reason(some) == (
-        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more seed would decide, {ODDS} (train.seeds)"
+        f"accuracy is undecided with 3 seeds: about {some.more_seeds} more seed will suffice, {ODDS} (train.seeds)"
     )
     for more_seeds in (21, None):
         half = some.mean_fraction - (some.low_fraction or 0.0)

@@ -170,7 +170,7 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed of a window without steps"),
     ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured, but 458 to 458 steps"),
     ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, but the job has 468"),
-    ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 are right of only 10000"),
+    ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 of only 10000 test samples are right"),
     ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
     ("a score above 1", RESULT, at("runs.0.test_accuracy", 1.01), "runs.0.test_accuracy"),
     ("fewer tested", RESULT, at("runs.0.test_count", 9_999), "9999 samples were tested"),

@@ -196,8 +196,8 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     minutes = math.ceil(2 * (rounds + 1) * bench.seconds / 12 / 60) / 2
     assert other.reasons == (
         f"throughput is undecided: after 12 rounds, another session helps most (bench --again); about "
-        f"{minutes:g} minutes of rounds in all would decide, {ODDS} (set bench.max_minutes: {minutes:g})",
-        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more seeds would decide, {ODDS} "
+        f"{minutes:g} minutes of rounds in all will suffice, {ODDS} (set bench.max_minutes: {minutes:g})",
+        f"accuracy is undecided with 3 seeds: about {other.accuracy.more_seeds} more seeds will suffice, {ODDS} "
         "(train.seeds)",
     )
     bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})

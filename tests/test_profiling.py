@@ -246,7 +246,7 @@ def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident
         (facts_of(times_of(communication=20), parallelism="tensor"), "waits_for_others", 0.20, "fewer processes"),
         (facts_of(times_of(idle=40), on_gpu=True), "idles", 0.40, "compile: reduce-overhead"),
         (facts_of(times_of(idle=40)), "idles", 0.40, "Python"),
-        (facts_of(times_of(optimizer=25)), "updates", 0.25, "the same for any batch"),
+        (facts_of(times_of(optimizer=25)), "updates", 0.25, "does not depend on the batch"),
         (facts_of(times_of(), times_of(communication=8, idle=14, input=9)), "is_uneven", 0.31,
          "Rank 0 works 100.0 ms a step, and rank 1 works 69.0 ms"),
         (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step, the device works (30% forward"),

@@ -1,4 +1,4 @@
-"""The arms that isolate a technique of a variant: the baseline plus the technique, the variant without it."""
+"""The arms that isolate a technique of a variant: the baseline with the technique, and the variant without it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeline.plans import Plan
 def isolating(
     config: Config, plans: Mapping[str, Plan], server: Server
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
-    """Return the arms that isolate each technique of the variants in ``bench.ablate``, and the techniques without arms.
+    """Return the arms that isolate each technique of the variants in ``bench.ablate``.
 
-    The latter are variant -> technique -> reason. ``plans``: the variants' plans.
+    The second value is variant -> technique -> reason, for techniques that get no arms. ``plans``: the variants' plans.
     """
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}

@@ -1,9 +1,9 @@
 """The arms of a measurement. An arm is a variant in fresh processes, which train as many steps as a request says.
 
 ``python -m pipeline arms`` serves the checkout in which it is started. It reads one JSON request per line from stdin
-and writes one JSON answer per line to stdout. A request plans a variant, opens an arm from a plan and warms it up, lets
-an arm take a turn, or closes an arm. The answer to "close" holds the measurement. Two checkouts, each with its own
-server, can be measured side by side.
+and writes one JSON answer per line to stdout. There are five requests: describe the checkout, plan a variant, open an
+arm from a plan and warm it up, let an arm take a turn, and close an arm. The answer to "close" holds the measurement.
+Two checkouts, each with its own server, can be measured side by side.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 4)
-"""Warm-up steps and measured steps of the memory window on a CPU. Both count as warm-up of the speed window."""
+"""Number of warm-up steps and of measured steps of the memory window on a CPU. Both warm up the speed window too."""
 FEWEST_WARMUP_STEPS = 3
 """Fewest warm-up steps of the speed window on a CPU: the first step allocates pages, later steps reuse these pages."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""Modules that every arm needs, imported once before the fork. torch would import the second one in every process."""
+"""Modules that every arm needs, imported once before the fork. Otherwise torch imports the second in every process."""
 
 
 class Measured(RunConditions):
@@ -51,8 +51,9 @@ class Measured(RunConditions):
 
     window: Window
     ledgers: Ledgers | None = None
-    """None unless the request asked for ledgers; ``flops`` is None in the same cases."""
+    """None if the request did not ask for ledgers, or if no peak is known."""
     flops: Flops | None = None
+    """None if the request did not ask for ledgers."""
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
@@ -170,7 +171,7 @@ def _rank_of_arm(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.rejections:  # every rank has the same, so all ranks gather
+            if config.bench.energy and not window.rejections:  # rejections are equal on all ranks, so all gather
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
@@ -183,9 +184,9 @@ def _rank_of_arm(
 def _allowed_wait(training: Training, config: Config) -> float | None:
     """Return the share of a window that may be spent waiting for input; None if the wait is not limited.
 
-    It is not limited if a technique chooses the data set's placement, because this wait is then compared. It is also
-    not limited if a CUDA graph replays the steps on a resident data set: the graph does not include the making of the
-    input, which can take almost as long as a small model's step.
+    It is not limited if a technique chooses the data set's placement, because the bench then compares the waits. It is
+    also not limited if a CUDA graph replays the steps on a resident data set. The graph does not prepare the input, and
+    this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))
@@ -203,7 +204,7 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
     own_peak = None if window.peak_memory_bytes is None else memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
     known = [each for each in ranks if each is not None]
-    if not known or not training.world.is_main:  # every rank's prediction is the same
+    if not known or not training.world.is_main:  # one prediction is enough: all ranks would predict the same
         return None
     predicted, why_not = None, None
     try:

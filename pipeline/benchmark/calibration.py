@@ -13,7 +13,7 @@ from pipeline.results import Window
 
 CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
-"""Most tries for the sample that gives the number of steps. Other load on the machine can spoil a try."""
+"""Largest number of tries for the sample that gives the number of steps. Other load on the machine can spoil a try."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
 """For arms with this start-up time, windows of 1.5 s were found to be the best (docs/measuring.md)."""
@@ -34,7 +34,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
-    """Measure ``CALIBRATION_STEPS`` steps of ``arm``. The returned times do not include the making of ledgers."""
+    """Measure ``CALIBRATION_STEPS`` steps of ``arm``. The returned times do not include the time for ledgers."""
     began = time.monotonic()
     arm.server.open(arm.name, arm.plan, CALIBRATION_STEPS, ledgers=ledgers)
     opened = time.monotonic()
@@ -48,7 +48,7 @@ def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -
     """Take short samples of ``arm``; return how many of its steps fill a window, and the last sample.
 
     A window takes ``seconds``. If the arms' mean start-up takes r times ``OPENING_SECONDS``, with r > 1, the window is
-    sqrt(r) times as long: this yields the most information per minute (Kalibera and Jones, ISMM 2013).
+    sqrt(r) times as long, because this yields the most information per minute (Kalibera and Jones, ISMM 2013).
     """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)

@@ -16,13 +16,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def begin() -> Callable[[], Session]:
-    """Call this when a bench starts. The returned function describes the session from this call until its own call."""
+    """Call this when a bench starts. The returned function describes the session from then until it is called."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
     def session_so_far() -> Session:
         spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
-        # The times of guests are in the user times too.
+        # The user times already include the times of guests.
         total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
         return Session(
             start_utc=start.isoformat(timespec="seconds"),

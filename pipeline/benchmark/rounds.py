@@ -59,7 +59,7 @@ def measure(
     """Measure rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one round.
 
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
-    in all. An arm whose samples were rejected in every round does not count. When the time is over, ``leaves_open`` is
+    in all. An arm whose samples were rejected in every round is ignored here. When the time is over, ``leaves_open`` is
     called once with the rounds; if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on, ``decided`` is
     called after each round. The measurement ends when ``decided`` returns True, or after ``max_rounds``. ``keep`` is
     called after each round.
@@ -78,7 +78,7 @@ def measure(
     A KeyboardInterrupt ends the measurement and keeps the complete rounds; without a complete round, it is raised
     again.
     """
-    turns = min(turns, steps)  # no turn without a step
+    turns = min(turns, steps)  # every turn has at least one step
     conditions = {arm.name: arm.conditions for arm in earlier}
     rounds: list[dict[str, Window]] = [
         {arm.name: arm.samples[number] for arm in earlier if number < len(arm.samples)}

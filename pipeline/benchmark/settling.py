@@ -1,4 +1,4 @@
-"""Decide when a variant is settled. Later rounds leave out settled variants, which gives the others more rounds."""
+"""Decide when a variant is settled. Later rounds leave out settled variants, so the others get more rounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SETTLED_ROUNDS = 10
 margin, one check settles the ratio with a probability of 2 / 2^10 under any noise. ``benchmarks.simulations`` computes
 the probability over all checks of a bench."""
 NEGLIGIBLE = 0.001
-"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. The
-memory peaks of equal arms may differ by the margin instead, because the arms' heaps differ."""
+"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. For
+memory peaks the margin is the limit instead, because the heaps of equal arms differ."""
 
 
 def unsettled(
@@ -25,8 +25,8 @@ def unsettled(
 ) -> list[ArmSpec]:
     """Return the ``arms`` that the next round must measure.
 
-    These are the baseline, its control, and each variant with a ratio that is not ``settled``, with the arms of its
-    ablation. If baseline and control are not ``equal``, all arms are returned.
+    These are the baseline, its control, and each variant with a ratio that is not ``settled``, together with the arms
+    of the variant's ablation. If baseline and control are not ``equal``, all arms are returned.
 
     An arm is compared with both the baseline and its control, so that noise between equal arms settles nothing. In an
     ablation, the arm without a technique is compared with its variant. An arm with a rejected sample in the last rounds

@@ -174,8 +174,8 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
 def _margins(margins: Margins) -> dict[str, float]:
     """Return field of ``Window`` -> margin, for the quantities that can settle a variant.
 
-    Margins change only the number of rounds, as max_minutes does. dvc.yaml does not name them for the bench, so that a
-    changed margin is applied to the existing rounds.
+    Margins change only the number of rounds, as max_minutes does. dvc.yaml does not list them for the bench, so a
+    changed margin is applied to the existing rounds, without a new bench.
     """
     of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
     return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
@@ -187,8 +187,11 @@ def _left(limit: N, used: N) -> N:
 
 
 def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: Sequence[str]) -> Bench | None:
-    """Return the latest kept bench of this session that measured the same arms in the same way and left at least one
-    variant unsettled; None if there is none. ``now``: a session that begins now. ``names``: all arms' names."""
+    """Return the latest kept bench of this session that can be continued; None if there is none.
+
+    It must have measured the same arms in the same way, and left at least one variant unsettled. ``now``: a session
+    that begins now. ``names``: all arms' names.
+    """
     for kept in reversed(read_sessions(KEPT_BENCHES)):
         same = kept.keys == keys and kept.dataset == dataset and [arm.name for arm in kept.arms] == list(names)
         is_open = not all(arm.settled for arm in kept.arms if arm.role == "variant" and arm.variant != kept.baseline)
@@ -200,7 +203,7 @@ def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: S
 def recalled(bench: Bench) -> list[Path]:
     """Move kept benches to the sessions if they measured the baseline and a variant as ``bench`` did.
 
-    Return the new files. A session's benches are not moved if it has too few rounds for the interval of a ratio.
+    Return the new files. If a session has too few rounds for the interval of a ratio, its benches are not moved.
     """
 
     def same(kept: Bench) -> bool:
@@ -218,7 +221,7 @@ def recalled(bench: Bench) -> list[Path]:
 
 
 def _name(bench: Bench) -> str:
-    """Return the name of the bench's file, made of the time at which the bench started."""
+    """Return the name of the bench's file: the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
 
 

@@ -40,8 +40,8 @@ def shares(
 ) -> tuple[Share, ...]:
     """Return every technique's share in every ablated variant, in the bench's order.
 
-    ``accuracies``: trained variant -> accuracy against the baseline. ``noise``: returns the A/A noise of a quantity in
-    a given number of rounds, counted from the first.
+    ``accuracies``: trained variant -> accuracy against the baseline. ``noise``: returns, for a quantity and a number n,
+    the A/A noise of the quantity in the first n rounds.
     """
     pairs = [(arm.variant, arm.technique or "") for arm in bench.arms if arm.role in ("with", "without")]
     pairs += [(variant, technique) for variant, reasons in bench.not_ablated.items() for technique in reasons]
@@ -94,7 +94,7 @@ def _ratios(
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
     """Return the trained variant that applies the same techniques as ``arm``; None if there is none."""
 
-    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" equals the resolved number of processes
+    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" and the number that it stands for are equal
         return {key: value for key, value in one.applied.items() if key != "processes"}, one.world_size
 
     others = (bench.arm("variant", variant) for variant in accuracies)

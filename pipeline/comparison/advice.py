@@ -15,10 +15,10 @@ MOST_SEEDS = 20
 """Training more seeds than this is never advised."""
 
 ODDS = "more likely than not"
-"""A forecast assumes that the estimate stays. In simulations, the forecast number of pairs gave a decision in 53 to 85%
-of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
+"""A forecast assumes that the estimate stays the same. In simulations, the forecast number of pairs gave a decision in
+53 to 85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
-"""More rounds than this narrow the interval of one session, but say nothing about other sessions."""
+"""More rounds than this narrow the interval within one session, but say nothing about differences between sessions."""
 
 _CERTAIN: dict[tuple[str, Outcomes], str] = {
     ("throughput", ("better",)): "faster",
@@ -74,7 +74,7 @@ def interrupted(bench: Bench) -> str:
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
     """Return why ``ratio`` is untrusted or undecided, and what would decide it; empty if it is decided.
 
-    If a decision would take longer than ``LONGEST_MINUTES``, the advice names the margin at which they would suffice.
+    If a decision would take longer than ``LONGEST_MINUTES``, the advice names a margin for which this time suffices.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
@@ -84,11 +84,11 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
             return [
-                f"{over}; the number of sessions that would decide cannot be forecast; more rounds in each session may "
+                f"{over}; how many more sessions a decision needs cannot be forecast; more rounds in each session may "
                 "help (bench.max_minutes)"
             ]
         return [
-            f"{over}: about {count(ratio.more_sessions, 'more session')} would decide, {ODDS} "
+            f"{over}: about {count(ratio.more_sessions, 'more session')} will suffice, {ODDS} "
             "(bench --again, on other days)"
         ]
     if stopped:
@@ -106,11 +106,11 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
-            enough = f"about {cost.duration(rounds)} in all would decide, {ODDS} ({cost.remedy(rounds)})"
+            enough = f"about {cost.duration(rounds)} in all will suffice, {ODDS} ({cost.remedy(rounds)})"
             return [f"{quantity.noun} is undecided: {first}{enough}"]
     undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}; {first}"
     if math.isinf(cost.affordable()):
-        return [f"{undecided}the number of rounds that would decide cannot be forecast"]
+        return [f"{undecided}how many rounds a decision needs cannot be forecast"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
     return [
@@ -122,7 +122,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     """Return why ``accuracy`` is undecided, and what would decide it; empty if it is decided.
 
-    If more than ``MOST_SEEDS`` further seeds would be needed, the advice names the margin at which they would suffice.
+    If more than ``MOST_SEEDS`` further seeds would be needed, the advice names a margin for which that many suffice.
     """
     if accuracy.decision != "undecided":
         return []
@@ -130,7 +130,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
         return ["accuracy is undecided: one seed shows no variation between seeds (add seeds to train.seeds)"]
     undecided = f"accuracy is undecided with {accuracy.seeds} seeds"
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
-        return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} would decide, {ODDS} (train.seeds)"]
+        return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} will suffice, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)

@@ -27,7 +27,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
     If no variant gains speed, memory decides, then energy. A variant that pays loses no accuracy. Return None if no
     variant pays.
 
-    ``paying``: the variants' ratios in the order of ``QUANTITIES``. Undecided gains do not count.
+    ``paying``: the variants' ratios in the order of ``QUANTITIES``. An undecided gain does not count.
     """
     for index, quantity in enumerate(QUANTITIES):
         told = {name: each[index] for name, each in paying.items() if index < len(each)}
@@ -45,7 +45,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
             )
-    for first in paying:  # these variants pay by accuracy alone
+    for first in paying:  # these variants pay only because they are more accurate
         return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
     return None
 
@@ -63,7 +63,7 @@ def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.me
 def no_narrower(interval: Interval, own: Interval) -> Interval:
     """Widen ``interval``, on each side, to at least the relative width of ``own``, the best variant's interval.
 
-    Each part takes part in the choices for the other parts, so the parts are not independent. Without widening, the
+    Each part influences the choices for the other parts, so the parts are not independent. Without widening, the
     interval would be too narrow.
     """
     return replace(
@@ -74,7 +74,7 @@ def no_narrower(interval: Interval, own: Interval) -> Interval:
 
 
 def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity) -> Ratio | None:
-    """Return the gain of choosing the best variant, over the sessions that have all of ``ratios``.
+    """Return the gain of choosing the best variant, over the sessions that have all variants in ``ratios``.
 
     With a single such session, the gain is over its rounds. Return None if there is no such session, or if too few
     rounds of the single session have all variants.

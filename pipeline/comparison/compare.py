@@ -32,8 +32,8 @@ def compare(
 ) -> Comparison:
     """Compare every result with the baseline's.
 
-    The first of ``sessions`` is the present bench. Ratios use all sessions that measured both variants as the present
-    bench did; all other figures come from the present bench only.
+    The first of ``sessions`` is the present bench. A variant's ratios use all sessions that measured it and the
+    baseline as the present bench did. All other figures come from the present bench only.
 
     The Pareto front holds the variants that no other variant beats in throughput, memory and accuracy, each relative to
     the baseline. A difference that was not shown to matter counts as none; untrusted variants are not on the front.

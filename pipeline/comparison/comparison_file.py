@@ -43,8 +43,8 @@ class SeedTarget(Record):
 class TimeRatio(Record):
     """Ratio of the times to the target: the ratio of the samples divided by the ratio of the throughputs.
 
-    The interval covers the throughputs only, because evaluations are too rare to show how much the steps differ
-    between seeds.
+    The interval covers only the uncertainty of the throughputs, because evaluations are too rare to show how much the
+    steps differ between seeds.
     """
 
     estimate: float
@@ -53,7 +53,7 @@ class TimeRatio(Record):
 
 
 class TimeToTarget(Record):
-    """Training time until an evaluation shows the target accuracy: the training runs' steps at the bench's speed.
+    """Training time until an evaluation shows the target accuracy, from the training runs' steps and the bench's speed.
 
     The time does not include evaluation, start-up and the first step.
     """
@@ -101,7 +101,7 @@ class Compared(Record):
     verdict: Verdict | None
     """None for the baseline, like throughput, memory and accuracy."""
     reasons: tuple[str, ...]
-    """Why a quantity is untrusted or undecided, and about how many more pairs or seeds would decide."""
+    """Why a quantity is untrusted or undecided, and about how many more rounds, sessions or seeds a decision needs."""
     throughput: Ratio | None
     memory: Ratio | None
     accuracy: Accuracy | None
@@ -121,9 +121,9 @@ class Compared(Record):
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
-    """On a GPU: median bytes that torch's allocator holds, on the rank that holds the most. The next field counts the
-    bytes of the driver."""
+    """On a GPU: median of the bytes that torch's allocator holds on the rank that holds the most."""
     driver_memory_bytes: int | None = None
+    """On a GPU: median of the bytes that the driver holds for the process."""
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     """Median over the bench's samples. ``results.Window`` defines it."""
     allocator_retries: int | None = None
@@ -133,11 +133,11 @@ class Compared(Record):
 
     ledgers: Ledgers | None
     prediction_error_fraction: float | None
-    """The predicted ledger's peak over the measured ledger's ``tensors_bytes``, minus 1."""
+    """The predicted ledger's peak divided by the measured ledger's ``tensors_bytes``, minus 1."""
     flops: Flops | None
     model_flops_per_second: float | None
     utilisation_fraction: float | None
-    """model_flops_per_second over the devices' dense peak; None for an unknown device."""
+    """``model_flops_per_second`` divided by the devices' dense peak; None for an unknown device."""
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
@@ -177,12 +177,12 @@ class Champion(Record):
 
     variant: VariantName
     quantity: str | None
-    """The quantity by which it was chosen. None if it pays by its accuracy alone; the ratios are then None too."""
+    """The quantity by which the champion was chosen. None if it pays by accuracy alone; then the ratios are None."""
     among: int
     """Number of variants that pay by this quantity."""
     ratio: Ratio | None
-    """Ratio to the baseline. With several candidates, it comes from other sessions than the choice, or from other
-    rounds of a single session (``champion``). None also if no session has enough rounds of all candidates."""
+    """Ratio to the baseline. With several candidates, it comes from other sessions than the choice or, with a
+    single session, from other rounds (``champion``). None also if no session has enough rounds of all candidates."""
     runner_up: VariantName | None
     """The second best."""
     head_to_head: Ratio | None
@@ -202,7 +202,7 @@ class SessionSummary(Session):
     noise_throughput: Noise
     noise_memory: Noise
     variants: tuple[str, ...]
-    """The variants that the session measured in their present form. If trusted, the session counts for them."""
+    """The variants that the session measured in their present form. A ratio that is untrusted there does not count."""
 
 
 class Comparison(Document):

@@ -146,7 +146,7 @@ def _recorded(lock: Path) -> dict[str, str]:
 
 
 def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
-    """Return file -> SHA-256 of the files from which a comparison of these results is made."""
+    """Return file -> SHA-256, for the files from which a comparison of these results is made."""
     files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
     sessions = sorted(path.relative_to(root) for path in (root / results.SESSIONS).glob("*.json"))
     return {path.as_posix(): results.sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
@@ -238,7 +238,7 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
-    """List the ``runs``, given by name, that differ in threads per process from a run with as many processes."""
+    """List the ``runs``, given by name, whose threads per process differ from a run with the same world size."""
     first: dict[int, tuple[str, int]] = {}
     problems = []
     for name, each in runs.items():
@@ -255,7 +255,7 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """List the differences between the bench's job and variants and the trained job and variants."""
+    """List the differences, in job and variants, between the bench and the training runs."""
     again = "Run `dvc repro bench`, which measures with the present params.yaml."
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     here = hash_of(environment, "variants", *variants)

@@ -1,4 +1,4 @@
-"""Judge one variant: turn its samples and the baseline's of each session into ratios, decisions and a verdict."""
+"""Judge one variant: compute ratios, decisions and a verdict from its samples and the baseline's samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecast from the existing rounds and seeds how many more would decide, and how long more rounds would take."""
+"""Forecast, from the existing rounds and seeds, how many more a decision needs, and how long more rounds take."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RoundCost(NamedTuple):
     seconds: float | None
     """Time of all rounds together; None: not known."""
     minutes: float = 0.0
-    """The allowed minutes. If they suffice for the wanted rounds, they did not limit the rounds."""
+    """The allowed minutes. If the wanted rounds fit into them, something else limited the number of rounds."""
 
     def affordable(self) -> float:
         """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.
 
-        One round is subtracted: the last round must fit as well, and some rounds take longer.
+        One round is subtracted, because the last round must fit too and some rounds take longer than the mean.
         """
         return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
 
@@ -69,7 +69,7 @@ def cost_of(bench: Bench) -> RoundCost:
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
-    """Return the rounds in all that give ``wanted`` pairs, if the share of rejected rounds stays the same."""
+    """Return how many rounds in all give ``wanted`` pairs, if the share of rejected rounds stays the same."""
     return math.ceil(wanted * (pairs + rejected) / pairs)
 
 
@@ -85,7 +85,9 @@ def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str |
 
 
 def pairs_needed(interval: Interval, margin: float) -> int | None:
-    """Estimate how many more pairs would decide, if the estimate stays and the interval shrinks with 1 / sqrt(n).
+    """Estimate how many more pairs a decision needs, if the estimate stays the same.
+
+    The forecast assumes that the interval shrinks with 1 / sqrt(n).
 
     Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate lies
     exactly on the margin, or more than 1000 further pairs would be needed.
@@ -109,7 +111,7 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
 
 
 def calm_pairs(aa: Interval, max_spread: float) -> int | None:
-    """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too wide a spread.
+    """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too large a spread.
 
     The estimate assumes that log(high / low) shrinks with 1 / sqrt(n). Return None if more pairs do not help.
     """
@@ -123,9 +125,10 @@ def calm_pairs(aa: Interval, max_spread: float) -> int | None:
 def margin_decided(interval: Interval, pairs: int) -> float:
     """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
-    This assumes that the estimate r stays and that the interval shrinks from n to N pairs as in ``pairs_needed``. On
-    the logarithmic scale, its ends are then log r -+ w sqrt(n / N), where w is the present width on that side.
-    log(1 + margin) is the larger of the ends' distances from 0. Raises ValueError for an interval without bounds.
+    This assumes that the estimate r stays the same, and that the interval shrinks from n to N pairs as in
+    ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ w sqrt(n / N), where w is the present width
+    on that side. log(1 + margin) is the larger of the ends' distances from 0. Raises ValueError for an interval without
+    bounds.
     """
     if interval.low <= 0:
         raise ValueError("interval: found an interval without bounds, which allows no forecast.")
@@ -135,7 +138,7 @@ def margin_decided(interval: Interval, pairs: int) -> float:
 
 
 def seeds_needed(result: Equivalence) -> int | None:
-    """Estimate how many more seeds would decide (equivalent, inferior or superior), if mean and deviation stay.
+    """Estimate how many more seeds a decision (*same*, *worse* or *better*) needs, if mean and deviation stay the same.
 
     Return 0 if the result is decided. Return None if there is no forecast: a single seed shows no deviation, the mean
     lies exactly on the margin, or more than 1000 further seeds would be needed.
@@ -153,8 +156,8 @@ def seeds_needed(result: Equivalence) -> int | None:
 def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confidence: float = 0.95) -> float:
     """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
 
-    This assumes that mean and deviation stay. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of n =
-    ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N). The margin is |mean| plus this
+    This assumes that mean and deviation stay the same. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of
+    n = ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N). The margin is |mean| plus this
     half-width.
     """
     narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)

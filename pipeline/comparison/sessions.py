@@ -24,12 +24,12 @@ MOST_SESSIONS = 20
 
 
 def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) -> Interval:
-    """Return the equally weighted geometric mean of the sessions' ratios with its interval; one session unchanged.
+    """Return the equally weighted geometric mean of the sessions' ratios with its interval.
 
-    Sessions are independent draws of the conditions. So the interval of S sessions is a t interval with S - 1 degrees
-    of freedom on the logarithms of the ratios. On each side it is at least as wide as the median of the sessions' own
-    intervals, because a few sessions can agree by chance. Raises ValueError if there is no interval, or if an interval
-    has no bounds.
+    The interval of a single session is returned unchanged. Each session is an independent draw of the conditions. So
+    the interval of S sessions is a t interval with S - 1 degrees of freedom on the logarithms of the ratios. On each
+    side it is at least as wide as the median of the sessions' own intervals, because a few sessions can agree by
+    chance. Raises ValueError if there is no interval, or if an interval has no bounds.
     """
     if not intervals or any(each.low <= 0 for each in intervals):
         raise ValueError("sessions: expected at least one interval, and bounds in every interval.")
@@ -47,7 +47,7 @@ def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
 
 
 def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
-    """Estimate how many more sessions would decide, if mean, deviation and the sessions' own intervals do not change.
+    """Estimate how many more sessions a decision needs, if the sessions' mean, deviation and intervals stay the same.
 
     Return None if there is no forecast: there is only one session, the mean lies exactly on the margin, the sessions'
     own intervals are too wide for any number of sessions, or more than ``MOST_SESSIONS`` more would be needed.
@@ -73,7 +73,7 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
     """Combine the ratios of several sessions, given as (start of the session, its ratio), into one; ``own`` is the
     ratio of the bench's own session.
 
-    An untrusted ratio does not count. If only one ratio is trusted, return this ratio; if no ratio is, return ``own``.
+    An untrusted ratio does not count. If only one ratio is trusted, return it; if none is trusted, return ``own``.
     """
     shown, trusted = [], []
     intervals: list[Interval] = []

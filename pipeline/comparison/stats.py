@@ -34,7 +34,7 @@ class Interval:
 
     @property
     def spread(self) -> float:
-        """Relative width: 0.02 where ``high`` is 2% above ``low``."""
+        """Relative width: 0.02 if ``high`` is 2% above ``low``."""
         return self.high / self.low - 1 if self.low > 0 else math.inf
 
 
@@ -69,8 +69,9 @@ def paired_ratio(
 ) -> Interval:
     """Return the median of ``a[i] / b[i]`` over the pairs, with a bootstrap confidence interval.
 
-    ``a`` and ``b`` are positive and have the same length. The median is taken of the ratios' logarithms; for an even
-    number of pairs, this is the geometric mean of the middle two ratios. So b over a gives exactly the reciprocals.
+    ``a`` and ``b`` must be positive and have the same length. The median is taken of the ratios' logarithms; for an
+    even number of pairs, this is the geometric mean of the middle two ratios. So swapping ``a`` and ``b`` gives exactly
+    the reciprocals.
 
     The interval is the *expanded percentile* interval: percentiles of the resampled medians at the levels
     Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentile interval for small n. Source: Hesterberg, "What
@@ -86,8 +87,8 @@ def paired_ratio(
     count = len(logs)
     if 2.0 ** (1 - count) > 1 - confidence:
         return Interval(math.exp(np.median(logs)), 0.0, math.inf, count)
-    # With sorted pairs, their order makes no difference. With the mirror image of each resample, swapping a and b
-    # gives exactly the reciprocals.
+    # The pairs are sorted, so that their order makes no difference. Each resample is used together with its mirror
+    # image, so that swapping a and b gives exactly the reciprocals.
     logs.sort()
     drawn = np.random.default_rng(seed).integers(count, size=(math.ceil(resamples / 2), count))
     medians = np.median(np.concatenate([logs[drawn], logs[count - 1 - drawn]]), axis=1)
@@ -115,9 +116,9 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
     """Return why a machine with the A/A interval ``aa`` is too noisy to compare anything; None if it is quiet enough.
 
     ``aa`` is a 95% interval, and its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
-    pairs. If it excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. A 99% interval
-    excludes 1 by chance in about 1% of all cases, so a quiet machine is distrusted that often. With too few pairs for a
-    99% interval, the 95% interval is used instead, because no machine is trusted without a check.
+    pairs. If ``wide`` excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. A 99%
+    interval excludes 1 by chance in about 1% of all cases, so a quiet machine is distrusted that often. With too few
+    pairs for a 99% interval, the 95% interval is used instead, because no machine is trusted without a check.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
@@ -145,7 +146,7 @@ class Equivalence:
     mean: float
     low: float
     high: float
-    """The 1 - 2 alpha interval of the mean; infinite for a single difference."""
+    """``low`` and ``high``: the 1 - 2 alpha interval of the mean; infinite for a single difference."""
     deviation: float
     """Sample standard deviation of the differences, or their resolution if that is larger; 0 for one difference."""
     count: int

@@ -1,4 +1,4 @@
-"""Ratios of measured samples with intervals, a decision at a margin for each ratio, and the verdict of all decisions.
+"""Ratios of measured samples with intervals, a decision at a margin for each ratio, and the verdict from all decisions.
 
 The baseline is the reference: a ratio above 1 means more samples per second, or more memory, than the baseline.
 """
@@ -22,11 +22,11 @@ Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"
 
 HEAP_BYTES = 2**20
 """Largest difference between the memory peaks of equal processes on a CPU. The rounds of one session do not show this
-difference, because all processes forked from one server inherit the same free blocks in its heap. Peaks under five
-servers differed by up to 0.9 MiB. Half of this constant is the 95% half-width of a difference (docs/measuring.md)."""
+difference, because all processes forked from one server inherit the same free blocks in its heap. The peaks under five
+servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is the 95% half-width of a difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
-"""Fewer seeds decide nothing about accuracy: the differences of two seeds say little about further seeds."""
+"""Fewer seeds give no decision on accuracy, because the differences of two seeds say little about further seeds."""
 
 
 Outcomes = tuple[Decision, ...]
@@ -110,10 +110,10 @@ class Ratio(Record):
     margin: float
     decision: Decision
     more_pairs: int | None
-    """About how many more pairs would decide a ratio of one session. None if it is decided or has no forecast."""
+    """About how many more pairs a ratio of one session needs for a decision. None if decided or without forecast."""
     why_untrusted: str | None
     more_sessions: int | None = None
-    """About how many more sessions would decide a ratio over several sessions. None as for ``more_pairs``."""
+    """About how many more sessions a ratio over several sessions needs for a decision. None as for ``more_pairs``."""
     sessions: tuple[SessionRatio, ...] = ()
     """For a variant: the same ratio in each session, the oldest session first."""
 
@@ -138,18 +138,18 @@ class Accuracy(Record):
     mean_fraction: float
     low_fraction: float | None
     high_fraction: float | None
-    """The interval of the mean, cut off at accuracies of 0 and 1. Both tests reject exactly if it lies inside the
+    """The interval of the mean, cut off at accuracies of 0 and 1. Both tests reject exactly when it lies inside the
     margins. None for a single seed, unless its weights equal the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision
-    """*same*: any loss or gain is smaller than the margin."""
+    """*same* means that the accuracy differs from the baseline's by less than the margin."""
     more_seeds: int | None
-    """About how many more seeds would decide. None if the accuracy is decided or there is no forecast."""
+    """About how many more seeds a decision needs. None if the accuracy is decided or there is no forecast."""
 
     @property
     def outcomes(self) -> Outcomes:
-        """The possible decisions on the accuracy. If undecided with fewer than ``FEWEST_SEEDS`` seeds, all of them."""
+        """The possible decisions on the accuracy: all, if it is undecided and has fewer than ``FEWEST_SEEDS`` seeds."""
         if self.decision != "undecided":
             return (self.decision,)
         if self.seeds < FEWEST_SEEDS or self.low_fraction is None or self.high_fraction is None:
@@ -165,13 +165,13 @@ class Noise(Record):
     high: float | None
     pairs: int
     max_spread: float
-    """Largest relative width of the interval at which the machine is trusted."""
+    """Largest accepted relative width of the interval. If the interval is wider, the machine is not trusted."""
     why_untrusted: str | None
 
     @property
     def doubt(self) -> float:
         """How far equal arms may differ, on the logarithmic scale: half the interval's width and the estimate's
-        distance from 1, added in quadrature. The width alone is not enough, because an undetected bias moves the
+        distance from 1, added in quadrature. The width alone is not enough, because an undetected bias shifts the
         estimate. The doubt is 0 if the interval has no bounds."""
         if not (self.estimate and self.low and self.high):
             return 0.0
@@ -190,14 +190,14 @@ def ratio(
 ) -> Ratio:
     """Return the ratio of ``arm`` to ``reference``.
 
-    It is untrusted if the machine was too noisy, or if too many rounds were rejected. ``doubt`` (``doubt_of``) widens
-    the interval on each side, in quadrature on the logarithmic scale.
+    The ratio is untrusted if the machine was too noisy, or if too many rounds were rejected. ``doubt`` (``doubt_of``)
+    widens the interval on each side, in quadrature on the logarithmic scale.
     """
     pairs = _pairs(arm, reference, quantity)
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
-    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # the machine's reason holds for all arms
+    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # noise of the machine concerns all arms
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
@@ -267,7 +267,7 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
-    """Return the doubt in a ratio of ``arms`` that their rounds do not show, on the logarithmic scale.
+    """Return the doubt, on the logarithmic scale, that a ratio of ``arms`` has beyond the variation of its rounds.
 
     Equal arms may differ (``Noise.doubt``); for memory, equal arms under different servers may also differ
     (``HEAP_BYTES``).

@@ -19,7 +19,7 @@ from pipeline.measurement.nvml import handle_of
 
 POWERCAP = Path("/sys/class/powercap")
 SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
-"""Measured windows must be at least this long on average: NVML updates its counter every 20 to 100 ms, RAPL each ms."""
+"""Smallest accepted mean length of the measured windows. NVML updates its counter every 20 to 100 ms, RAPL each ms."""
 
 Read = tuple[dict[str, float], str | None]
 """Joules by counter name, and the reason if the joules are unknown. All processes of a host use the same names."""
@@ -38,7 +38,7 @@ class Energy:
     """Reads the energy counters of a process's own ``devices`` at the start and end of each window; without devices, it
     reads nothing.
 
-    ``remedy``: how to make windows longer; the last part of the message about windows that are too short.
+    ``remedy``: advice on how to make windows longer. It ends the message about windows that are too short.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:

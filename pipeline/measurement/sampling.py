@@ -18,10 +18,10 @@ from pipeline.measurement.nvml import handle_of
 
 
 class SystemSampler(AbstractContextManager["SystemSampler"]):
-    """Samples the processor, the memory and the job's GPUs of this host, once a second, into a CSV file.
+    """Writes the use of the host's processor and memory, and of the job's GPUs, to a CSV file once a second.
 
-    The columns have MLflow's names for system metrics. A sample costs well under a millisecond, in a
-    separate thread.
+    The columns have MLflow's names for system metrics. A separate thread takes the samples. Each sample takes well
+    under a millisecond.
     """
 
     def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:

@@ -36,9 +36,9 @@ class Clock(_Resumable):
     """Times a run's steps without waiting for the device inside a step.
 
     A *window* is a series of steps. ``open`` and ``close`` wait for the device, so a window's wall time is exact.
-    Inside a window, each step is timed from one mark to the next. On a GPU a mark is a CUDA event: the host does not
-    wait for the device, and queued work does not change the time. On a CPU, where work is synchronous, a mark is a
-    reading of the host's clock. ``watch`` times the wait for input with the same kind of marks.
+    Inside a window, each step is timed from one mark to the next. On a GPU a mark is a CUDA event: the device
+    notes the time when it reaches the mark, so the host does not wait. On a CPU, where work is synchronous, a mark is
+    a reading of the host's clock. ``watch`` times the wait for input with the same kind of marks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Clock(_Resumable):
             yield item
 
     def disagreement(self) -> str | None:
-        """Return why the step times cannot be trusted if their sum differs from the wall time; None if they agree."""
+        """Return a message if the sum of the step times differs too much from the wall time; None if they agree."""
         total = sum(self.step_seconds)
         if abs(total - self.measured_seconds) <= CLOCK_TOLERANCE_FRACTION * self.measured_seconds:
             return None
@@ -130,9 +130,9 @@ class Memory(_Resumable):
     """Peak memory of a run's measured windows.
 
     On CUDA, the figure is the peak of allocated bytes (``max_memory_allocated``) plus ``graphs_bytes``, which this peak
-    does not include. With several GPUs, the largest sum counts. On a CPU, the figure is the process's peak resident
-    memory (``own_peak_bytes``) minus its peak after the imports and before any work. Only Linux lets a process reset
-    its peak; on other systems the CPU figure is unknown.
+    does not include. With several GPUs, it is the largest of these sums. On a CPU, the figure is the process's peak
+    resident memory (``own_peak_bytes``) minus its peak after the imports and before any work. Only Linux lets a process
+    reset its peak; on other systems the CPU figure is unknown.
     """
 
     imported_bytes: ClassVar[int | None] = None
@@ -200,8 +200,8 @@ def graphs_bytes(device: torch.device) -> int:
 def driver_bytes(device: torch.device) -> int | None:
     """Return the bytes that the driver counts for this process on ``device``: allocator cache, CUDA context, libraries.
 
-    Returns None if the driver does not report these bytes, or in a container with its own process ids: the driver lists
-    the host's ids.
+    Returns None if the driver does not report these bytes. Also returns None in a container with its own process ids,
+    because the driver lists the host's ids.
     """
     import pynvml
 
@@ -219,9 +219,9 @@ def own_peak_bytes() -> int | None:
     Mapped files are code and memory-mapped data sets. All processes share their pages, and the system drops these pages
     when memory is short. How many of these pages are resident depends on how the process was started.
 
-    Linux reports the peak of all pages (VmHWM) and the current file pages (RssFile). File pages are only added during a
-    run, so after some steps VmHWM - RssFile is the peak of the other pages. Returns None if the system does not report
-    both values.
+    Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). A run adds file pages and
+    removes none. So after some steps, VmHWM - RssFile is the peak of the other pages. Returns None if the
+    system does not report both values.
     """
     try:
         lines = (line.partition(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())

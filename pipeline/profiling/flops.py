@@ -18,7 +18,7 @@ from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 
 _SAMPLES = 2
-"""Samples in one count, which is proportional to them. BatchNorm cannot train on a single value per channel."""
+"""Samples in one count, which is proportional to them. Not 1: BatchNorm cannot train on a single value per channel."""
 
 
 class Peak(NamedTuple):
@@ -35,7 +35,7 @@ _V100_SXM, _V100_PCIE = Peak(15.7, None, 125), Peak(14, None, 112)
 
 PEAKS = {
     # The keys are names from torch.cuda.get_device_name. The figures are from NVIDIA's data sheets, at the boost clock.
-    # For Hopper, Ada and Blackwell the data sheets give 16-bit Tensor Core figures only with sparsity, and half of each
+    # For Hopper, Ada and Blackwell the data sheets give 16-bit Tensor Core figures only with sparsity, so half of each
     # figure is used here.
     "NVIDIA B200": Peak(None, 2250, 2250),  # its data sheets disagree on fp32
     "NVIDIA H200": Peak(67, 989.5, 989.5),
@@ -65,9 +65,9 @@ PEAKS = {
 def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """Count the operations of one forward and backward pass for one sample.
 
-    The model and the techniques that recompute run on the meta device, without arithmetic. A model that reads values
-    cannot run there, and runs on the CPU. Precision and parallelism do not change the count. Recomputation inside an
-    attention kernel is not counted. Raises ModelError.
+    The model runs on the meta device, without arithmetic, and so do the techniques that recompute. A model that reads
+    the values of tensors runs on the CPU instead. Precision and parallelism do not change the count. Recomputation
+    inside an attention kernel is not counted. Raises ModelError.
     """
     with torch.random.fork_rng(devices=[]):
         model = task.model()
@@ -90,7 +90,7 @@ def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int
     """Count the operations of the forward pass and, if the model has trainable parameters, of the backward pass."""
     try:
         return _count_on("meta", model, task, techniques)
-    except Exception:  # an operation that needs values can raise anything; the CPU raises a model's bug again
+    except Exception:  # without values, an operation can raise anything; a bug of the model is raised again on the CPU
         return _count_on("cpu", model, task, techniques)
 
 

@@ -11,7 +11,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Kineto while the block runs: it reports a missing GPU as an error. A log level set by the user stays."""
+    """Silence Kineto while the block runs: it reports a missing GPU as an error. The user's own log level is kept."""
     silenced = _LEVEL not in os.environ
     if silenced:
         os.environ[_LEVEL] = "99"

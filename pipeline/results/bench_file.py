@@ -30,9 +30,9 @@ class Ledger(Record):
     data_bytes: int
     """The resident data set (not the memory-mapped file on a CPU), the epoch's random draws and the input batch."""
     rest_bytes: int
-    """Everything else: libraries' workspaces, the allocator's rounding; on a CPU also its free blocks."""
+    """Everything else: libraries' workspaces and the allocator's rounding; on a CPU also its free blocks."""
     peak_bytes: int
-    """The largest rank's peak, as defined by ``Window.peak_memory_rank_bytes``."""
+    """The largest peak of a rank, as defined by ``Window.peak_memory_rank_bytes``."""
     tensors_bytes: int
     """The tensors' part of the peak, as the allocator counts it. CUDA: the whole peak."""
 
@@ -55,7 +55,7 @@ class Flops(Record):
     executed_per_sample: int
     """Operations that the variant executes, recomputation included."""
     peak_per_second: float | None
-    """Peak dense rate of all the variant's devices at its precision; None for an unknown device."""
+    """Peak rate of all the variant's devices for dense matrices at its precision; None for an unknown device."""
 
 
 class Arm(RunConditions):
@@ -102,7 +102,7 @@ class Session(Record):
 
 ONE_SESSION = timedelta(hours=1)
 """Benches of one boot belong to one session if the second bench begins within this time after the first bench's end.
-They share the other guests of the host and the time of day."""
+Such benches share the other guests of the host and the time of day."""
 
 
 class Bench(Document):
@@ -118,14 +118,14 @@ class Bench(Document):
     """The commit that was checked out during the measurement, plus "+" if files differed from the commit. None without
     git."""
     config: dict[str, dict[str, Any]]
-    """``train`` and ``bench`` as params.yaml asked for them."""
+    """``train``, ``bench`` and ``variants`` as params.yaml asked for them."""
     dataset: Dataset
     baseline: VariantName
     """Name of the baseline, which the bench measures twice per round."""
     steps: int
     """Number of steps of each sample."""
     turns: int
-    """Number of turns into which these steps were divided; the turns of the arms alternated. 1: no alternation."""
+    """Number of turns into which these steps were divided. The turns of different arms alternated, unless this is 1."""
     seconds: float
     """Duration of the whole measurement."""
     interrupted: bool

@@ -24,7 +24,7 @@ def of_result(result: Result, train: Train) -> list[str]:
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
-    """Return the figures of a result's runs that differ from the last ``rows`` of its history, as messages."""
+    """Return the figures of a result's runs that differ from the seed's last row of the history, as messages."""
     last = {row.seed: row for row in rows}
     ends = {"steps": "step", "test_accuracy": "test_accuracy", "test_loss": "test_loss"}
     return [
@@ -51,7 +51,7 @@ def _of_run(run: Run, result: Result, train: Train) -> list[str]:
             f"{run.test_count} samples were tested, but the data set has {result.dataset.test_count} test samples"
         )
     if run.test_correct > run.test_count:
-        found.append(f"{run.test_correct} are right of only {run.test_count} test samples")
+        found.append(f"{run.test_correct} of only {run.test_count} test samples are right")
     elif not _close(run.test_accuracy * run.test_count, run.test_correct):
         found.append(f"test_accuracy is {run.test_accuracy}, but {run.test_correct} of {run.test_count} are right")
     return found

@@ -31,7 +31,7 @@ REPORTS = Path("reports")
 BENCH_FILE = Path("bench.json")
 SESSIONS = Path("sessions")
 KEPT_BENCHES = Path("checkpoints/bench")
-"""Directory in which the stage ``bench`` keeps its measurements after an interruption, because DVC deletes
+"""Directory in which the stage ``bench`` also keeps its measurements, even interrupted ones, because DVC deletes
 ``bench.json`` before a new run."""
 
 HISTORY_SECONDS = 1.0
@@ -74,7 +74,7 @@ def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFER
 
 
 def read(path: Path, config: Config) -> Result:
-    """Read the result of a variant from ``path``, which has the variant's name. It must belong to the job ``config``.
+    """Read a variant's result from ``path``, a file with the variant's name. It must belong to the job ``config``.
 
     Results come from a cache that others may write to. So the pipeline imports, calls and opens only what ``config``
     names, never what a result names, and refuses a result with other settings. Raises ResultError, which names the file
@@ -91,7 +91,7 @@ def read(path: Path, config: Config) -> Result:
     problems = [
         f"{json.dumps(path)[1:-1]} is {json.dumps(found)} in the result and {json.dumps(requested)} in params.yaml"
         for path, found, requested in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
-        if path.removeprefix("train.") not in Train.OF_RESUMING  # a change of these keys causes no new training
+        if path.removeprefix("train.") not in Train.OF_RESUMING  # these keys may change without a new training
     ]
     if result.variant != variant:
         problems.append(f"it holds the result of variant {result.variant!r}")
@@ -198,11 +198,12 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 @contextmanager
 def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
-    """Give a function that adds a row to a file that ``write_history`` began.
+    """Yield a function that adds a row to a file that ``write_history`` began.
 
     Opening the file for each row would slow down the steps. So only the first row and rows with an evaluation are
-    written at once. Other rows wait for the first row after ``HISTORY_SECONDS``, or for the end of the block (even by
-    an error). If the process is killed, the waiting rows are lost. A checkpoint contains the rows up to its own step.
+    written at once. Other rows are written together with the first row after ``HISTORY_SECONDS``, or at the end of
+    the block, even after an error. If the process is killed, the waiting rows are lost. A checkpoint contains the rows
+    up to its own step.
     """
     waiting: list[HistoryRow] = []
     written = -math.inf

@@ -34,13 +34,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Document(Record):
-    """A record that forms a whole file. A class that lists ``Document`` as last base has its keys first in the file."""
+    """A record that forms a whole file.
+
+    If a class lists ``Document`` as its last base, the keys of ``Document`` come first in its file.
+    """
 
     schema_: int = Field(default=1, ge=1, le=1, alias="schema")
     indent: ClassVar[int] = 2
 
     def problems(self) -> list[str]:
-        """Return contradictions between figures that cannot all have been measured; empty if there are none."""
+        """Return the contradictions between figures: they cannot all have been measured. Empty if there are none."""
         return []
 
     def to_json(self) -> str:
@@ -81,21 +84,21 @@ class Window(Record):
     input_wait_fraction: Amount | None
     """Share of the window spent waiting for input, on the rank that waited longest."""
     peak_memory_bytes: Count | None
-    """The peak that comparisons use. On GPUs, which have separate memories, it is the largest rank's peak. On a CPU,
+    """The peak that comparisons use. On GPUs, which have separate memories, it is the largest peak of a rank. On a CPU,
     whose memory the ranks share, it is the sum of the ranks' peaks. The ranks may reach their peaks at different times,
     so the sum can slightly exceed the real peak."""
     peak_memory_rank_bytes: tuple[Count | None, ...]
     """One peak per rank. CUDA: max_memory_allocated. CPU: the peak resident memory minus the resident memory after the
     imports, both without the pages of mapped files."""
     peak_reserved_bytes: Count | None
-    """CUDA: max_memory_reserved, largest rank. None on CPU."""
+    """CUDA: the largest max_memory_reserved of all ranks. None on a CPU."""
     driver_memory_bytes: Count | None = None
-    """CUDA: memory that the driver held for the process at the window's end, including the context and libraries; the
-    largest rank's. None on CPU, and if the driver does not report it."""
+    """CUDA: memory that the driver held for a process at the window's end, including the context and libraries; the
+    largest value of all ranks. None on a CPU, or if the driver does not report it."""
     allocator_retries: Count | None
-    """CUDA: cudaMalloc retries after a cache flush, all ranks. None on CPU."""
+    """CUDA: number of cudaMalloc retries after a cache flush, summed over all ranks. None on a CPU."""
     rejections: tuple[str, ...]
-    """Reasons why numbers above are None or cannot be trusted; empty if there is no reason."""
+    """Reasons why some of the numbers above are None or cannot be trusted; empty if there is no reason."""
     joules_per_sample: Positive | None = Field(None, exclude_if=operator.not_)
     """Energy of all ranks' devices per sample of the global batches. None: rejected, unknown or not requested."""
     why_no_energy: str | None = Field(None, exclude_if=operator.not_)
@@ -133,7 +136,7 @@ class Run(Window):
     steps: Count
     """Optimizer steps, warm-up included."""
     startup_seconds: Amount | None
-    """Time from the process's start to the first step. None for a later seed, which starts warm, and after a resume."""
+    """Time from the process's start to the first step. None after a resume, and for later seeds, which start warm."""
     first_step_seconds: Amount | None
     """Time of the first step, with compilation, autotuning and allocation. None if ``startup_seconds`` is None."""
     train_seconds: Amount
@@ -178,7 +181,7 @@ class Dataset(Record):
     train_count: Count
     test_count: Count
     test_in_train_count: Count | None = None
-    """Number of test inputs that are also training inputs, copied from ``dataset.json`` like the next count."""
+    """Number of test inputs that are also training inputs. This count and the next are copied from ``dataset.json``."""
     test_repeated_count: Count | None = None
 
 
@@ -206,7 +209,7 @@ class RunConditions(Record):
     skipped: dict[str, str]
     """Technique -> reason why this machine left the technique out."""
     decided: dict[str, str]
-    """Technique -> its automatic choice on this machine, and the reason."""
+    """Technique -> the value that it chose automatically on this machine, and the reason."""
     batch_size: int
     """Global batch size of the training; with weak scaling, a multiple of the job's batch size."""
     learning_rate: float
@@ -234,8 +237,8 @@ class VariantDocument(Document):
 
     variant: VariantName
     environment: str
-    """Hash of the environment on which the numbers depend: ``environment.hash_of`` of the fingerprint and the variant,
-    or the forms of inference."""
+    """Hash of the environment on which the numbers depend: ``environment.hash_of`` for the variant or, in a file of
+    inference measurements, for the forms of inference."""
     config: dict[str, dict[str, Any]]
     """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
     dataset: Dataset
@@ -253,7 +256,7 @@ class Result(RunConditions, VariantDocument):
     score: ScoreName
     unit: Unit = Unit()
     directions: dict[str, Literal["higher is better", "lower is better"]] = {}
-    """Name of each of the task's figures in the runs' ``findings`` -> whether higher or lower values are better."""
+    """For each of the task's figures in the runs' ``findings``: whether higher or lower values are better."""
     summary: Summary
     runs: tuple[Run, ...]
 

@@ -28,7 +28,7 @@ def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_loa
     Repeated calls return the same kinds of detectors in the same order.
 
     ``root_pid``: the job's root process; this process and all its descendants are the job's own processes. If
-    ``max_foreign_load`` is None, the CPU's load is not watched: only one process per host and job has to watch it.
+    ``max_foreign_load`` is None, this process does not watch the CPU's load: one process per host and job is enough.
     """
     of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
     return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 MAX_THROTTLED_FRACTION = 0.05
-"""Largest accepted share of throttling in the measured windows: of a CPU's time, or of the queries of a GPU."""
+"""Largest accepted share of throttling in the measured windows: of the time on a CPU, of the queries on a GPU."""
 
 
 class Rejection(NamedTuple):

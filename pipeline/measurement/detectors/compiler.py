@@ -21,20 +21,20 @@ class Recompilation(Detector):
     def close(self, *, measured: bool) -> None:
         if measured:
             now = _compile_seconds()
-            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() zeroes time
+            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() sets it to 0
 
     def rejections(self) -> list[Rejection]:
         if not self.seconds:
             return []
         return [
             Rejection(
-                f"torch.compile compiled for {self.seconds:.2f} s after the warm-up; raise train.warmup_steps, or find "
-                "what changes from step to step with TORCH_LOGS=recompiles"
+                f"torch.compile compiled for {self.seconds:.2f} s after the warm-up; raise train.warmup_steps, or set "
+                "TORCH_LOGS=recompiles to find what changes from step to step"
             )
         ]
 
 
 def _compile_seconds() -> float:
-    """Return this process's compile time so far, forward and backward. Does not load the compiler."""
+    """Return this process's compile time so far, for forward and backward passes, without loading the compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

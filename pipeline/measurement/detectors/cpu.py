@@ -52,10 +52,11 @@ class ForeignLoad(Detector):
     time. Time that the hypervisor took from the cores is added, in proportion to the job's share of their busy time.
 
     The sum is compared with the CPU time that the job would have had without these losses, or, if longer, with the
-    length of the windows. A job that waits for its GPU uses little CPU time, and can lose half of it without harm.
+    length of the windows. The length counts because a job that waits for its GPU uses little CPU time and can lose
+    half of it without harm.
 
     Programs on other cores can still slow the job down through shared caches, memory and clocks. This detector does not
-    see such effects; measuring the baseline against itself shows how noisy the machine is.
+    see such effects. The comparison of the baseline with itself shows how noisy the machine is.
     """
 
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:
@@ -107,7 +108,7 @@ class ForeignLoad(Detector):
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
         if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
-        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # with a margin: the load differs between rounds
+        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share: the load differs between rounds
         return [
             Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "

@@ -18,7 +18,7 @@ MAX_IDLE_FRACTION = 0.01
 def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Rejection]:
     """Return rejections for the step times of one rank. With ``max_input_wait`` None, any wait for input is allowed.
 
-    ``resident``: the data set is on the device, so the input is made there.
+    ``resident``: the data set is on the device, so the device prepares the input.
     """
     found = []
     disagreement = clock.disagreement()
@@ -29,7 +29,7 @@ def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> l
         found.append(
             Rejection(
                 f"the steps waited for input {clock.input_seconds / clock.measured_seconds:.0%} of the time (at most "
-                f"{max_input_wait:.0%} is allowed): this measures the input, not the technique; {remedy}lighten "
+                f"{max_input_wait:.0%} is allowed): this measures the input, not the technique; {remedy}shorten "
                 "train.augment, or raise bench.max_input_wait"
             )
         )
@@ -60,8 +60,8 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
             f"the arm used {aside_seconds:.2f} s of CPU time between its turns; the limit on this time is "
             f"{MAX_ASIDE_FRACTION:.0%} of the arm's measured time ({clock.measured_seconds:.2f} s) plus "
             f"{MAX_IDLE_FRACTION:.0%} of the time between turns ({waited_seconds:.2f} s). This work is missing in the "
-            "arm's own figures and disturbs the other arms; let a technique's threads and processes wait while no step "
-            "is taken"
+            "arm's own figures and disturbs the other arms; a technique's threads and processes must wait while no "
+            "step runs"
         )
     ]
 
@@ -69,7 +69,7 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
 def of_steps(measured: Sequence[int], *, requested: int, warmup: int) -> list[Rejection]:
     """Return rejections if ranks measured too few steps, or different numbers of steps.
 
-    ``measured``: the number of measured steps of each rank; ``requested``: how many each should have at least."""
+    ``measured``: the number of measured steps of each rank; ``requested``: the smallest accepted number."""
     fewest = min(measured)
     if not fewest:
         return [

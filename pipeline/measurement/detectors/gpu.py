@@ -57,8 +57,8 @@ class GpuThrottling(Detector):
     A separate thread asks the driver for the reasons of reduced clocks ten times a second and at a window's end. It
     does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives.
 
-    The driver's counters of throttled time are not used: some do not separate the reasons, others changed their numbers
-    and units between drivers. As on a CPU, throttling for a moment is accepted as part of the GPU's normal speed.
+    The driver's counters of throttled time are not used: some do not separate the reasons, and others have different
+    numbers and units in different drivers. As on a CPU, short throttling is accepted as part of normal speed.
     """
 
     def __init__(self, nvml: Any, handle: Any, name: str = "the GPU") -> None:
@@ -112,7 +112,7 @@ class GpuThrottling(Detector):
         ended = False
         while not ended:
             ended = self._stop.wait(GPU_SAMPLE_SECONDS)
-            with suppress(self._nvml.NVMLError):  # one failed query is no problem: the driver may answer the next
+            with suppress(self._nvml.NVMLError):  # a failed query is skipped: the driver may answer the next
                 self._looks.append(self.look())
 
 
@@ -131,7 +131,7 @@ class SharedGpu(Detector):
         self._nvml, self._handle, self._root_pid, self._name = nvml, handle, root_pid, name
         self._seen = 0
         self.others = 0
-        """The most foreign processes that were seen at once."""
+        """The largest number of foreign processes that were seen at the same time."""
 
     def look(self) -> int:
         """Return the number of foreign processes on the GPU now. Raises NVMLError if the driver does not report it."""

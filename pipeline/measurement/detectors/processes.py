@@ -37,7 +37,7 @@ def job_ticks(root_pid: int) -> dict[int, int]:
 
 
 def children_seconds(root_pid: int) -> float:
-    """Return the CPU time so far of all living descendants of a process; 0 where there is no /proc."""
+    """Return the CPU time so far of all living descendants of a process; 0 on a system without /proc."""
     if not (PROC / "stat").exists():
         return 0.0
     ticks = job_ticks(root_pid)

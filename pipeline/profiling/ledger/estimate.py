@@ -32,11 +32,11 @@ from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 """Share of a device's memory that is kept free for memory that no prediction includes. On CUDA this is the context, the
-libraries' workspaces and fragmentation. On a CPU it is the free blocks between a process's tensors. They take up to two
-thirds of the tensor memory, as the rest of measured ledgers shows (``benchmarks/ledgers.py``)."""
+libraries' workspaces and fragmentation. On a CPU it is the free blocks between a process's tensors. These blocks take
+up to two thirds of the tensor memory, as ``rest_bytes`` in measured ledgers shows (``benchmarks/ledgers.py``)."""
 TRIED_SAMPLES = (16, 32)
-"""Sizes of the micro-batches on which the CPU's kernels are tried. Below 16 torch uses other convolutions
-(``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp), so a smaller micro-batch is tried at its own size."""
+"""Sizes of the micro-batches on which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
+convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried itself."""
 CUDA_BLOCK_BYTES = 512
 """torch's allocator for CUDA hands out multiples of this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
@@ -45,8 +45,8 @@ its own allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 _MATRIX_PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _WORKSPACES_LAST = not hasattr(torch.backends.cuda, "cublas_workspace_size")
-"""Older releases of torch keep two cuBLAS workspaces, one for the forward thread and one for the backward thread; newer
-releases allocate a workspace for the duration of each matrix product (TORCH_CUBLAS_WORKSPACE_CACHE)."""
+"""True for older releases of torch, which keep two cuBLAS workspaces: one for the forward and one for the backward
+thread. Newer releases allocate a workspace for the duration of each matrix product (TORCH_CUBLAS_WORKSPACE_CACHE)."""
 
 
 class PredictionError(PipelineError):
@@ -61,14 +61,15 @@ def predicted(plan: Plan, task: Task, placement: Placement | None = None) -> Led
 class Estimate:
     """A variant's training on fake CPU tensors: its own model, techniques, step and batches, without the arithmetic.
 
-    The tensors are predicted exactly. Limits of the prediction:
+    The memory of the tensors is predicted exactly, within these limits:
 
     - Fake tensors do not show the temporary memory of a kernel, such as oneDNN's reordered copies. For a plan on the
-      CPU, real steps with ``TRIED_SAMPLES`` samples measure each operation's temporary memory, which is extrapolated
+      CPU, each operation's temporary memory is measured in real steps with ``TRIED_SAMPLES`` samples, and extrapolated
       linearly to the micro-batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
-    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast also leaves
-      other operations in float32; only normalisations and softmax, which matter most, are rehearsed as on CUDA.
-    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and gradients move into them.
+    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast also
+      keeps other operations in float32. The prediction does as on CUDA only for normalisations and softmax, which
+      matter most.
+    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and gradients are copied into them.
     - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
       when memory is short.
 
@@ -86,7 +87,8 @@ class Estimate:
         """Return the ledger for ``micro_batch_size`` samples per micro-step. Its peak predicts a measured ledger's
         ``tensors_bytes``.
 
-        Raises PredictionError if the model cannot run on fake tensors, because it reads a value, for example.
+        Raises PredictionError if a technique's memory cannot be predicted, or if the model cannot run on fake tensors,
+        for example because it reads a value.
         """
         unforeseen = [each.name for each in catalogue.acting(self.plan.applied) if each.needs_measuring]
         if unforeseen:
@@ -109,9 +111,9 @@ class Estimate:
         """Return the largest global batch whose predicted peak leaves ``reserve_bytes`` of ``memory_bytes`` free.
 
         Return None if not even one sample per micro-step fits. The batch is never larger than the training set. By
-        default, ``reserve_bytes`` is ``RESERVE_FRACTION`` of the memory. Predictions confirm that the returned batch
-        fits and the next larger batch does not. The peak is nearly affine in the batch, so the search follows a line
-        through two predictions.
+        default, ``reserve_bytes`` is ``RESERVE_FRACTION`` of the memory. The search ends when the predictions show that
+        a batch fits and that the next larger batch does not. The peak is nearly affine in the batch, so the search
+        follows a line through two predictions.
         """
         if reserve_bytes is None:
             reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
@@ -200,20 +202,20 @@ class Estimate:
         """Measure the temporary memory of each operation of a micro-step with real samples on this machine's CPU."""
         if samples not in self._tries:
             task, train = self.task, self.task.dataset.train
-            if samples > len(train):  # repeat samples: their content does not matter here
+            if samples > len(train):  # samples are repeated, because their content does not matter here
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
-                with training.step.instrument(update=lambda _: _nothing):  # optimizer state can be large
+                with training.step.instrument(update=lambda _: _nothing):  # no update, because its state can be large
                     tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
 
 
 def _nothing() -> None:
-    """Take the place of the optimizer's update, and do nothing."""
+    """Do nothing; used instead of the optimizer's update."""
 
 
 @contextmanager

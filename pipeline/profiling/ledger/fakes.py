@@ -41,7 +41,7 @@ class UnreadLosses(HostLosses):
 
 
 class FakeTracker(Tracker, TorchDispatchMode):
-    """Follows the storages of fake tensors. Enter this tracker before any fake tensor is made."""
+    """Records when storages of fake tensors are allocated and freed. Enter it before any fake tensor is made."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,7 +120,7 @@ def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 
 def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """``Module._apply`` with new parameters in place of the old ones. A tied parameter stays tied."""
+    """Do what ``Module._apply`` does, but with new parameters in place of the old ones. Tied parameters stay tied."""
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -145,7 +145,7 @@ def faked_task(task: Task) -> Task:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does; on a CPU they stay in 16 bits.
+    """Runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does; autocast on a CPU uses 16 bits.
 
     Source: "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
     """

@@ -38,7 +38,9 @@ def show(
     device: Literal["cpu", "cuda"] | None = None,
     batch_size: int | None = None,
 ) -> None:
-    """Print the predicted ledgers of variants (``names`` empty: all) and, with ``memory``, the largest batch that fits.
+    """Print the predicted ledgers of the variants ``names`` (of all variants, if empty).
+
+    With ``memory``, also print the largest batch that fits.
 
     ``data`` is the prepared data set's directory. ``device`` and ``batch_size`` replace the values in params.yaml. For
     "cuda" this machine needs no GPU: without GPUs, the prediction assumes as many as the variants ask for, with native

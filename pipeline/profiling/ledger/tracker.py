@@ -22,7 +22,7 @@ from pipeline.tasks import Task
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]
-"""An operation of a micro-step: its name, and its number among the operations of that name, from 1."""
+"""An operation of a micro-step: its name, and its number among the operations of that name, counted from 1."""
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
@@ -32,7 +32,7 @@ _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
 def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
-    """Return this rank's ledger, from one more step of ``training``, which is warm. All ranks call this together.
+    """Return this rank's ledger, from one more step of ``training``, which must be warm. All ranks must call this.
 
     ``peak_bytes`` is this rank's peak, measured earlier without a tracker. The ledger's parts and its rest add up to
     this peak. Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates
@@ -101,7 +101,7 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    # Each step begins with zero_grad. Within the trace, the allocator for CPUs would not report how much this frees.
+    # Each step begins with zero_grad, which frees memory. Within the trace, the CPU's allocator would not report this.
     step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
@@ -111,7 +111,7 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
 
 
 class Standing:
-    """Memory that is allocated during the whole step: size in bytes by key."""
+    """Memory that exists during the whole step: size in bytes by key."""
 
     def __init__(self, training: Training, tracker: Tracker, trace: AllocationTrace) -> None:
         device = training.world.device.type
@@ -134,14 +134,14 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients that the step does not allocate exist all the time, as in DistributedDataParallel's buckets."""
+        """Gradients that the step does not allocate: they always exist, as in DistributedDataParallel's buckets."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
     def parts(self, trace: AllocationTrace) -> dict[str, int]:
         """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
-        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them there.
+        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them into these.
         beside = trace.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),
@@ -172,7 +172,7 @@ class DeviceTracker(Tracker):
             yield trace
         events = list(_events(profile, self._device))
         held: set[int] = set()
-        # Add the blocks that were allocated before the step and are freed in it. On CPUs the allocator reports none.
+        # Add the blocks that were allocated before the step and are freed in it. The CPU's allocator reports none.
         for event in events:
             if event.size > 0:
                 held.add(event.key)
@@ -203,7 +203,7 @@ class DeviceTracker(Tracker):
 
 
 class KernelTracker(Tracker, TorchDispatchMode):
-    """Measures the temporary memory of each operation of a micro-step, without the operation's results."""
+    """Measures the temporary memory of each operation of a micro-step. The operation's results do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

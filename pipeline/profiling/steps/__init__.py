@@ -100,13 +100,13 @@ def _marked(items: Iterator[T]) -> Iterator[T]:
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
     """Warm up the training, profile ``steps`` steps of one epoch, and write a Chrome trace to ``file``.
 
-    The training must be new, and composed as ``steady``.
+    The training must be new, and made with ``steady=True``. All ranks must call this function together.
 
-    Returns the trace, and this rank's median step time in seconds without and under the profiler. All ranks call it
-    together.
+    Returns the trace, and this rank's median step time in seconds: without the profiler, and under it.
     """
     device, per_epoch = training.world.device, training.batches.steps_per_epoch
-    steps = max(1, min(steps, per_epoch - 1))  # an epoch ends with an evaluation, and its first step draws the order
+    # An epoch ends with an evaluation, and its first step draws the order, so the window must fit between the two.
+    steps = max(1, min(steps, per_epoch - 1))
 
     def advance() -> list[float]:
         left = per_epoch - training.steps % per_epoch
@@ -185,14 +185,14 @@ def _long_enough(plan: Plan, profiled_steps: int, samples: int) -> Plan:
     """Return ``plan`` with enough epochs for the steps of the profile, and no row of history inside its windows."""
     train = plan.train
     steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (profiled_steps + 1)
-    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit waits for the next epoch
+    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit begins in the next epoch
     return plan.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:
     """On CUDA, take ``SNAPSHOT_STEPS`` steps and write their memory snapshot to ``file``; on a CPU, do nothing.
 
-    Returns whether a snapshot was written. All ranks call it together."""
+    Returns True if a snapshot was written. All ranks must call this function together."""
     if training.world.device.type != "cuda":
         return False
     memory = torch.cuda.memory

@@ -25,7 +25,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all notable findings, the largest share first; if there are none, say that the device computes."""
+    """Return all notable findings, the largest share first; if there are none, one finding that the device computes."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
 
@@ -81,8 +81,8 @@ def _idles(facts: Facts) -> Iterator[Finding]:
         return
     text = (
         f"For {share:.0%} of the step, the GPU does nothing{where}, mostly because the host launches kernels more "
-        "slowly than they run: raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, with which "
-        "the host launches less"
+        "slowly than they run: raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, so "
+        "that the host launches less often"
         if facts.on_gpu
         else f"For {share:.0%} of the step, no operator runs{where}, because Python and dispatch between small "
         "operators take this time: raise train.batch_size, use fewer micro-batches, or set compile: default"
@@ -97,7 +97,7 @@ def _updates(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         rule="updates",
         share_fraction=share,
-        text=f"The optimizer takes {share:.0%} of the step{where}, and costs the same for any batch: raise "
+        text=f"The optimizer takes {share:.0%} of the step{where}, and its time does not depend on the batch: raise "
         "train.batch_size, keep optimizer_kernel: fused, or, with several processes, distribute the update with "
         "parallelism: zero1.",
     )

@@ -1,4 +1,4 @@
-"""Interval arithmetic on a time line of whole nanoseconds, so that parts add up exactly to their whole.
+"""Interval arithmetic on a time line. Times are whole nanoseconds, so that parts add up exactly to their whole.
 
 Spans are half-open, [start, end). ``Spans`` are sorted, disjoint and not empty.
 """

@@ -24,7 +24,7 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     several = len(profile.ranks) > 1
     place = f"{profile.world_size} processes over {profile.backend}" if profile.backend else "one process"
     lines = [
-        f"# Where a step of {profile.variant} goes",
+        f"# Where the time of a step of {profile.variant} goes",
         "",
         *(f"- **{finding.text}**" for finding in profile.findings),
         "",
@@ -40,14 +40,14 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
         meaning = meaning.format(idle=_IDLE[on_gpu])
         lines.append(f"| {part} | {' | '.join(cells)} | {'up to ' if several else ''}{share:.1%} | {meaning} |")
     whole = " | ".join(f"{rank.step_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
-    lines.append(f"| **step** | {whole} | | the parts above add up to it |")
+    lines.append(f"| **step** | {whole} | | the sum of the parts above |")
     if any(rank.communication_hidden_ms for rank in profile.ranks):
         hidden = " | ".join(f"{rank.communication_hidden_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
         lines.append(f"| communication, hidden | {hidden} | | during other work, so it takes no extra time |")
-    where = "GPU, by the operator that launched the kernels" if on_gpu else "CPU"
+    where = "the GPU time of the kernels that they launched" if on_gpu else "their CPU time"
     lines += [
         "",
-        f"## What took the time of the main process's {where}",
+        f"## Operators of the main process, by {where}",
         "",
         "| operator | ms a step | of the step | calls a step |",
         "| :-- | --: | --: | --: |",
@@ -79,9 +79,9 @@ def _overhead(profile: Profile) -> str:
     slower = f"{max(0.0, profile.overhead_fraction):.0%}"
     text = (
         f"The profiler slowed the step down by {slower}, from {profile.step_p50_ms:.2f} to "
-        f"{profile.profiled_step_p50_ms:.2f} ms (medians). The shares below are of the profiled step, so no throughput "
-        "is computed from them."
+        f"{profile.profiled_step_p50_ms:.2f} ms (medians). The shares below refer to the profiled step, so no "
+        "throughput is computed from them."
     )
     if profile.overhead_fraction > LARGE_OVERHEAD:
-        text += " This is a lot, so small operators look larger here than they are."
+        text += " This is a lot, so small operators seem to take more time here than without the profiler."
     return text

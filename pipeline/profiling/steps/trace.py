@@ -1,4 +1,4 @@
-"""Divide a step's time into parts, from the profiler's trace. Perfetto opens the same file.
+"""Divide a step's time into parts, from the profiler's trace. Perfetto can show the same trace.
 
 Each instant of the profiled window belongs to the first of these parts that fits:
 
@@ -10,8 +10,8 @@ Each instant of the profiled window belongs to the first of these parts that fit
 4. *idle*: no other part fits. On a GPU this is mostly launch overhead on the host, on a CPU Python and dispatch between
    operators.
 
-Communication during part 1 is hidden: it costs no time, and is reported separately. Holistic Trace Analysis (Meta)
-separates exposed from hidden communication in the same way, by the overlap of intervals.
+Communication during part 1 is hidden: it takes no extra time, and is reported separately. Holistic Trace Analysis
+(Meta) separates exposed from hidden communication in the same way, by the overlap of intervals.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
 """Names of the annotations around the parts of a step (``annotated``)."""
 
 WORK = ("optimizer", "forward", "backward", "rest")
-"""The optimizer comes first, because a node of the backward pass also covers an optimizer step inside this pass."""
+"""The optimizer comes first, because a backward node's event also covers an optimizer step that runs inside it."""
 PARTS = (*WORK, "communication", "input", "idle")
 """All parts, in the order in which they claim an instant."""
 
 _ENGINE = "autograd::engine::evaluate_function"
-"""This event surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so it is not work."""
+"""This event surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so the event
+does not count as work."""
 _WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
 """Prefixes of operators that only send, receive or wait. DTensor calls them inside other operators."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -52,7 +53,7 @@ class Event:
     category: str
     start: int
     end: int
-    """Nanoseconds on the trace's own clock."""
+    """``start`` and ``end`` are in nanoseconds, on the trace's own clock."""
     thread: Any
     arguments: dict[str, Any]
 
@@ -123,7 +124,7 @@ class Trace:
 
         self.input = marked(INPUT)
         # An optimizer step inside the backward pass belongs to the optimizer. A pipeline schedule runs the passes
-        # itself, without an annotation for each; there the autograd engine's events show which time is backward.
+        # itself and annotates none of them; then the autograd engine's events show which time is backward.
         optimizer = union([*marked(OPTIMIZER, "Optimizer.step#"), *_named(events, "Optimizer.step#")])
         backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
         forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
@@ -142,7 +143,8 @@ class Trace:
             self._tell_kernels(events, gpu)
 
     def times(self) -> Times:
-        """Divide the window into parts. It begins with the first step and ends with the last, on host and device."""
+        """Divide the window into parts. The window begins with the first step. It ends when host and device have
+        finished the last step."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
         waits = union(event.span for event in self.waits)
@@ -189,7 +191,7 @@ class Trace:
         return "rest"
 
     def _tell_operators(self, events: Sequence[Event]) -> None:
-        """On a CPU: assign the operators on the step's threads to parts. A thread that reads ahead does not count."""
+        """On a CPU: assign the operators on the step's threads to parts. A thread that reads ahead is ignored."""
         threads = {self.main, *self._backward_threads}
         for event in events:
             if event.category == "cpu_op" and event.thread in threads and self.first <= event.start < self.last:
@@ -228,7 +230,7 @@ class Trace:
 
 
 def _named(events: Iterable[Event], prefix: str) -> list[Span]:
-    """Return the spans of annotations on all threads: a backward pass on a GPU has a separate thread."""
+    """Return the spans of annotations on all threads, because a backward pass on a GPU has its own thread."""
     return [event.span for event in events if event.category == "user_annotation" and event.name.startswith(prefix)]
 
 
