@@ -4,7 +4,7 @@ import sys
 
 from pipeline import processes
 
-if sys.argv[1:2] != ["gate"]:  # each of its two sides is a separate process that makes this call itself
+if sys.argv[1:2] != ["gate"]:  # each side of the gate is a separate process, which makes this call itself
     processes.let_threads_sleep()
 
 from pipeline import cli

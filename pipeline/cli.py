@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code or command is _arms:
             raise
-        print("error: code that this command ran, such as the model, called sys.exit: remove this.", file=sys.stderr)
+        print(
+            "error: code that this command ran, such as the model, called sys.exit: remove this call.", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt as stopped:
         print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return True if the reader of standard output, such as `head`, has ended; then also discard further output."""
+    """Return True if the reader of standard output, such as `head`, has ended. Further output is then discarded."""
     polled = select.poll()
     polled.register(sys.stdout, 0)
     left = any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
@@ -93,13 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
     bench.add_argument("--again", action="store_true", help="measure one more session, into a new file under sessions/")
-    profile = add("profile", _profile, "Tell where a variant's step spends its time; write profiles/VARIANT/.")
+    profile = add("profile", _profile, "Show where a variant's step spends its time; write profiles/VARIANT/.")
     profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
     infer.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Make MLflow agree with the result files.")
-    gate = add("gate", _gate, "Tell whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
+    gate = add("gate", _gate, "Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
     gate.add_argument(
         "--against",
         required=True,
@@ -125,9 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
-    verify = add(
-        "verify", _verify, "Check the claims that the comparison relies on, in minutes, with this model and data."
-    )
+    verify = add("verify", _verify, "Check, within minutes, the claims behind the comparison with this model and data.")
     verify.epilog = "Exit code: 1 if a claim does not hold, or if no claim of some variant could be tried; else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     verify.add_argument(
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
     evidence.add_argument("action", nargs="?", metavar="check", help="do not write FILE; check its figures")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
-    doctor = add("doctor", _doctor, "Tell what this machine lacks for the job of params.yaml, and how to fix it.")
+    doctor = add("doctor", _doctor, "Show what this machine lacks for the job of params.yaml, and how to fix it.")
     doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
     doctor.add_argument(
         "--json", action="store_true", help="print JSON for programs: counts, and each check's finding and remedy"
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     techniques = add(
         "techniques",
         _techniques,
-        "List the techniques, or tell what a technique changes and excludes, and whether it runs here.",
+        "List the techniques, or show what a technique changes and excludes, and whether it runs here.",
     )
     techniques.add_argument(
         "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; without it, list all names"

@@ -15,11 +15,11 @@ PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 ONE_BATCH = ("pipeline", "tensor")
 """Values of ``parallelism`` with which the processes that hold one model together take the same samples."""
 MICRO_BATCHES_A_STAGE = 4
-"""Default micro-batches for each pipeline stage. With four the bubble is small. Source: Huang et al., "GPipe: Efficient
-Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+"""Default micro-batches for each pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
+Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 WhyNotHeldBy = Callable[[int], str | None]
-"""Number of processes -> the reason why so many processes cannot hold one model together; None if they can."""
+"""Number of processes -> the reason why this many processes cannot hold one model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
 """Form of inference -> the software that its numbers depend on, like ``Entry.relies_on`` for techniques."""
@@ -154,8 +154,8 @@ def _most_processes(
     requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> tuple[int, str]:
     """Return the largest number of processes, up to ``processes``, that can share the batch, and why more processes
-    cannot. If no number can, return the smallest possible number; the checks of the plan then report the problem."""
-    why_fewer = f"each of the {requested.replicas} replicas takes the same number"
+    cannot. If no number can, return the smallest possible number; later checks of the plan report the problem."""
+    why_fewer = f"each of the {requested.replicas} replicas must have the same number of GPUs"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
     while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
         if processes - requested.replicas < fewest:
@@ -165,8 +165,8 @@ def _most_processes(
 
 
 def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
-    """Return technique -> why it is skipped, for a variant that has only one process or GPU to share the work: its
-    parallelism, and the techniques that need this parallelism. Empty for other variants."""
+    """Return technique -> why it is skipped, for a parallelism that has only one process or GPU, and for the techniques
+    that need this parallelism. Empty if several processes or GPUs share the work, or the variant has no parallelism."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
@@ -273,7 +273,7 @@ def _why_not_among(
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
-    return f"train.batch_size {batch_size} can be shared evenly among at most {processes - variant.replicas}"
+    return f"train.batch_size {batch_size} can be shared evenly by at most {processes - variant.replicas} of them"
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:

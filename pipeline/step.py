@@ -40,7 +40,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.criterion = criterion
-        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar: the task's own, in
+        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar: the task's own loss, in
         ``pipeline/tasks``, or ``train.loss``."""
         self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._plain_forward
         """Maps inputs [b, ...] and targets [b, ...] to the micro-batch's mean loss, a scalar. Gradient

@@ -100,7 +100,7 @@ def test_it_says_which_values_this_machine_cannot_run(capsys: pytest.CaptureFixt
     assert list(here["why_not_values_here"]) == ["reduce-overhead"]
     assert there["why_not_values_here"] == {}
     listing.show(LAPTOP, ["torch.compile"], as_json=False)
-    assert "yes, but not reduce-overhead: it is the mode default plus CUDA graphs" in " ".join(
+    assert "yes, but not reduce-overhead: it records CUDA graphs, which need a GPU" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -20,8 +20,8 @@ class Interruption:
     once. In a training of several ranks, a second signal is ignored, because a launcher may pass on the first signal
     again.
 
-    ``max_step_skew`` is the number of steps by which a rank may be ahead of the main rank, because not every step waits
-    for all ranks.
+    ``max_step_skew`` is the number of steps by which a rank may be ahead of the main rank. It is above 0 if not every
+    step waits for all ranks.
     """
 
     def __init__(self, world: World, max_step_skew: int = 0) -> None:

@@ -29,12 +29,12 @@ PATIENCE_SECONDS = 30
 
 
 DEATH_SECONDS = 0.5
-"""How long to wait for more failures after the first failure: a rank may report that it lost its peer before the
-launcher sees that the peer has died."""
+"""How long to wait for more failures after the first failure, because a rank may report that it lost its peer before
+the launcher sees that the peer has died."""
 
 
 class WorkerError(PipelineError):
-    """A worker process failed. The message is from the first rank that died, or else from the first that failed."""
+    """A worker process failed. The message names the first rank that died, or, if none died, the first that failed."""
 
 
 def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
@@ -112,7 +112,7 @@ def forked(
 
     ``worker`` is a generator function. The block gets the function ``ask``, which sends a request to every rank's
     generator and returns the values that the generators yield, in rank order. The first request, which starts the
-    generators, is None. When the block ends, the generators run to their end and get None for each further request.
+    generators, is None. When the block ends, the generators run to their end, and each further ``yield`` gives None.
 
     Each process is a fork of a server that has only imported the modules ``preload``. So a process is like a new
     interpreter that has imported these modules. The server starts with the first call of ``forked``. ``worker``, its
@@ -136,7 +136,7 @@ def forked(
                 pipes.append(here)
             yield partial(_ask, pipes, started)
             _close(pipes, started)
-        except BaseException:  # also raised by a signal's handler while the ranks run to their end
+        except BaseException:  # a signal's handler may raise it, even while the ranks run to their end
             for process in started:
                 process.kill()
             _close(pipes, started)
@@ -162,7 +162,7 @@ def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
 def _ask(pipes: Sequence[Connection], processes: Sequence[Any], request: Any) -> list[Any]:
     values: dict[int, Any] = {}
     failures: list[tuple[bool, str]] = []
-    with suppress(BrokenPipeError):  # the rank is dead; the missing answer shows it
+    with suppress(BrokenPipeError):  # the rank is dead; its missing answer is noticed below
         for pipe in pipes:
             pipe.send(request)
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}

@@ -28,7 +28,7 @@ A_GPU_EACH = "Start one process per GPU."
 
 STORE = "PIPELINE_STORE"
 """The environment variable that names the file through which ranks of ``forked`` find each other. Ranks of other
-launchers use MASTER_ADDR, where a port listens on all interfaces."""
+launchers use MASTER_ADDR and a port, which listens on all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class World:
         return value if self.is_main else cast("T", forms[0])
 
     def sent(self, announced: T) -> T:
-        """Return ``announced``, or a part of it, with copies of the main rank's tensors on every rank's host."""
+        """Return ``announced`` with copies of the main rank's tensors, on every rank's host.
+
+        The argument is what the method ``announced`` returned, or a part of it, the same part on every rank.
+        """
         return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
 
     def wholes_on_main(self, value: T) -> T:
@@ -112,13 +115,13 @@ class World:
         return copy
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over ranks, in place, on every rank."""
+        """Replace ``tensor`` by its sum over the ranks, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum of ``tensor`` over ranks, in place, on every rank."""
+        """Replace ``tensor`` by its element-wise maximum over the ranks, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
@@ -126,7 +129,7 @@ class World:
     def average_(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Replace each tensor by its mean over the ranks of ``group`` (None: all), in place, on each of these ranks.
 
-        It takes one all-reduce, and memory for a second copy of the tensors.
+        The call needs one all-reduce, and memory for a second copy of the tensors.
         """
         if self.size == 1:
             return
@@ -175,7 +178,7 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part(value: Any) -> bool:
-    return hasattr(value, "to_local")  # only DTensors have this method; an import of DTensor takes seconds
+    return hasattr(value, "to_local")  # only DTensors have it; importing DTensor for isinstance takes seconds
 
 
 def own_part(tensor: Any) -> torch.Tensor:
@@ -207,7 +210,7 @@ def launched_size() -> int | None:
 
 @contextmanager
 def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
-    """Give this process's world. The process group lives as long as the block.
+    """Yield this process's world. The process group lives as long as the block.
 
     A process that no launcher started is a world of one process, without a process group. On CUDA, the backend is NCCL,
     and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the ranks of
@@ -250,8 +253,8 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             ) from None
         _MESHES.clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
-        # Skipped after an error, because then ranks may be at different steps, and destroying the group may wait for
-        # them forever. The launcher ends the processes.
+        # Skipped after an error: the ranks may then be at different steps, and destroying the group may wait for them
+        # forever. The launcher ends the processes.
         dist.destroy_process_group()
 
 

@@ -46,14 +46,14 @@ __all__ = [
 ENVIRONMENT_FILE = Path("environment.json")
 
 IMAGE_VARIABLE = "PIPELINE_IMAGE"
-"""Set by a container image to its own identity (a digest or tag)."""
+"""The environment variable that a container image sets to its own identity, a digest or tag."""
 
 _NATIVE_BF16_CAPABILITY = (8, 0)
 _TF32_CAPABILITY = (8, 0)
 _FLOAT8_CAPABILITY = (8, 9)
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
-"""The return value of ``plans.relied_on``: section -> user -> names."""
+"""The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> names."""
 
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     Sizes are in whole GiB, power limits in watts. ``None`` means an unknown value; for a setting, it means that the
     value is withheld (``variables``). ``relied_on`` (``plans.relied_on``) names optional packages and the variants and
     forms that use these packages. The hash does not cover the versions of optional packages, because most numbers do
-    not depend on these versions. Call this in the process that a person started: launchers set variables such as
-    OMP_NUM_THREADS in their workers.
+    not depend on these versions. Call this in the process that a person started, because launchers set variables such
+    as OMP_NUM_THREADS in their workers.
     """
     shown, driver, _ = gpus.shown()
     cpu = cpus.facts()
@@ -89,7 +89,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "settings": variables.settings(),
     }
-    if shown:  # without a GPU these libraries may be installed, but are not used
+    if shown:  # without a GPU, these libraries are not used even if they are installed
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
     requested = relied_on or {}
     optional = {name for users in requested.values() for names in users.values() for name in names}
@@ -123,8 +123,8 @@ def optional_versions(
 
 
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json's content without stages, forms and plans: the environment that variants' numbers depend
-    on."""
+    """Return environment.json's content without stages, forms and plans: only the environment on which the variants'
+    numbers depend."""
     kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
     return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
 

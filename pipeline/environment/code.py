@@ -1,8 +1,8 @@
 """Digests of the code that stages and variants run: one digest per file, computed without importing the file.
 
 A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
-files are found by following all import statements, wherever in a file these are. ``unfollowed`` detects modules that
-are imported in another way.
+files are found by following all import statements, also those inside functions. ``unfollowed`` detects modules that are
+imported in another way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeline.plans import Plan
 PACKAGE = Path(__file__).parent.parent
 
 FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
-"""Modules without a digest, whose imports are not followed. Their results are recorded as values instead: plans,
-settings of stages and the environment's hash. These modules also hold the texts that describe techniques."""
+"""Modules that get no digest, and whose imports are not followed. Their results are recorded as values instead: plans,
+settings of stages and the environment's hash. So a changed text about a technique changes no digest."""
 
 MEMO = Path(".cache/code.json")
 
@@ -36,8 +36,8 @@ COMMANDS_STARTED = {"bench": ("arms",)}
 
 
 def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
-    """Return file -> digest of the code that the stage's command runs for any variant, with the user's ``own`` modules.
-    Of cli.py, only the imports of the command's function count."""
+    """Return file -> digest of the code that the stage's command runs for every variant, including the user's ``own``
+    modules. Of cli.py, only the imports in the command's function count."""
     path = PACKAGE / "cli.py"
     names = {f"_{command}" for command in (stage, *COMMANDS_STARTED.get(stage, ()))}
     functions = [
@@ -72,7 +72,7 @@ def _of_the_user(plan: Plan) -> set[str]:
 
 
 class Unfollowed(PipelineError):
-    """A module of the user's own is in use, but no digest covers it, so its changes would go unnoticed."""
+    """One of the user's own modules is in use, but no digest covers it, so its changes would go unnoticed."""
 
 
 def unfollowed(plan: Plan) -> Callable[[], None]:
@@ -155,7 +155,7 @@ def _located(module: str, roots: tuple[Path, ...]) -> tuple[Path, Path] | None:
 class _Source(NamedTuple):
     digest: str
     imports: list[tuple[int, str, list[str]]]
-    """Level, module and names of each import statement, wherever it stands. ``import a`` has no names."""
+    """Level, module and names of each import statement, at any place in the file. ``import a`` has no names."""
 
 
 @functools.cache
@@ -193,8 +193,8 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
 
 @functools.cache
 def _memo() -> dict[str, Any]:
-    """Return the sources that earlier processes parsed, by digest of the file: parsing all files takes most of a
-    second."""
+    """Return the sources that earlier processes parsed, by digest of the file. They are stored, because parsing all
+    files takes most of a second."""
     try:
         found = json.loads(MEMO.read_text(encoding="utf-8"))
     except (OSError, ValueError):

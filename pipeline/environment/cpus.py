@@ -22,9 +22,9 @@ NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def facts() -> dict[str, str]:
-    """Return the first processor's entry in /proc/cpuinfo; empty where there is none.
+    """Return the first processor's entry in /proc/cpuinfo; empty if there is no such file.
 
-    The entry is not cached. Call this rarely: Linux generates the file for all processors on each read.
+    The entry is not cached. Call this rarely, because Linux generates the file for all processors on each read.
     """
     try:
         first = CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]

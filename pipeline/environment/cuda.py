@@ -1,4 +1,4 @@
-"""The GPUs that CUDA itself shows, for machines where NVML is not available or does not know CUDA's order.
+"""The GPUs that CUDA itself shows, for machines where NVML fails or has another order of the GPUs.
 
 CUDA is queried in a separate process, which runs this file, because a process that has initialised CUDA cannot fork.
 """

@@ -27,7 +27,7 @@ class Shown(NamedTuple):
 def shown() -> Shown:
     """Return the GPUs that CUDA shows to this process.
 
-    NVML is queried first, because NVML knows most and does not initialise CUDA. CUDA is queried if NVML fails or is
+    NVML is queried first, because it reports the most and does not initialise CUDA. CUDA is queried if NVML fails or is
     missing, as in a container without the driver's capability ``utility``.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -61,7 +61,7 @@ def _handles(shown: str | None) -> list[Any]:
         return [pynvml.nvmlDeviceGetHandleByUUID(shown.split(",")[0].strip())]
     present = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in present]
-    # NVML orders GPUs by their place on the bus. CUDA begins with the fastest GPU, unless told otherwise.
+    # NVML orders GPUs by their place on the bus. CUDA begins with the fastest GPU by default.
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len(set(map(pynvml.nvmlDeviceGetName, present))) > 1:
         by_uuid = {re.sub("^GPU-|-", "", uuid): handle for uuid, handle in zip(uuids, present, strict=True)}
         found = [by_uuid.get(gpu["uuid"]) for gpu in cuda.ask().gpus]

@@ -1,4 +1,4 @@
-"""Find the versions of the software that numbers depend on, and missing software, without importing torch."""
+"""Find the versions of the software that numbers depend on, and what torch.compile lacks, without importing torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _version_of_command(command: str) -> str | None:
 
 
 def cpu_compiler() -> str:
-    """Return the command by which torch.compile builds CPU kernels (``cpp.cxx`` in torch/_inductor/config.py)."""
+    """Return the command with which torch.compile builds CPU kernels (``cpp.cxx`` in torch/_inductor/config.py)."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 

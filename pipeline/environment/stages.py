@@ -49,8 +49,8 @@ HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 
 
 def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
-    """Return a digest of everything except the data that the variant's figures of this stage depend on. Sessions with
-    the same key can be combined.
+    """Return a digest of everything, except the data, on which the variant's figures of this stage depend. Sessions
+    with the same key can be combined.
 
     ``content``: the content of environment.json, including the values from ``described``.
     """

@@ -26,7 +26,7 @@ LIMIT = 1 << 18
 VALUES = 10_000
 """Maximum number of values in a parameter file, counted after every alias is expanded."""
 CHARACTERS = 2000
-"""Maximum number of characters of one value. Python does not print integers with many more digits."""
+"""Maximum number of characters of one value. Python refuses to print integers that are much longer."""
 
 TEACHERS = "models/"
 """Prefix in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
@@ -51,7 +51,8 @@ class Config(Section):
     """After the file is read, this includes the students."""
     students: dict[VariantName, Variant] = Field(
         default_factory=dict,
-        description="Variants with distillation, kept separate because dvc.yaml makes their teachers a dependency.",
+        description="Variants that learn from a teacher (distillation). They have a section of their own, because "
+        "dvc.yaml makes their teachers a dependency.",
     )
 
     def teacher_of(self, name: str) -> str | None:
@@ -113,7 +114,7 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
 
 
 def _with_students(config: Config) -> Config:
-    """Return ``config`` with the students among its variants, and each teacher's model filled in."""
+    """Return ``config`` with the students among its variants, and with each teacher's model filled in."""
     whole = config.model_copy(update={"variants": config.variants | config.students})
     job = whole.train.model, whole.train.model_options
     for name, variant in whole.variants.items():
@@ -159,12 +160,12 @@ def schema() -> str:
     """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks."""
     described = Config.model_json_schema()
     for each in ("variants", "students"):
-        described["properties"][each]["additionalProperties"] = False  # names that VariantName refuses
+        described["properties"][each]["additionalProperties"] = False  # refuses names that do not match VariantName
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield contradictions between keys that are valid alone. The contradictions do not depend on the machine."""
+    """Yield contradictions between keys that are valid alone, on any machine."""
     if config.compare.baseline not in config.variants:
         yield (
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
@@ -206,7 +207,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
         if variant.scaling == "weak" and not config.train.warmup_fraction:
-            # The technique's entry does not declare this, because ``verify`` takes steps without a warm-up.
+            # The technique's entry does not declare this, because ``verify`` runs steps without a warm-up.
             yield (
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
@@ -248,7 +249,7 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys; PyYAML would silently keep the last value. It also limits the number
-    of values after aliases are expanded, because a few lines of aliases can expand to more than fits in memory."""
+    of values after aliases are expanded, because a few lines of aliases can expand to more values than fit in RAM."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -263,7 +264,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(node, yaml.MappingNode):
                 inside = [each for pair in inside for each in pair]
             self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        # A node without a count contains itself.
+        # A node without a count contains itself: its values are not counted yet.
         if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:
             raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:

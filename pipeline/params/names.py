@@ -40,7 +40,7 @@ def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> 
 
 
 def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> str | None:
-    """Return why ``name`` is not a model; None if it is. ``known``: torchvision's classification models."""
+    """Return why ``name`` is not a model; None if it is one. ``known``: torchvision's classification models."""
     if name in OWN_MODELS or name in known:
         return None
     close = difflib.get_close_matches(name, [*OWN_MODELS, *known], n=3, cutoff=0.5)
@@ -94,7 +94,7 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        # Pass only the last part: without __init__.py, PathFinder would search sys.modules for a dotted name's parent.
+        # Pass only the last part: without __init__.py, PathFinder would look for a dotted name's parent in sys.modules.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 

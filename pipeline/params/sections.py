@@ -122,8 +122,8 @@ class Prepare(Section):
     )
     test_fraction: ProperFraction = Field(
         0.2,
-        description="Share held out for testing if the data set has no test split. It is taken from each class, from "
-        "all samples if there are no classes, or from the text files.",
+        description="Share held out for testing if the data set has no test split. With classes, it is a share of each "
+        "class; without classes, a share of all samples; for text, a share of the files.",
     )
     train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for trials).")
     test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for trials).")
@@ -137,7 +137,7 @@ class Prepare(Section):
 
 
 class Augment(Section):
-    """Random changes of the training images, drawn for a whole batch at once on the device."""
+    """Random changes of the training images, drawn anew in each epoch."""
 
     crop_padding: NonNegativeInt = Field(
         0, description="Pad with this many zeros on each side, then crop the original size at random."
@@ -156,22 +156,25 @@ class Train(Section):
 
     task: str = Field(
         "classification",
-        description="classification, language_model, regression, or module:class of your own, a pipeline.tasks.Task.",
+        description="classification, language_model, regression, or module:class of your own, derived from "
+        "pipeline.tasks.Task.",
     )
     task_options: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the task; regression takes tolerance, which its score uses."
+        default_factory=dict,
+        description="Settings of the task. regression takes tolerance: the largest error, in standard deviations of "
+        "the training targets, that its score counts as correct (0.5 by default).",
     )
     model: str = Field(
         "small_cnn",
-        description="small_cnn, resnet9, a torchvision classification model's name (images), mlp (rows of a table), "
-        "gpt or transformers (tokens), or module:factory of your own.",
+        description="For images: small_cnn, resnet9, or the name of a torchvision classification model. For rows "
+        "of a table: mlp. For tokens: gpt or transformers. For any data: module:factory of your own.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
     loss: str = Field(
         default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
         description="Default: the task's loss, such as cross_entropy for classification. Or module:factory of your "
-        "own: the factory is called with classes (the task's description of outputs) and loss_options, and returns a "
-        "function that maps outputs and targets to the mean loss of the samples.",
+        "own: the factory is called with loss_options and with arguments that describe the task's outputs, such as "
+        "classes. It returns a function that maps outputs and targets to the mean loss of the samples.",
     )
     loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
     metric: str = Field(
@@ -186,8 +189,8 @@ class Train(Section):
     epochs: PositiveInt = Field(2, description="Passes over the training set.")
     batch_size: PositiveInt = Field(
         256,
-        description="Global batch: samples per optimizer step, over all devices and micro-batches. With a variant's "
-        "scaling: weak, the samples of each process.",
+        description="Global batch: samples per optimizer step, over all devices and micro-batches. If a variant has "
+        "scaling: weak, it is the number of samples per data-parallel process.",
     )
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
     learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
@@ -201,11 +204,11 @@ class Train(Section):
     warmup_fraction: Fraction = Field(0.2, description="Share of all steps in which the learning rate rises from zero.")
     label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
     augment: Augment = Augment()
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu.")
     placement: Literal["auto", "resident", "streamed"] = Field(
         "auto",
-        description="resident: the data set is on the device. streamed: batches come from the memory map. auto: "
-        "resident if it fits.",
+        description="Where the training data are. resident: on the device. streamed: in the prepared files, from which "
+        "batches are read. auto: resident if the data take at most a quarter of the device's free memory.",
     )
     without_native: Literal["leave_out", "refuse", "run"] = Field(
         "leave_out",
@@ -214,8 +217,8 @@ class Train(Section):
     )
     deterministic: bool = Field(
         True,
-        description="Use PyTorch's deterministic algorithms, so that a seed repeats exactly. The run and its report "
-        "name an operation that has no deterministic algorithm.",
+        description="Use PyTorch's deterministic algorithms, so that a seed gives the same result again. If an "
+        "operation has no deterministic algorithm, the run and its report name the operation.",
     )
     warmup_steps: PositiveInt = Field(
         10, description="Steps before the measured window, for compilation, autotuning and filling caches."
@@ -234,7 +237,9 @@ class Bench(Section):
         description="Rounds are measured until this time is spent. At least six rounds are measured, because fewer "
         "give no verdict.",
     )
-    hard_limit: bool = Field(False, description="Stop at max_minutes even before the sixth round, also in the gate.")
+    hard_limit: bool = Field(
+        False, description="Stop at max_minutes (in the gate: at gate.max_minutes) even before the sixth round."
+    )
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: Duration = Field(
         1.5,
@@ -243,8 +248,8 @@ class Bench(Section):
     )
     turns: PositiveInt = Field(
         10,
-        description="On a CPU, each variant's window is divided into this many turns. The variants take turns, so that "
-        "a disturbance of a few seconds affects all of them equally. On a GPU, there is always one turn.",
+        description="On a CPU, each variant's window is divided into this many turns, and the variants run their turns "
+        "alternately. So a disturbance of a few seconds affects all variants equally. On a GPU, there is one turn.",
     )
     ablate: list[VariantName] = Field(
         [],
@@ -263,8 +268,8 @@ class Bench(Section):
     )
     energy: bool = Field(
         False,
-        description="Also measure the energy per sample, with the energy counters of the GPUs (windows of at least a "
-        "second) or the CPU.",
+        description="Also measure the energy per sample, with the energy counters of the GPUs or the CPU. GPUs "
+        "need windows of at least a second.",
         exclude_if=operator.not_,
     )
 
@@ -314,7 +319,9 @@ class Compare(Section):
     """How results are compared."""
 
     baseline: VariantName = Field("baseline", description="The variant with which all others are compared.")
-    target_accuracy: ProperFraction = Field(0.85, description="Time to this test accuracy is compared.")
+    target_accuracy: ProperFraction = Field(
+        0.85, description="The comparison includes the time until a variant reaches this test accuracy."
+    )
     margins: Margins = Margins()
     max_spread: PositiveFloat = Field(
         0.15, description="No verdict is given if the interval of the baseline's ratio to itself is wider than this."
@@ -326,17 +333,18 @@ class Gate(Section):
 
     max_minutes: Duration = Field(
         10.0,
-        description="Rounds of both commits are measured until this time is spent, and at least six rounds. The time "
-        "is doubled if it is then still open whether there is a loss of must_see.",
+        description="Rounds of both commits are measured until this time is spent, but at least six rounds. If the "
+        "gate can then neither find nor exclude a change for the worse by must_see, the time is doubled.",
     )
     must_see: PositiveFloat = Field(
-        0.1, description="The gate passes only if it can exclude a loss of throughput or memory this large."
+        0.1,
+        description="The gate passes only if it can exclude that throughput or memory became worse by this fraction.",
     )
     variants: list[str] = Field(
         default_factory=list,
         description="Variants to measure in addition to compare.baseline; empty: all variants of both commits.",
     )
-    accuracy: bool = Field(True, description="Also compare accuracies; both commits must have been trained.")
+    accuracy: bool = Field(True, description="Also train both commits and compare their accuracies.")
 
 
 class Publish(Section):

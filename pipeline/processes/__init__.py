@@ -21,8 +21,8 @@ _PR_SET_PDEATHSIG = 1
 def age_seconds() -> float:
     """Return the seconds since this process began, to a hundredth.
 
-    Linux gives both the process's start and the present as time since boot. The time of day of the boot is known in
-    whole seconds only, so psutil's ``create_time``, used on other systems, can be off by a second on Linux.
+    Linux gives both the process's start and the present time as time since boot. psutil's ``create_time``, used on
+    other systems, adds the time of day of the boot. Linux gives this in whole seconds, so the sum can be a second off.
     """
     if not sys.platform.startswith("linux"):
         import psutil  # imported here: this module loads before a missing package can be reported
@@ -38,8 +38,8 @@ def let_threads_sleep() -> None:
 
     If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
     threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other
-    process was busy, and up to 3 times as fast while two were busy. Waking the threads costs time: on an idle machine,
-    nothing with AVX2, and 15% of a small model's throughput with AVX-512. Call this before torch is loaded, because
+    process was busy, and up to 3 times as fast while two were busy. But waking the threads takes time. On an idle
+    machine, a small model lost no throughput with AVX2, and 15% with AVX-512. Call this before torch is loaded, because
     torch reads the variable while loading.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -50,9 +50,9 @@ def end_with_parent() -> None:
     """Let the system kill this process as soon as its ``multiprocessing`` parent has ended.
 
     The parent is the process that called ``start``, even if this process was forked from another process.
-    PR_SET_PDEATHSIG is not used, because it would signal the end of a thread. Instead, only the parent holds the other
-    end of a pipe, and Linux sends a signal when that end is closed. On other systems this process lives on until it
-    next checks its parent.
+    PR_SET_PDEATHSIG is not used, because it would signal the end of the parent's thread. Instead, this process
+    holds one end of a pipe, and only the parent holds the other end. Linux sends a signal when that end is closed. On
+    other systems this process lives on until it next checks its parent.
     """
     import multiprocessing  # imported here: the import takes a fifth of a quick command's time
 
@@ -86,6 +86,6 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if len(sys.modules) > modules:  # else freezing would only keep earlier garbage
+        if len(sys.modules) > modules:  # otherwise, freezing would only keep earlier garbage
             gc.freeze()
             atexit.register(gc.unfreeze)  # Python's shutdown has to collect them

@@ -12,9 +12,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Let this process keep the CPU memory that it frees, for its next tensors.
 
-    By default glibc returns large blocks to the system when they are freed, and every step pays for the same pages
-    again: some 2,000 page faults per step of the default job, and a fifth to a third of its throughput. If these blocks
-    are kept, however, the peak memory depends on where in the heap blocks lie: see ``return_freed_memory``. Does
+    By default glibc returns large blocks to the system when they are freed, so every step must request the same pages
+    again. In the default job this takes some 2,000 page faults per step, and a fifth to a third of the throughput. If
+    the blocks are kept, however, the peak memory depends on their places in the heap (``return_freed_memory``). Does
     nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
     """
     _mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts; larger blocks are still returned

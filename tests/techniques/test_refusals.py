@@ -29,9 +29,9 @@ A_GPU = "needs a GPU"
 APART = "exclude each other"
 RECORDED = ("reduce-overhead", "max-autotune")
 KEPT: list[tuple[dict[str, Any], str]] = [
-    ({"gradient_accumulation": 2}, "gradient_accumulation 2 keeps"),
-    ({"gradient_accumulation": "auto"}, "gradient_accumulation auto keeps"),
-    ({"set_to_none": False}, "set_to_none false keeps"),
+    ({"gradient_accumulation": 2}, "gradient_accumulation 2 would keep"),
+    ({"gradient_accumulation": "auto"}, "gradient_accumulation auto would keep"),
+    ({"set_to_none": False}, "set_to_none false would keep"),
 ]
 
 
@@ -75,7 +75,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         # Of the job
         case("optimizer_state", "train.optimizer is sgd", WITH_8BIT, optimizer_state="8bit"),
         case("optimizer_state", "train.optimizer is sgd", optimizer_state="factored"),
-        case("cuda_graph", "after 3 other steps", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
+        case("cuda_graph", "runs 3 steps and then", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
         case("scaling", "train.warmup_fraction 0.0", CPU, {"warmup_fraction": 0.0}, parallelism="ddp", scaling="weak"),
         case(
             "train.batch_size", "3 processes x 2 micro-batches; allowed: a multiple of 6, such as 258",
@@ -112,7 +112,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("communication_hook", "needs parallelism 'ddp': set parallelism", communication_hook="post_local_sgd"),
         case("sync_batchnorm", "needs parallelism 'ddp'", sync_batchnorm=True),
         case("scaling", "needs parallelism 'ddp'", scaling="weak"),
-        case("bucket_mb", "so the least is 1", parallelism="ddp", compile="default", bucket_mb=0.5),
+        case("bucket_mb", "so bucket_mb must be at least 1", parallelism="ddp", compile="default", bucket_mb=0.5),
         case("bucket_mb", "a number above 0", parallelism="ddp", bucket_mb=0),
         case("communication_hook", "'fp16', 'bf16', 'powersgd' or", parallelism="ddp", communication_hook="int8"),
         case("", APART, parallelism="ddp", static_graph=True, gradient_accumulation=2),

@@ -1,8 +1,9 @@
 """The catalogue: every technique declares its key, what it changes, and which techniques it cannot run with.
 
-The file of each group declares settings of a variant, and an ``Entry`` for each technique. The ``Entry`` names the
-class under ``pipeline/techniques`` that implements the technique. Other packages can add techniques (``outside``). The
-catalogue does not import torch, so an impossible combination is refused in the first second.
+Each group of techniques has its own file. The file declares the group's settings of a variant, and an ``Entry`` for
+each technique. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
+packages can add techniques (``outside``). The catalogue does not import torch, so an impossible combination is refused
+in the first second.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Variant(
     ParallelismSettings,
     ModelSettings,
 ):  # the last base's fields come first
-    """One way to train the job: the techniques that it applies. An empty variant trains on one device in fp32."""
+    """One way to train the job: a choice of techniques. An empty variant trains on one device in fp32."""
 
     extra: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Techniques of other installed packages: name -> its options."
@@ -66,7 +67,7 @@ def entry(name: str) -> Entry:
 
 
 def requested(variant: Variant) -> tuple[Entry, ...]:
-    """Return the variant's techniques, in the catalogue's order. Raises ConfigError if an extra is not installed."""
+    """Return the variant's techniques, in the catalogue's order. Raises ConfigError if one is not installed."""
     own = (each for each in CATALOGUE if each.requested_by(variant))
     return (*own, *(_from_outside(name) for name in variant.extra))
 
@@ -96,7 +97,8 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
     """Return the variant's techniques: label -> the keys that ask for the technique or configure it.
 
     Techniques are in the order of the variant's fields. The keys of a parallelism include the keys of the techniques
-    that need this parallelism. Packages of extra techniques are not loaded: the variant may come from a stored result.
+    that need this parallelism. Packages of extra techniques are not loaded, because a variant from a stored result may
+    name packages that are not installed.
 
     >>> techniques(Variant(parallelism="ddp", processes=2, channels_last=True, gradient_accumulation=4))
     {'ddp': ('parallelism', 'processes', 'replicas', 'schedule'), 'channels_last': ('channels_last',), \
@@ -110,8 +112,8 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 
 
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
-    """Return name -> reason for each technique that ``technique`` cannot run with. Either of the two may declare
-    this."""
+    """Return name -> reason for each technique that cannot run with ``technique``. Either technique may declare the
+    exclusion."""
     apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
     others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
     return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
@@ -134,7 +136,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
-    """Return key -> problem, for each key whose technique or parallelism the variant does not have."""
+    """Return key -> problem, for each key that needs a technique or a parallelism that the variant does not have."""
     applied, plain = requested(variant), Variant()
     needed = {
         each.key: ("parallelism", list(each.needs))
@@ -162,7 +164,7 @@ def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
 
 
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
-    """Return the variant without these techniques. The remaining techniques may need a removed one to run."""
+    """Return the variant without these techniques. A remaining technique may need a removed one."""
     for technique in techniques:
         variant = variant.model_copy(update=unrequested(variant, technique))
     return variant

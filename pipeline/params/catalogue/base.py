@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 Changes = Literal["nothing", "rounding", "statistics"]
 """How a technique changes the trained weights. nothing: they are the same, bit for bit. rounding: the same sums are
-computed in another order or precision, and are equal within a tolerance that the technique's test states. statistics:
-the random process differs, and only averages over runs are equal."""
+computed in another order or precision, so the weights agree within a tolerance that the technique's test states.
+statistics: gradients or samples differ, so only averages over several runs agree, if at all."""
 
 Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
-"""Where a technique acts. Layers apply in this order; techniques of one layer apply in the catalogue's order.
+"""Where a technique acts. Layers are applied in this order, and techniques of one layer in the catalogue's order.
 
 model: the bare model, its process, or the choice of optimizer. blocks: parts of the model. parallelism: the whole model
 (to wrap or split it) and the communication. compiler: the model inside the parallel wrapper. forward: around the
@@ -35,7 +35,7 @@ WhyNot = Callable[[Machine, bool], str | None]
 
 
 def _nothing(*_: object) -> None:
-    """Return None, which means that nothing speaks against the technique."""
+    """Return None: there is no reason against the technique."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Entry:
     name: str
     """The technique's name in results and reports."""
     setting: str
-    """The line of a variant in params.yaml that asks for the technique. With ``requested_if``, this line is an
-    example."""
+    """The line of a variant in params.yaml that asks for the technique. With ``requested_if``, the line is only an
+    example, because other values ask for the technique too."""
     searched_for: tuple[str, ...]
     """Names under which people look for the technique."""
     does: str
@@ -62,8 +62,8 @@ class Entry:
     package's technique, whose entry point names the class."""
     layer: Layer = "step"
     requested_if: Callable[[Variant], bool] | None = None
-    """Returns whether a variant applies the technique. None: a variant with ``setting``, or with the technique's name
-    under ``extra``, applies it."""
+    """Returns whether a variant applies the technique. None: a variant applies it if it has the line ``setting``, or
+    the technique's name under ``extra``."""
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
@@ -73,8 +73,8 @@ class Entry:
     why_not: WhyNot = _nothing
     """Returns why the machine cannot run the technique; the plan then refuses the variant."""
     emulated: WhyNot = _nothing
-    """Returns why the machine can only emulate the technique, which is slower than training without the technique.
-    train.without_native decides what happens then."""
+    """Returns why the machine can only emulate the technique. The emulation is slower than training without the
+    technique; ``train.without_native`` decides what to do."""
     why_not_with: Callable[[Train], str | None] = _nothing
     """Job -> the reason why the technique cannot be applied to this job on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
@@ -85,11 +85,11 @@ class Entry:
     done_by: tuple[str, ...] = ()
     """Values of ``parallelism`` that already do the technique's work, so that its class is not used."""
     placement: Literal["resident", "streamed", "dataloader"] | None = None
-    """Where the training reads the data set from; None: from where ``train.placement`` says."""
+    """The placement of the training data if the technique is applied; None: ``train.placement`` decides."""
     evaluates_whole: bool = False
-    """True if evaluation cannot run a process's trained model, for example because it is only one stage, or must be
-    averaged with other processes' models. Evaluation then runs the single-device model with the state that a checkpoint
-    reads; ``Technique.for_evaluation`` can change this model."""
+    """True if evaluation cannot run the model that a process trains, for example because this model is only one stage,
+    or must be averaged with other processes' models. Evaluation then runs the single-device model. Its state is read as
+    for a checkpoint, and ``Technique.for_evaluation`` can change the model."""
     shared_rng: bool = False
     """Whether the processes that hold one model together must draw the same random numbers."""
     max_step_skew: int = 0
@@ -109,7 +109,7 @@ class Entry:
     """Variant -> changed settings with which the technique runs but does not affect the weights; ``verify`` tries these
     settings. None if there are no such settings."""
     relies_on: tuple[str, ...] = ()
-    """Software besides torch on whose versions the numbers depend: distributions of the extras, and ``COMPILER``."""
+    """Software besides torch whose versions affect the numbers: names of optional distributions, or ``COMPILER``."""
     options: type[BaseModel] | None = None
     """For another package's technique: the options that ``extra: {name: options}`` may hold. None: no options."""
 

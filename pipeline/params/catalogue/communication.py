@@ -21,16 +21,18 @@ class CommunicationSettings(Section):
         None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's default, 25."
     )
     gradient_as_bucket_view: bool = Field(
-        True, description="DDP: gradients lie in the buckets; false: they have their own memory and are copied."
+        True,
+        description="DDP: gradients are stored in the buckets. false: gradients have their own memory, and are copied "
+        "into the buckets and back.",
     )
-    static_graph: bool = Field(False, description="DDP: promise that every step uses the same parameters.")
+    static_graph: bool = Field(False, description="DDP may assume that every step uses the same parameters.")
     sync_batchnorm: bool = Field(
         False, description="BatchNorm normalises over the micro-batches of all processes together."
     )
     communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
         "none",
         description="DDP: how gradients are sent. none: unchanged. fp16 and bf16: in 16 bits. powersgd: as low-rank "
-        "factors. post_local_sgd: after the warm-up, weights are averaged every 4 steps instead.",
+        "factors. post_local_sgd: after the warm-up, no gradients are sent, but weights are averaged every 4 steps.",
     )
 
 
@@ -48,7 +50,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.bucket_mb is not None,
         needs=_OVER_DDP,
         why_not_beside=lambda variant, _: (
-            "compile makes one graph per bucket, and the first bucket has 1 MiB, so the least is 1"
+            "compile makes one graph per bucket, and the first bucket has 1 MiB, so bucket_mb must be at least 1"
             if variant.compile != "none" and (variant.bucket_mb or 1) < 1
             else None
         ),
@@ -57,7 +59,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="gradients_beside_buckets",
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
-        does="Gradients have their own memory and are copied into DDP's buckets and back, which is torch's default",
+        does="As by torch's default, gradients have their own memory and are copied into DDP's buckets and back",
         pays="never; it is here to show what the default, gradient_as_bucket_view: true, saves",
         costs="twice the memory for gradients, and the time for copies",
         source="PyTorch documentation: DistributedDataParallel",
@@ -73,7 +75,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         searched_for=("DDP static graph", "find_unused_parameters", "unused parameters"),
         does="DDP records in the first step which parameters are used and how often, and assumes that all later steps "
         "do the same",
-        pays="for models with parameters that no step uses, which DDP refuses otherwise",
+        pays="for models with parameters that no step uses; DDP otherwise refuses such models",
         costs="in the first step, reductions begin only after the backward pass; a model that later uses other "
         "parameters fails",
         source="PyTorch documentation: DistributedDataParallel",
@@ -88,10 +90,10 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="sync_batchnorm",
         setting="sync_batchnorm: true",
         searched_for=("SyncBatchNorm", "synchronized batch normalization", "cross-GPU batch norm"),
-        does="BatchNorm takes mean and variance over the micro-batches of all processes together",
+        does="BatchNorm computes mean and variance over the micro-batches of all processes together",
         pays="when a process's share of the batch is too small for good estimates of mean and variance",
-        costs="two collectives per BatchNorm and step, one in the forward and one in the backward pass; in the forward "
-        "pass the host waits for the device",
+        costs="two collectives per BatchNorm layer and step, one in the forward and one in the backward pass; in the "
+        "forward pass the host waits for the device",
         source="Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018",
         changes="statistics",
         layer="model",
@@ -104,7 +106,7 @@ COMMUNICATION: tuple[Entry, ...] = (
                 "a block that is recomputed must not update running statistics a second time, but SyncBatchNorm "
                 "updates them in every forward pass",
             ),
-            "auto_micro_batch": "if one process runs out of memory, the others wait for its statistics without end",
+            "auto_micro_batch": "if one process runs out of memory, the others wait for its statistics forever",
         },
         why_not=needs_gpu,
     ),
@@ -115,7 +117,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         does="DDP's gradients are divided by the number of processes and sent in float16",
         pays="when steps wait for the network",
         costs="gradients below 6e-8 become zero, and those above 65504 become infinite, unless fp16's loss scale "
-        "prevents it",
+        "prevents this",
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
         roundoff=2.0**-11,
@@ -147,8 +149,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         "factors. The error of this approximation is added to the next step's gradients. Compression begins after the "
         "learning rate's warm-up",
         pays="when steps wait for the network, and 16 bits do not compress enough",
-        costs="accuracy; two more copies of the gradients; matrix products and reductions that do not overlap; on a "
-        "GPU, a wait for the device per bucket",
+        costs="accuracy; two more copies of the gradients; matrix products; reductions that do not overlap with the "
+        "backward pass; on a GPU, the host waits for the device once per bucket",
         source="Vogels et al., PowerSGD, NeurIPS 2019",
         changes="statistics",
         layer="parallelism",

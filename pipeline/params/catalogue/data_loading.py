@@ -15,11 +15,13 @@ class DataLoadingSettings(Section):
 
     data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
         "auto",
-        description="Source of batches. auto: as in train.placement. resident: data on the device. streamed: the "
-        "memory map. dataloader: PyTorch's DataLoader with loader_workers processes.",
+        description="Where batches come from. auto: train.placement decides. resident: from data on the device. "
+        "streamed: from the prepared files. dataloader: from PyTorch's DataLoader with loader_workers processes.",
     )
     loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="Worker processes of a DataLoader per training process; 0: the training process loads the data."
+        2,
+        description="Number of the DataLoader's worker processes per training process; 0: the training process loads "
+        "the data.",
     )
 
 
@@ -28,10 +30,10 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="resident_data",
         setting="data_loading: resident",
         searched_for=("data set on the GPU", "GPU data loading"),
-        does="The training images lie on the device as uint8, where whole batches are gathered, augmented and "
-        "normalised",
-        pays="whenever the images fit into the device's memory",
-        costs="one byte of device memory per pixel and channel of the training set",
+        does="The training data are kept on the device (images as uint8), and whole batches are gathered, augmented "
+        "and normalised there",
+        pays="whenever the training data fit into the device's memory",
+        costs="device memory for the training data: for images, one byte per pixel and channel",
         source="Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, 2024",
         changes="nothing",
         placement="resident",
@@ -40,9 +42,10 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="streamed_data",
         setting="data_loading: streamed",
         searched_for=("streaming", "memory map", "prefetching", "pinned memory"),
-        does="A thread gathers batches from the memory map, a few ahead, and copies them to the device as uint8",
+        does="A thread reads the rows of up to four micro-batches ahead from the prepared files, and copies them to "
+        "the device (images as uint8)",
         pays="for data that do not fit on the device",
-        costs="CPU time for the thread; memory for four batches",
+        costs="CPU time for the thread; memory for four micro-batches",
         source="PyTorch tutorial: pin_memory() and non_blocking",
         changes="nothing",
         placement="streamed",
@@ -51,10 +54,10 @@ DATA_LOADING: tuple[Entry, ...] = (
         name="dataloader",
         setting="data_loading: dataloader",
         searched_for=("torch.utils.data.DataLoader", "num_workers", "persistent_workers", "torchvision transforms"),
-        does="The worker processes of PyTorch's DataLoader read, augment and normalise one sample at a time. They are "
-        "kept for all epochs, and batches are pinned",
-        pays="when samples must be decoded or changed one by one in Python; otherwise it shows what the other ways "
-        "save",
+        does="The worker processes of PyTorch's DataLoader read, augment and normalise one sample at a time. The "
+        "processes live for all epochs. For a GPU, batches are placed in pinned memory",
+        pays="when samples must be decoded or changed one by one in Python; otherwise it shows what resident "
+        "and streamed data save",
         costs="Python code for every sample; loader_workers processes per training process, whose memory is not "
         "measured",
         source="PyTorch documentation: torch.utils.data",

@@ -33,7 +33,7 @@ def _why_no_8bit(machine: Machine, _: bool) -> str | None:
 _PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
 
 
-_OWN_KERNEL = "optimizer_state 8bit and factored have kernels of their own"
+_OWN_KERNEL = "the optimizers of optimizer_state 8bit and factored have their own kernels"
 
 
 class MemorySettings(Section):
@@ -56,13 +56,15 @@ class MemorySettings(Section):
     loss_chunks: Count = Field(
         1,
         description="Number of chunks of a micro-batch; the last layer and the loss compute one chunk at a time. A "
-        "chunk is a part of the tokens for a language model with the built-in loss, else a part of the samples.",
+        "chunk is a part of the samples; for a language model with the built-in loss, it is a part of the tokens.",
     )
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is complete, and free the gradient."
     )
     optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
-        "fp32", description="AdamW's state: float32, 8 bits with a scale per block, or Adafactor's rows and columns."
+        "fp32",
+        description="State of adamw. fp32: float32 values. 8bit: 8 bits per value, with a scale per block. factored: "
+        "Adafactor replaces AdamW, and keeps only means over rows and over columns.",
     )
     set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
     expandable_segments: bool = Field(
@@ -79,9 +81,10 @@ MEMORY: tuple[Entry, ...] = (
         setting="activation_checkpointing: true",
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
         does="Blocks keep only their input and run again in the backward pass",
-        pays="when activations are most of the peak, and a larger batch or model is worth a third more arithmetic",
-        costs="a second forward pass of the blocks. State that a block changes in its forward pass, such as that of "
-        "spectral_norm, changes twice; only running statistics of normalisation layers are updated once",
+        pays="when activations are most of the peak memory, and a larger batch or model is worth a third more "
+        "arithmetic",
+        costs="a second forward pass of the blocks. If a block changes a state in its forward pass, as spectral_norm "
+        "does, the state changes twice; only running statistics of normalisation layers are updated once",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         layer="blocks",
@@ -94,7 +97,7 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("selective activation checkpointing", "SAC", "create_selective_checkpoint_contexts"),
         does="Blocks keep their input and the outputs of their matrix products and convolutions; the cheap operations "
         "between them run again in the backward pass",
-        pays="when activations are most of the peak and a second forward pass costs too much",
+        pays="when activations are most of the peak memory, and a second forward pass costs too much",
         costs="element-wise operations and normalisations run twice per step; each operation passes through Python",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
@@ -110,7 +113,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="activation_checkpointing: 0.5",
         searched_for=("activation memory budget", "checkpointing policy", "activation_memory_budget"),
         does="Some blocks run again in the backward pass, so that at most this fraction of the activations' bytes is "
-        "kept; blocks with few operations are chosen",
+        "kept; the blocks are chosen so that few operations run again",
         pays="when activations are only a little larger than the memory, and full checkpointing recomputes more than "
         "necessary",
         costs="a second forward pass of the chosen blocks",
@@ -125,7 +128,7 @@ MEMORY: tuple[Entry, ...] = (
         name="activation_offload",
         setting="activation_offload: true",
         searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
-        does="Activations wait for the backward pass in the host's pinned memory",
+        does="Activations are kept in the host's pinned memory until the backward pass",
         pays="when activations do not fit, and copying them is faster than computing them again",
         costs="every kept byte crosses the bus twice and occupies pinned host memory",
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
@@ -163,7 +166,7 @@ MEMORY: tuple[Entry, ...] = (
         implementation="gradient_accumulation.AutoMicroBatch",
         excludes=dict.fromkeys(
             ("fsdp", "tensor", "pipeline"),
-            "if one process runs out of memory, the others wait for it in their forward pass without end",
+            "if one process runs out of memory, the others wait for it in their forward pass forever",
         ),
     ),
     Entry(
@@ -178,8 +181,8 @@ MEMORY: tuple[Entry, ...] = (
             "logits memory",
         ),
         does="The last linear layer and the loss compute one chunk of a micro-batch at a time, so the logits are never "
-        "all in memory. A chunk is a part of the tokens for a language model with the built-in loss, else a part of "
-        "the samples",
+        "all in memory. A chunk is a part of the samples; for a language model with the built-in loss, it is a part of "
+        "the tokens",
         pays="for language models whose vocabulary is several times as large as their width; for classifiers with very "
         "many classes",
         costs="smaller matrix products, which run one after the other; compile does not fuse the last layer",
@@ -190,7 +193,7 @@ MEMORY: tuple[Entry, ...] = (
         implementation="chunked_loss.ChunkedLoss",
         requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
-            "fp16": "the logits' gradients are computed before the scaler has scaled the loss, and would vanish",
+            "fp16": "the logits' gradients are computed before the scaler scales the loss, so they would become zero",
             "pipeline": "the pipeline places the last layer in a stage, but chunked_loss runs it in the loss",
             "parameter_precision": "the loss gets float32 activations, but the last layer's parameters are bfloat16",
         },
@@ -229,8 +232,8 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("8-bit Adam", "AdamW8bit", "bitsandbytes", "quantised optimizer state", "low-memory optimizer"),
         does="AdamW keeps its two moments in 8 bits, with a scale for each block of 256 values",
         pays="when optimizer state is most of the memory: it falls from 8 bytes per parameter to 2",
-        costs="precision of the moments, in tensors of 4096 values or more; on a GPU, a wait for the device "
-        "after each parameter",
+        costs="less precise moments, in tensors of 4096 values or more; on a GPU, the host waits for the device after "
+        "each parameter",
         source="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022",
         changes="statistics",
         layer="model",
@@ -253,8 +256,8 @@ MEMORY: tuple[Entry, ...] = (
         does="Adafactor replaces AdamW: it has no first moment, and keeps only the means over rows and over columns of "
         "a matrix's second moments",
         pays="when optimizer state is most of the memory: it falls from 8 bytes per parameter to almost 0",
-        costs="the optimizer is not AdamW, and its learning rate is relative to the weights; on a GPU, each "
-        "step waits for the device twice per parameter",
+        costs="the optimizer is not AdamW, and its learning rate is relative to the weights; on a GPU, the "
+        "host waits for the device twice per parameter in each step",
         source="Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018",
         changes="statistics",
         layer="model",
@@ -277,7 +280,7 @@ MEMORY: tuple[Entry, ...] = (
         pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
         "saves",
         costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
-        "gradients to them. Momentum and weight decay also change a parameter in steps that do not use this parameter",
+        "gradients to these. Momentum and weight decay also change a parameter in steps that do not use this parameter",
         source="PyTorch documentation: torch.optim.Optimizer.zero_grad",
         changes="nothing",
         implementation="optimizer_choices.ZeroedGradients",
@@ -288,7 +291,7 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "fragmentation", "reserved but unallocated"),
         does="CUDA's allocator maps more memory at the end of a segment instead of asking for another segment",
         pays="when tensor sizes vary, and reserved memory is much larger than allocated memory",
-        costs="slower first allocations; tensors cannot be shared between processes by CUDA IPC in older drivers",
+        costs="slower first allocations; with older drivers, processes cannot share tensors by CUDA IPC",
         source="PyTorch documentation: CUDA semantics, Optimizing memory usage with PYTORCH_ALLOC_CONF",
         changes="nothing",
         layer="model",
@@ -300,7 +303,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
         does="Between training and evaluation, free memory is given back to the system",
-        pays="when another process needs the memory in between; seldom if the job runs alone",
+        pays="when another process needs the memory in the meantime; seldom if the job is alone on the machine",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",

@@ -22,10 +22,12 @@ class Distillation(Section):
         "Unused in tasks without logits.",
     )  # fmt: skip
     alpha: Fraction = Field(
-        0.5, description="Share of the distance to the teacher in the loss; the rest is the job's own loss."
+        0.5, description="Weight of the distance to the teacher in the loss; the job's own loss has weight 1 - alpha."
     )
     model: str | None = Field(
-        None, description="The teacher's model. null: its variant's model, or the job's model for a file of weights."
+        None,
+        description="The teacher's model. null: the model of the teacher's variant, or, for a file of weights, the "
+        "job's model.",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the teacher.")
 
@@ -36,7 +38,7 @@ class Distillation(Section):
 class ModelSettings(Section):
     """A variant's model, if it differs from the job's."""
 
-    model: str | None = Field(None, description="Another model than train.model, such as a student.")
+    model: str | None = Field(None, description="A model to train instead of train.model, such as a smaller one.")
     model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for this model.")
     distillation: Distillation | None = Field(
         None, description="Also learn from a trained teacher. A variant with a teacher belongs under students."
@@ -50,7 +52,7 @@ MODELS: tuple[Entry, ...] = (
         searched_for=("student", "smaller model", "model_options", "architecture"),
         does="The variant trains this model instead of train.model",
         pays="when a smaller or faster model is accurate enough; to show what a teacher adds, by training the "
-        "student's model without it",
+        "student's model without the teacher",
         costs="the comparison is then between models, not only between techniques; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
@@ -66,8 +68,8 @@ MODELS: tuple[Entry, ...] = (
         "model and teacher. The distance is the Kullback-Leibler divergence at a temperature for logits, and the mean "
         "squared difference for other outputs",
         pays="when a small model is to be deployed, and a larger one is trained anyway",
-        costs="a forward pass of the teacher in each step, and its weights in the memory of every process; with other "
-        "techniques the teacher stays whole and uncompiled, and computes in the variant's precision",
+        costs="a forward pass of the teacher in each step, and its weights in the memory of every process. Other "
+        "techniques neither split nor compile the teacher, but it computes in the variant's precision",
         source="Hinton et al., Distilling the Knowledge in a Neural Network, 2015",
         changes="statistics",
         layer="forward",
@@ -75,7 +77,7 @@ MODELS: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.distillation is not None,
         excludes={
             "pipeline": "the teacher needs the inputs and the loss needs the outputs, but no stage has both",
-            "chunked_loss": "the distance needs all outputs at once, and a chunked loss never has them",
+            "chunked_loss": "the distance needs all outputs at once, and a chunked loss never has all of them",
             "data_parallel": "the teacher would compute the whole batch on one GPU",
         },
         without_effect=lambda variant: {"distillation": variant.distillation.model_copy(update={"alpha": 0.0})},  # type: ignore[union-attr]

@@ -10,7 +10,9 @@ from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = "checkpointing replaces forward methods, and the copies on other GPUs would run the first GPU's method"
+_ONE_FORWARD = (
+    "checkpointing replaces the blocks' forward methods, and the copies on other GPUs would run the first GPU's methods"
+)
 
 
 class ParallelismSettings(Section):
@@ -24,12 +26,13 @@ class ParallelismSettings(Section):
         "pairs of linear layers.",
     )
     processes: Count | Literal["auto"] = Field(
-        "auto", description="Processes of a parallelism; auto: one per GPU, or two (per replica) without a GPU."
+        "auto",
+        description="Number of processes for the parallelism. auto: one per GPU; without a GPU, two per replica.",
     )
     replicas: Count = Field(
         1,
-        description="With fsdp, pipeline or tensor: number of complete models that the processes hold together. The "
-        "models share the batch as in ddp.",
+        description="With fsdp, pipeline or tensor: number of complete models that the processes hold together. Each "
+        "model takes a share of the batch, as in ddp.",
     )
     schedule: Literal["gpipe", "1f1b"] = Field(
         "1f1b",
@@ -37,7 +40,9 @@ class ParallelismSettings(Section):
         "backward passes alternate, so that at most as many micro-batches are in memory as there are stages.",
     )
     reshard_after_forward: bool = Field(
-        True, description="With fsdp. false: gathered parameters stay until the backward pass has used them."
+        True,
+        description="With fsdp. true: a block's gathered parameters are freed after its forward pass. false: they stay "
+        "in memory until the backward pass has used them.",
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -50,7 +55,7 @@ class ParallelismSettings(Section):
     scaling: Literal["strong", "weak"] = Field(
         "strong",
         description="strong: the processes share train.batch_size. weak: each data-parallel process takes "
-        "train.batch_size samples, and the learning rate is multiplied by the number of processes.",
+        "train.batch_size samples, and the learning rate is multiplied by the number of these processes.",
     )
 
 
@@ -99,8 +104,8 @@ PARALLELISM: tuple[Entry, ...] = (
         searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
         does="Like ddp, but every process keeps the optimizer state for only a share of the parameters, updates this "
         "share and sends it to the other processes",
-        pays="when the optimizer's state does not fit (AdamW: two values per parameter)",
-        costs="a broadcast of all parameters per step, after the update, without overlap",
+        pays="when the optimizer's state (AdamW: two values per parameter) does not fit into a GPU's memory",
+        costs="a broadcast of all parameters after each update, which does not overlap with computation",
         source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
         changes="rounding",
         layer="parallelism",
@@ -109,7 +114,7 @@ PARALLELISM: tuple[Entry, ...] = (
         details=("processes",),
         excludes={
             "optimizer_in_backward": "zero1 sends the new parameters once per step, after all of them are updated",
-            "cuda_graph": "zero1's broadcasts are started by the host after the update, and no graph records them",
+            "cuda_graph": "the host starts zero1's broadcasts after the update, and a graph would not record them",
         },
     ),
     Entry(
@@ -129,8 +134,8 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Every process holds a shard of parameters, gradients and optimizer state. It gathers a block's "
         "parameters when the block runs, and reduces and scatters their gradients. With `replicas: N`, N groups do "
         "this, and average gradients as in ddp",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU; at the start, the "
-        "parameters alone must fit",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU; the parameters alone "
+        "must fit at the start",
         costs="1.5 times the communication of ddp, in smaller pieces; BatchNorm sees only its process's share of the "
         "batch",
         source="Zhao et al., PyTorch FSDP, VLDB 2023; Rajbhandari et al., ZeRO, SC 2020",
@@ -142,7 +147,7 @@ PARALLELISM: tuple[Entry, ...] = (
         details=("processes", "replicas"),
         excludes={
             "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
-            "cuda_graph": "with fsdp, the host gathers and frees parameters, and no graph records this",
+            "cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this",
             "auto_micro_batch": "with fsdp, a step that runs out of memory leaves some parameters gathered",
         },
     ),
@@ -150,9 +155,9 @@ PARALLELISM: tuple[Entry, ...] = (
         name="keep_gathered",
         setting="reshard_after_forward: false",
         searched_for=("reshard_after_forward", "SHARD_GRAD_OP", "ZeRO-2"),
-        does="A block's gathered parameters stay from its forward to its backward pass",
-        pays="when steps wait for fsdp's communication, and the whole parameters fit",
-        costs="the memory of the whole parameters while a step runs",
+        does="A block's gathered parameters stay in memory from its forward to its backward pass",
+        pays="when steps wait for fsdp's communication, and all whole parameters fit into a GPU's memory",
+        costs="memory for all whole parameters while a step runs",
         source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
         changes="nothing",
         needs=("fsdp",),
@@ -176,8 +181,9 @@ PARALLELISM: tuple[Entry, ...] = (
         name="cpu_offload",
         setting="cpu_offload: true",
         searched_for=("CPUOffloadPolicy", "ZeRO-Offload", "parameter offload"),
-        does="Shards of parameters, gradients and optimizer state lie in pinned host memory, where the update runs",
-        pays="as a last resort, when even the shards do not fit",
+        does="Shards of parameters, gradients and optimizer state are kept in pinned host memory, and the CPU runs "
+        "the update",
+        pays="as a last resort, when even the shards do not fit into a GPU's memory",
         costs="parameters and gradients cross PCIe every step, and the update waits for the gradients and runs on the "
         "CPU",
         source="Ren et al., ZeRO-Offload, USENIX ATC 2021",
@@ -201,9 +207,10 @@ PARALLELISM: tuple[Entry, ...] = (
         ),
         does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
         pays="when parameters, gradients and optimizer state together do not fit on one GPU, but the parameters alone "
-        "fit, which evaluation needs; also across hosts, because only activations at the cuts are sent",
-        costs="with p stages and m micro-batches, stages wait for (p - 1) / (m + p - 1) of the time; BatchNorm sees "
-        "only micro-batches",
+        "fit, because evaluation runs the whole model on one GPU; also across hosts, because only activations at the "
+        "cuts are sent",
+        costs="with p stages and m micro-batches, a stage is idle for a share (p - 1) / (m + p - 1) of a step; "
+        "BatchNorm sees only one micro-batch at a time",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
         "al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021",
         changes="rounding",
@@ -220,12 +227,12 @@ PARALLELISM: tuple[Entry, ...] = (
         name="tensor",
         setting="parallelism: tensor",
         searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
-        does="Pairs of linear layers are cut along the width between them, and gpt's attention by its heads: every "
-        "process computes its columns of the first layer and its rows of the second. With `replicas: N`, N groups do "
-        "this and share the batch as in ddp",
+        does="Pairs of linear layers are cut along the width between the two layers, and gpt's attention by its heads. "
+        "Every process computes some columns of the first layer and the matching rows of the second. With "
+        "`replicas: N`, N groups do this and share the batch as in ddp",
         pays="for wide transformers on GPUs of one host, joined by NVLink",
-        costs="an all-reduce of activations per pair in the forward and in the backward pass, without overlap; every "
-        "process holds and computes the rest of the model",
+        costs="an all-reduce of activations per pair in the forward and in the backward pass, which does not "
+        "overlap with computation; every process holds and computes the rest of the model",
         source="Shoeybi et al., Megatron-LM, 2019",
         changes="rounding",
         layer="parallelism",
@@ -237,8 +244,7 @@ PARALLELISM: tuple[Entry, ...] = (
             "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
             "cuda_graph": "it is not known whether CUDA graphs can capture tensor's collectives",
-            "auto_micro_batch": "if one process runs out of memory, the others wait for it in a pair of layers "
-            "without end",
+            "auto_micro_batch": "if one process runs out of memory, the others wait for it in a pair of layers forever",
         },
     ),
     Entry(
@@ -254,8 +260,8 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Each data-parallel process takes train.batch_size samples per step, so the global batch grows with the "
         "number of processes; the learning rate is multiplied by this number and warmed up",
         pays="when a share of train.batch_size would be too small to keep a device busy",
-        costs="fewer and larger steps, which lower the accuracy beyond some batch size; the job is not the one that "
-        "the baseline trains",
+        costs="fewer and larger steps, which lower the accuracy beyond some batch size; the job differs from the "
+        "baseline's job",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
         needs=_SHARE_OUT_BATCHES,

@@ -36,8 +36,8 @@ class PrecisionSettings(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = Field(
         "fp32",
         description="tf32: float32 products on Tensor Cores (GPU only). bf16: automatic mixed precision. fp16: "
-        "automatic mixed precision with a gradient scaler (GPU only). float8: bf16 with the products of linear layers "
-        "in 8 bits.",
+        "automatic mixed precision with a gradient scaler (GPU only). float8: as bf16, but linear layers multiply in "
+        "8 bits.",
     )
 
 
@@ -47,7 +47,8 @@ PRECISION: tuple[Entry, ...] = (
         setting="precision: tf32",
         searched_for=("TensorFloat-32", "allow_tf32", "set_float32_matmul_precision", "fp32_precision"),
         does="Matrix products and convolutions of float32 numbers run on Tensor Cores, which read 10 bits of mantissa",
-        pays="on GPUs from compute capability 8.0, for float32 models that spend most time in products",
+        pays="on GPUs from compute capability 8.0, for float32 models that spend most time in matrix products and "
+        "convolutions",
         costs="each factor keeps 10 of its 23 bits of mantissa; sums stay in float32",
         source="NVIDIA A100 Tensor Core GPU Architecture, 2020",
         changes="rounding",
@@ -60,8 +61,8 @@ PRECISION: tuple[Entry, ...] = (
         setting="precision: bf16",
         searched_for=("bfloat16", "automatic mixed precision", "AMP", "autocast"),
         does="Matrix products and convolutions run in bfloat16; parameters and sums stay float32",
-        pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for models that are bound by "
-        "arithmetic, not by memory",
+        pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for models whose speed is limited "
+        "by arithmetic, not by memory",
         costs="activations and their gradients keep 8 bits of mantissa",
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
@@ -74,10 +75,11 @@ PRECISION: tuple[Entry, ...] = (
         name="fp16",
         setting="precision: fp16",
         searched_for=("float16", "half precision", "GradScaler", "automatic mixed precision", "AMP", "autocast"),
-        does="Matrix products and convolutions run in float16, with a loss scale that follows the gradients",
+        does="Matrix products and convolutions run in float16. The loss is multiplied by a scale, which is adapted "
+        "so that gradients neither vanish nor overflow",
         pays="on GPUs with Tensor Cores but without bfloat16 (V100, T4)",
-        costs="numbers range only from 6e-8 to 65504, and steps whose gradients overflow are skipped; a pass over the "
-        "gradients per step",
+        costs="numbers range only from 6e-8 to 65504, and steps whose gradients overflow are skipped; each step reads "
+        "the gradients once more",
         source="Micikevicius et al., Mixed Precision Training, ICLR 2018",
         changes="rounding",
         roundoff=2.0**-11,
@@ -89,12 +91,13 @@ PRECISION: tuple[Entry, ...] = (
         name="float8",
         setting="precision: float8",
         searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
-        does="Linear layers except the last multiply in float8 with a scale per tensor: e4m3 in the forward pass, e5m2 "
-        "for gradients in the backward pass. The rest is as with bf16, and parameters stay float32",
+        does="All linear layers except the last multiply in float8, with a scale per tensor: in the format e4m3 in the "
+        "forward pass, and in e5m2 for gradients in the backward pass. Everything else runs as with bf16, and "
+        "parameters stay float32",
         pays="on GPUs from compute capability 8.9, together with compile, for transformers whose linear layers are "
         "wide (4,096 and more)",
-        costs="factors keep 4 bits of mantissa, gradients 3 bits; a pass over each factor to compute its scale, which "
-        "compile fuses. Layers whose sides are not multiples of 16 stay in bf16",
+        costs="factors keep 4 bits of mantissa, gradients 3 bits; each factor is read once more to compute its scale, "
+        "unless compile fuses this. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
         changes="rounding",
         roundoff=2.0**-3,
@@ -106,7 +109,7 @@ PRECISION: tuple[Entry, ...] = (
         relies_on=("torchao",),
         excludes={
             "tensor": "tensor cuts the layers, and each part would have its own scale",
-            "pipeline": "the recording of the model's chain does not support layers that scale their factors",
+            "pipeline": "pipeline records the model as a chain of layers, but not layers that scale their factors",
             "parameter_precision": "the factors would be rounded twice, to bfloat16 and to float8",
         },
     ),

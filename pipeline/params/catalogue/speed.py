@@ -25,13 +25,13 @@ def _records_within_warmup(train: Train) -> str | None:
     if train.warmup_steps > GRAPH_WARMUP_STEPS:
         return None
     return (
-        f"it records a step after {GRAPH_WARMUP_STEPS} other steps, all before the measured window: "
+        f"it runs {GRAPH_WARMUP_STEPS} steps and then records one, and all of them come before the measured window: "
         f"train.warmup_steps must be above {GRAPH_WARMUP_STEPS}, but is {train.warmup_steps}"
     )
 
 
 def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it is the mode default plus CUDA graphs, which need a GPU, and this run is on the CPU"
+    return None if on_gpu else "it records CUDA graphs, which need a GPU, and this run is on the CPU"
 
 
 def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
@@ -44,8 +44,8 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     else:
         return None
     return (
-        f"it records CUDA graphs, whose gradients are overwritten by the next forward pass, while {kept} keeps them "
-        "(PyTorch issue 169545); the mode default has no such graphs"
+        f"it records CUDA graphs, and the next forward pass overwrites their gradients, which {kept} would keep "
+        "(PyTorch issue 169545); the mode default records no such graphs"
     )
 
 
@@ -116,11 +116,12 @@ SPEED: tuple[Entry, ...] = (
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
-        does="Images and weights have the channels innermost, as convolution kernels for Tensor Cores read them",
+        does="Images and weights are stored with the channels innermost, in the order that convolution "
+        "kernels for Tensor Cores read",
         pays="for convolutional models in 16 bits on GPUs, and on CPUs with oneDNN",
         costs="a copy if an operation has no kernel for this format. Every 4-D parameter is rearranged, so code that "
         "relies on its strides, such as view and view_as_complex, fails. With fsdp, which shards only contiguous "
-        "weights, a convolution's weights are copied whenever it runs",
+        "weights, a convolution's weights are copied whenever the convolution runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",
@@ -169,15 +170,15 @@ SPEED: tuple[Entry, ...] = (
         setting="cuda_graph: true",
         searched_for=("CUDA graphs", "torch.cuda.CUDAGraph", "whole-network capture", "launch-bound"),
         does="Forward pass, backward pass and update are recorded once; from then on, one call per step replays them",
-        pays="for small models and batches, whose kernels end before the CPU has launched the next",
-        costs="the recording reserves memory for itself; Python code in a step runs only once, during the recording",
+        pays="for small models and batches, whose kernels end before the CPU has launched the next kernel",
+        costs="memory that only the recorded step can use; Python code in a step runs only once, during the recording",
         source="PyTorch documentation: CUDA semantics, CUDA Graphs",
         changes="rounding",
         implementation="cuda_graph.CudaGraph",
         needs_measuring=True,
         excludes={
             **dict.fromkeys(
-                ("ddp", "pipeline", "data_parallel"), "the recording holds one GPU's step, without communication"
+                ("ddp", "pipeline", "data_parallel"), "only a step of one GPU can be recorded, without communication"
             ),
             "compile": "compile has a mode of its own that records CUDA graphs, reduce-overhead",
             "fp16": "with a gradient scaler, the host decides in each step whether to update the weights",
@@ -185,12 +186,12 @@ SPEED: tuple[Entry, ...] = (
                 ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
                 "to run a block again, the host asks for the random generator's state, which a recording forbids",
             ),
-            "auto_micro_batch": "a recorded step cannot become smaller",
+            "auto_micro_batch": "a recorded step cannot be divided into more micro-batches",
             "activation_offload": "the copies of activations to the host are not part of a recording",
             "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "only fused optimizers surely read the learning rate and the flag of a bad loss on the device",
+                "only fused optimizers are known to read the learning rate and the flag of a bad loss on the device",
             ),
         },
         why_not=needs_gpu,
