@@ -410,10 +410,11 @@ def main() -> None:
     drawing = commands.add_parser("power", help="draw decisions on losses of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
-    for command, trials in ((rating, 1000), (drawing, 300)):
+    simulating = commands.add_parser("simulate", help="add error rates of gates with drawn rounds to simulations.json")
+    for command, trials in ((rating, 1000), (drawing, 300), (simulating, 200)):
         command.add_argument("--trials", type=int, default=trials)
+    for command in (rating, drawing):
         command.add_argument("--minutes", type=float, help="the budget of a gate; default: gate.max_minutes")
-    commands.add_parser("simulate", help="add error rates of gates with drawn rounds to simulations.json")
     whole = commands.add_parser("trial", help="run complete gates until --minutes are over, at least one gate")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
     whole.add_argument("--minutes", type=float, default=40.0, help="start no gate after this time")
@@ -427,7 +428,9 @@ def main() -> None:
         print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
     elif arguments.command == "simulate":
         simulated = {
-            f"noise {within:g}, autocorrelation {each}": gate_of_drawn_rounds(within, each, losses=LOSSES)
+            f"noise {within:g}, autocorrelation {each}": gate_of_drawn_rounds(
+                within, each, trials=arguments.trials, losses=LOSSES
+            )
             for within in (0.02, 0.04, 0.08)
             for each in AUTOCORRELATIONS
         }
