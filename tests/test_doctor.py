@@ -97,7 +97,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """``play(cores=2, ...)``: what is looked at cheaply is as told; sizes in GiB."""
 
     def play(
-        *, cores: float = 8, free: float = 64, limit: float | None = None, disk: float = 100,
+        *, cores: float = 8, load: float = 1, free: float = 64, limit: float | None = None, disk: float = 100,
         shared: tuple[float, float] = (8, 8), mounts: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         def usage(path: Path) -> Usage:
@@ -109,6 +109,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setattr(os, "getuid", lambda: 1000)
         monkeypatch.setattr(os, "access", lambda *_: True)
         monkeypatch.setattr(environment, "cores", lambda: cores)
+        monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(free * 2**30)))
         monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)  # noqa: ARG005
         monkeypatch.setattr(environment, "memory_limits", lambda: [int(limit * 2**30)] if limit else [])
@@ -213,6 +214,9 @@ OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
         (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
         (doctor.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
         (doctor.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
+        (doctor.load, "ok", "4.0 threads used or awaited the 8 cores in the last minute", {"played": {"load": 4}}),
+        (doctor.load, "warning", "5.0 threads used or awaited the 8 cores in the last minute; other programs may take",
+         {"played": {"load": 5}}),
         (doctor.shared_memory, "problem", "loader's workers",
          {"job": Job(LOADING, plans=plans(LOADING, LAPTOP)), "played": {"shared": (0.1, 0.1)}}),
         (doctor.cache, "ok", ".dvc/cache", {"dvc": DVC}),

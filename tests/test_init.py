@@ -263,6 +263,8 @@ def test_a_job_on_arrays_gets_the_task_and_model_that_their_types_say(
     config = load()
     assert (config.fetch.dataset, config.fetch.arrays) == ("arrays", "mine.npz")
     assert (config.train.task, config.train.model, config.train.batch_size) == (task, model, 32)
+    rates = {"classification": ("sgd", 0.1), "regression": ("sgd", 0.01), "language_model": ("adamw", 0.001)}
+    assert (config.train.optimizer, config.train.learning_rate) == rates[task]
     assert config.variants["memory"].activation_checkpointing
     assert ("channels-last" in config.variants) is config.variants["memory"].channels_last is (model == "resnet18")
 
@@ -310,7 +312,10 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
     ("arguments", "message"),
     [
         (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder that holds images at train/CLASS/*"),
-        (["--arrays", "nowhere.npz"], "--arrays: found 'nowhere.npz'; expected a file of type .npz"),
+        (
+            ["--arrays", "nowhere.npz"],
+            "--arrays: found 'nowhere.npz', which does not exist; expected a file of type .npz",
+        ),
         (["--arrays", "mine:samples"], "--arrays: found 'mine:samples'; expected a file or folder."),
         (["--text", "nowhere"], "--text: found 0 files in nowhere; expected two or more"),
         (["--model", "nets:net"], "error: --model: found 'nets:net', but there is no module 'nets'"),

@@ -22,6 +22,16 @@ def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
     assert pairs_needed(log_interval(0.0, 0.02001), margin) == 1
 
 
+def test_more_pairs_do_not_reduce_the_fixed_part_of_an_interval() -> None:
+    margin = math.expm1(0.02)
+    shrinking = math.hypot(0.059, 0.01)  # 0.059, widened by 0.01 in quadrature
+    found = pairs_needed(log_interval(0.05, shrinking), margin, fixed=0.01)
+    assert found == math.ceil(10 * 0.059**2 / (0.03**2 - 0.01**2)) - 10
+    assert pairs_needed(log_interval(0.05, shrinking), margin, fixed=0.03) is None, "no number of pairs is enough"
+    assert margin_decided(log_interval(0.0, 0.05), 10**9, fixed=0.04) == pytest.approx(math.expm1(0.04))
+    assert margin_decided(log_interval(0.0, 0.05), 40, fixed=0.04) == pytest.approx(math.expm1(math.hypot(0.015, 0.04)))
+
+
 @pytest.mark.parametrize(
     "interval",
     [Interval(1.5, 0.0, math.inf, 3), Interval(1.25, 1.1, 1.4, 10), log_interval(0.2, 5.0)],

@@ -410,6 +410,16 @@ def test_a_model_whose_weights_no_gradient_reaches_does_not_train(
     assert "no weight changed" in claim.note
 
 
+def test_a_diverging_reference_is_not_blamed_on_the_variant_that_trained_it_first(
+    digits_folder: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    variants: dict[str, Any] = {"first": {"precision": "bf16"}, "second": {"precision": "bf16", "channels_last": True}}
+    claims = claimed(digits_folder, digits, variants, [*variants], tmp_path, learning_rate=1e9)
+    notes = [each.note for each in claims if each.variant == "second" and "the reference" in each.note]
+    assert notes
+    assert all(note.startswith("the reference, seed 0, epoch ") for note in notes)
+
+
 def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_verified(
     digits_folder: Path, digits: Dataset, tmp_path: Path
 ) -> None:

@@ -112,7 +112,9 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if math.isinf(cost.affordable()):
         return [f"{undecided}how many rounds a decision needs cannot be forecast"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
-    margin = planning.margin_decided(stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs)
+    margin = planning.margin_decided(
+        stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs, ratio.fixed
+    )
     return [
         f"{undecided}with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} could be decided "
         "(compare.margins)"

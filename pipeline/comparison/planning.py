@@ -84,10 +84,11 @@ def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str |
     return "; or ".join(filter(None, (quiet, more) if why_rejected else (more, quiet)))
 
 
-def pairs_needed(interval: Interval, margin: float) -> int | None:
+def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int | None:
     """Estimate how many more pairs a decision needs, if the estimate stays the same.
 
-    The forecast assumes that the interval shrinks with 1 / sqrt(n).
+    The forecast assumes that the interval shrinks with 1 / sqrt(n), except for its part ``fixed``: a half-width on the
+    logarithmic scale that ``stats.widened`` has added in quadrature, and that more pairs do not reduce.
 
     Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate lies
     exactly on the margin, or more than 1000 further pairs would be needed.
@@ -104,9 +105,10 @@ def pairs_needed(interval: Interval, margin: float) -> int | None:
         sides = [(high - estimate, -bound - estimate)]
     else:
         sides = [(high - estimate, bound - estimate), (estimate - low, estimate + bound)]
-    if not all(room > 0 for _, room in sides):
+    if not all(room > fixed for _, room in sides):
         return None
-    missing = max(interval.count * (width / room) ** 2 for width, room in sides) - interval.count
+    shrinking = max((width**2 - fixed**2) / (room**2 - fixed**2) for width, room in sides)
+    missing = interval.count * shrinking - interval.count
     return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
 
 
@@ -122,19 +124,22 @@ def calm_pairs(aa: Interval, max_spread: float) -> int | None:
     return None
 
 
-def margin_decided(interval: Interval, pairs: int) -> float:
+def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
     """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
     This assumes that the estimate r stays the same, and that the interval shrinks from n to N pairs as in
-    ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ w sqrt(n / N), where w is the present width
-    on that side. log(1 + margin) is the larger of the ends' distances from 0. Raises ValueError for an interval without
-    bounds.
+    ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ sqrt((w^2 - f^2) n / N + f^2), where w is the
+    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. Raises
+    ValueError for an interval without bounds.
     """
     if interval.low <= 0:
         raise ValueError("interval: found an interval without bounds, which allows no forecast.")
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
-    shrunk = math.sqrt(interval.count / pairs)
-    return math.expm1(max(estimate + (high - estimate) * shrunk, -estimate + (estimate - low) * shrunk))
+
+    def shrunk(width: float) -> float:
+        return math.sqrt((width**2 - fixed**2) * interval.count / pairs + fixed**2)
+
+    return math.expm1(max(estimate + shrunk(high - estimate), shrunk(estimate - low) - estimate))
 
 
 def seeds_needed(result: Equivalence) -> int | None:

@@ -112,6 +112,8 @@ class Ratio(Record):
     more_pairs: int | None
     """About how many more pairs a ratio of one session needs for a decision. None if decided or without forecast."""
     why_untrusted: str | None
+    fixed: float = 0.0
+    """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
     more_sessions: int | None = None
     """About how many more sessions a ratio over several sessions needs for a decision. None as for ``more_pairs``."""
     sessions: tuple[SessionRatio, ...] = ()
@@ -202,6 +204,7 @@ def ratio(
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     low, high = _bounds(interval)
+    fixed = min(doubt, _heap_doubt(quantity, arm, reference))
     return Ratio(
         estimate=interval.estimate if interval else None,
         low=low,
@@ -210,8 +213,9 @@ def ratio(
         rejected=pairs.rejected,
         margin=margin,
         decision=decision,
-        more_pairs=planning.pairs_needed(interval, margin) if interval and decision == "undecided" else None,
+        more_pairs=planning.pairs_needed(interval, margin, fixed) if interval and decision == "undecided" else None,
         why_untrusted=why_untrusted,
+        fixed=fixed,
     )
 
 
@@ -272,8 +276,11 @@ def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
     Equal arms may differ (``Noise.doubt``); for memory, equal arms under different servers may also differ
     (``HEAP_BYTES``).
     """
-    heap = max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
-    return math.hypot(noise.doubt, heap)
+    return math.hypot(noise.doubt, _heap_doubt(quantity, *arms))
+
+
+def _heap_doubt(quantity: Quantity, *arms: Arm) -> float:
+    return max(math.log1p(heap_share(arm) / 2) for arm in arms) if quantity is MEMORY else 0.0
 
 
 def heap_share(arm: Arm) -> float:

@@ -68,8 +68,9 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
         for name in found:
             check_name(name, top)
     if needed not in found:
+        missing = "" if is_exported(fetch) or place.expanduser().exists() else ", which does not exist"
         raise DataError(
-            f"fetch.arrays: found {fetch.arrays!r}; expected a file of type {', '.join(FILES)}, a folder with "
+            f"fetch.arrays: found {fetch.arrays!r}{missing}; expected a file of type {', '.join(FILES)}, a folder with "
             "inputs.npy (and targets.npy, test_inputs.npy and test_targets.npy, where they exist), a folder that the "
             "library datasets saved, or module:function of your own."
         )

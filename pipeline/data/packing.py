@@ -41,7 +41,10 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         arrays, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
         test_arrays, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
         if test_arrays != arrays:
-            raise DataError(f"the test split has rows of {test_arrays}, but the train split has rows of {arrays}.")
+            tested, trained = (
+                ", ".join(f"{name} {form}" for name, form in forms.items()) for forms in (test_arrays, arrays)
+            )
+            raise DataError(f"the rows of the test split are {tested}, but those of the train split are {trained}.")
         train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
         counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
         numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}

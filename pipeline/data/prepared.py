@@ -114,6 +114,9 @@ class Form(BaseModel):
     """numpy's name of the type."""
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
 
 class Description(BaseModel):
     """Content of ``dataset.json``."""

@@ -50,8 +50,12 @@ ONCE = (".dvc/config", ".dvc/.gitignore")
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
 """File -> how a line of the shipped file begins. Of this line and all later lines, those that the user's file lacks are
 added to it."""
-ADAMW = {"optimizer": "adamw", "learning_rate": 0.001}
-"""Usual optimizer and learning rate of a transformer."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "language_model": {"optimizer": "adamw", "learning_rate": 0.001},
+    "regression": {"learning_rate": 0.01},
+}
+"""Task -> usual optimizer and learning rate of its model, if not the defaults. A transformer trains with AdamW, and
+many regressions diverge at the default rate."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -351,7 +355,7 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
             f"--arrays: found {', '.join(map(str, found.values()))}, for which init knows no model; write "
             f"{PARAMS_FILE} yourself."
         )
-    keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | (ADAMW if model == "gpt" else {})
+    keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {})
     return keys, inputs.shape[0], [f"task {task}: from the arrays' shapes and types"]
 
 
@@ -365,7 +369,9 @@ def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
         sizes = [(text.root(fetch) / name).stat().st_size for name in text.files(fetch)]
     except DataError as error:
         raise ConfigError(str(error).replace("fetch.text_folder", "--text", 1)) from None
-    keys = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"} | ADAMW
+    keys = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"} | OPTIMIZERS[
+        "language_model"
+    ]
     return keys, sum(sizes) // params.parse({"variants": {"baseline": {}}}).prepare.window, []
 
 

@@ -485,10 +485,25 @@ def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path) -> None:
     fetch(config.fetch, tmp_path / "raw")
     with pytest.raises(DataError, match=r"inputs\.npy cannot be read"):
         prepare(config, tmp_path / "raw", tmp_path / "prepared")
-    with pytest.raises(
-        DataError, match=r"fetch\.arrays: found .*nowhere'; expected a file of type \.npz, .*, a folder"
-    ):
+    missing = r"fetch\.arrays: found .*nowhere', which does not exist; expected a file of type \.npz, .*, a folder"
+    with pytest.raises(DataError, match=missing):
         packed(tmp_path, "arrays", "nowhere")
+
+
+def test_test_rows_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -> None:
+    rows = {
+        "inputs": np.zeros((9, 3)),
+        "targets": np.zeros(9),
+        "test_inputs": np.zeros((4, 2)),
+        "test_targets": np.zeros(4),
+    }
+    place = saved(tmp_path, "folder", **rows)
+    expected = (
+        "the rows of the test split are inputs float32 [2], targets float32 [], but those of the train split are "
+        "inputs float32 [3], targets float32 []."
+    )
+    with pytest.raises(DataError, match=re.escape(expected)):
+        packed(tmp_path, "arrays", place)
 
 
 @given(

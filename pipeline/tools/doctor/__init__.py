@@ -134,6 +134,13 @@ def cpu(facts: Facts) -> Finding:
     return enough(cores >= processes, found, wants, remedy)
 
 
+def load(_: Facts) -> Finding:
+    busy, cores = psutil.getloadavg()[0], os.cpu_count() or 1
+    found = f"{busy:.1f} threads used or awaited the {count(cores, 'core')} in the last minute"
+    wants = "other programs may take the cores from the bench, which then rejects its samples"
+    return enough(busy <= cores / 2, found, wants, "end other programs before the bench (`top` lists them)")
+
+
 def memory(facts: Facts) -> Finding:
     free, processes = psutil.virtual_memory().available, facts.job.processes("cpu", "cuda")
     room, need = min([free, *environment.memory_limits()]), PROCESS_BYTES * processes
@@ -239,6 +246,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterable[Finding]]] = {
     "NVIDIA driver": driver,
     "GPUs": gpus,
     "CPU": cpu,
+    "load": load,
     "memory": memory,
     "shared memory": shared_memory,
     "work tree": work_tree,
