@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        import pydantic  # noqa: F401  (every command imports it)
+        import pydantic  # noqa: F401  (check here that it is installed: every command needs it)
 
         from pipeline.errors import printable, redacted, said
     except ModuleNotFoundError as error:
@@ -100,14 +100,14 @@ def _parser() -> argparse.ArgumentParser:
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
     infer.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
-    add("publish", _publish, "Make MLflow agree with the result files.")
+    add("publish", _publish, "Write the results into MLflow, unless they are there already.")
     gate = add("gate", _gate, "Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
     gate.add_argument(
         "--against",
         required=True,
         metavar="REVISION|FILE",
         help="a git revision, which is measured together with this work tree; or a recorded reports/comparison.json, "
-        "for advice only",
+        "with which the gate only advises",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
     plan = add(
@@ -127,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
-    verify = add("verify", _verify, "Check, within minutes, the claims behind the comparison with this model and data.")
-    verify.epilog = "Exit code: 1 if a claim does not hold, or if no claim of some variant could be tried; else 0."
+    verify = add("verify", _verify, "Check within minutes, on this model and data, what the comparison relies on.")
+    verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be tried; else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     verify.add_argument(
         "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
@@ -196,7 +196,7 @@ def _environment(_: argparse.Namespace) -> None:
 
 
 def _ready() -> tuple[Config, Machine]:
-    """Return params.yaml's configuration and this machine; write environment.json if `dvc repro` has not.
+    """Return the configuration from params.yaml, and this machine. Write environment.json if the file is missing.
 
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.

@@ -8,7 +8,8 @@ import sysconfig
 from pathlib import Path
 
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-"""Control characters except tab and line feed; line separators, bidirectional controls and lone surrogates."""
+"""Matches control characters except tab and line feed, and also line separators, bidirectional controls and lone
+surrogates."""
 
 
 class PipelineError(Exception):
@@ -33,7 +34,7 @@ _REMEDIES = {
 
 def said(error: BaseException) -> str | None:
     """Return the message for an error that the user can correct, such as a full or read-only disk. Return None for any
-    other error, because the traceback is needed."""
+    other error, so that the caller shows its traceback."""
     if isinstance(error, PipelineError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
@@ -57,9 +58,9 @@ def redacted(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` in a form that is safe for a terminal and GitHub's log, because it may contain a file's name or a
-    server's answer. Control characters are escaped, and no line is a workflow command (``::error::`` or
-    ``##[error]``)."""
+    """Return ``text`` in a form that is safe for a terminal and GitHub's log. ``text`` may contain a file's name or a
+    server's answer. Control characters are escaped. Workflow commands (``::error::``, ``##[error]``) are made
+    ineffective."""
     spelled = re.sub(_CONTROL, lambda match: match[0].encode("unicode_escape").decode(), text)
     return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled)
 

@@ -31,7 +31,8 @@ def write_texts(texts: Mapping[Path, str]) -> None:
 
 
 def write_array(path: Path, array: Any) -> None:
-    """Write ``array`` as .npy atomically, with ``whole``: numpy's own writing may not notice that the disk is full."""
+    """Write ``array`` as .npy atomically, with ``whole``. numpy does not write the file, because it may not notice that
+    the disk is full."""
     import numpy as np  # imported here: light commands write only text
 
     with BytesIO() as content, whole(path) as file:
@@ -71,7 +72,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield a new, empty directory. At the block's end it replaces ``path``, completely or not at all.
 
-    An interruption leaves the old directory, the new directory, or the old directory with the suffix ``.old``. Raises
+    After an interruption there is the old directory, the new one, or the old one with the suffix ``.old``. Raises
     OSError, which names ``path``.
     """
     new, old = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "old"))
@@ -91,7 +92,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError of the block if the error names no file, such as the error of a failed write."""
+    """If the block raises an OSError that names no file, as a failed write does, add ``path`` to the error."""
     try:
         yield
     except OSError as error:

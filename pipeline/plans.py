@@ -15,7 +15,7 @@ PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 ONE_BATCH = ("pipeline", "tensor")
 """Values of ``parallelism`` with which the processes that hold one model together take the same samples."""
 MICRO_BATCHES_A_STAGE = 4
-"""Default micro-batches for each pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
+"""Default number of micro-batches per pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
 Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
 WhyNotHeldBy = Callable[[int], str | None]
@@ -78,8 +78,8 @@ def plan(
 ) -> Plan:
     """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
 
-    ``launched`` is the world size, over all hosts, if a launcher such as torchrun started this process. Pass
-    ``why_not_held_by`` if the job's model is known.
+    ``launched``: the number of processes on all hosts, if a launcher such as torchrun started this process; else None.
+    ``why_not_held_by``: must be passed if the job's model is known.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
@@ -165,8 +165,8 @@ def _most_processes(
 
 
 def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
-    """Return technique -> why it is skipped, for a parallelism that has only one process or GPU, and for the techniques
-    that need this parallelism. Empty if several processes or GPUs share the work, or the variant has no parallelism."""
+    """If the variant's parallelism has only one process or GPU, it is skipped, and so are the techniques that need it:
+    return each of these -> why it is skipped. Otherwise, or without a parallelism, return an empty dict."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
@@ -177,8 +177,8 @@ def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
 
 
 def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, where: str) -> dict[str, str]:
-    """Return technique -> reason for each technique that the machine only emulates, if ``train.without_native`` is
-    leave_out. Raises ConfigError for a technique that cannot run here."""
+    """Return technique -> reason for each technique that is skipped because the machine only emulates it. Raises
+    ConfigError for a technique that cannot run here, or that ``train.without_native`` refuses."""
     found = {}
     for technique in catalogue.requested(requested):
         what = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
@@ -193,7 +193,7 @@ def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, 
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
-    """Return every variant's plan. Raises one ConfigError that lists every problem if a variant cannot run here."""
+    """Return every variant's plan. If variants cannot run here, raises one ConfigError that lists every problem."""
     made, problems = {}, []
     for name in config.variants:
         try:
@@ -206,7 +206,7 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
-    """Return the software on whose versions the numbers of each variant and each form of inference depend.
+    """Return, for each variant and each form of inference, the software whose versions its numbers depend on.
 
     ``{"variants": {name: ...}, "forms": {form: ...}}``: names of distributions, or ``COMPILER``. The forms are those in
     ``infer.forms``.
@@ -265,7 +265,7 @@ def _why_not_among(
     micro_batches: int,
     why_not_held_by: WhyNotHeldBy,
 ) -> str | None:
-    """Return why ``processes`` cannot share out the batch evenly, or hold the model together; None if they can."""
+    """Return why ``processes`` cannot share the batch evenly, or cannot hold one model together; None if they can."""
     if variant.parallelism in ONE_BATCH:  # the number of replicas is fixed, and only replicas share the batch
         together = processes // variant.replicas
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
@@ -273,12 +273,12 @@ def _why_not_among(
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
-    return f"train.batch_size {batch_size} can be shared evenly by at most {processes - variant.replicas} of them"
+    return f"train.batch_size {batch_size} can be shared evenly by at most {processes - variant.replicas} of the GPUs"
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
-    """Return ``requested`` micro-batches or, if this is 1, up to ``MICRO_BATCHES_A_STAGE`` per stage. Raises
-    ConfigError if a stage would be idle."""
+    """Return the number of micro-batches: ``requested`` or, if this is 1, up to ``MICRO_BATCHES_A_STAGE`` per stage.
+    Raises ConfigError if a stage would be idle."""
     if requested >= stages:
         return requested
     if requested == 1:
@@ -287,8 +287,8 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
                 return count
     raise ConfigError(
         f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
-        f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; the "
-        f"best is {MICRO_BATCHES_A_STAGE * stages}."
+        f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; with "
+        f"{MICRO_BATCHES_A_STAGE * stages}, stages are seldom idle."
     )
 
 

@@ -1,4 +1,4 @@
-"""The training step: one optimizer update from one global batch. Techniques and instruments replace its parts."""
+"""The training step: one optimizer update from one global batch. Techniques and measurements replace its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Losses(Protocol):
-    """Collects the losses of micro-batches. Their sum over a step, averaged over ranks, is the step's loss."""
+    """Collects the losses of micro-batches. A step's loss is their sum over the step, averaged over the ranks."""
 
     total: Any
 
@@ -56,7 +56,8 @@ class TrainingStep:
         self.update: Callable[[], object] = optimizer.step
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
-        """Replaces ``update`` in a trial step, which tests the memory. This function must not wait for another rank."""
+        """Replaces ``update`` in a trial step, which tests whether a step fits into memory. Must not wait for another
+        rank."""
         self.whole: Callable[[MicroBatches], None] = self._plain_whole
         """Runs all parts of the step in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]

@@ -1,4 +1,4 @@
-"""Signals that make all ranks end after the same step."""
+"""SIGINT and SIGTERM make all ranks of a training end after the same step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Interruption:
     """Lets SIGINT and SIGTERM end the training after a step, which is the same step on every rank.
 
     After the first signal, the step is finished. In a training of one process, a second signal ends the process at
-    once. In a training of several ranks, a second signal is ignored, because a launcher may pass on the first signal
-    again.
+    once. In a training of several ranks, a second signal is ignored, because a launcher may send the same signal more
+    than once.
 
-    ``max_step_skew`` is the number of steps by which a rank may be ahead of the main rank. It is above 0 if not every
-    step waits for all ranks.
+    ``max_step_skew`` is the number of steps by which a rank may be ahead of the main rank. It is above 0 if ranks do
+    not wait for each other in every step.
     """
 
     def __init__(self, world: World, max_step_skew: int = 0) -> None:
@@ -42,7 +42,7 @@ class Interruption:
 
         The call costs nothing until a signal comes. Each rank that has received the signal records it in the group's
         store. Once all ranks have recorded the signal, the main rank sets the last step: its next step, plus
-        ``max_step_skew``. At that time, no rank can be past the last step. After its signal, a rank waits for its
+        ``max_step_skew``. No rank can be past this step already: a rank that has received the signal waits for its
         device after each step, so it is at most ``max_step_skew`` steps ahead of the main rank. If a rank gets no
         signal, the training continues until the launcher ends it.
         """
@@ -59,7 +59,7 @@ class Interruption:
                 store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
-        except RuntimeError:  # the launcher, which held the store, has ended; its end counts as a signal
+        except RuntimeError:  # the launcher, which ran the store, has ended: end as after a signal
             sys.exit(self.exit_code)
         return self._last is not None and self._steps >= self._last
 
@@ -74,8 +74,8 @@ class Interruption:
 def interruption(world: World, max_step_skew: int = 0) -> Iterator[Interruption]:
     """While the block runs, SIGINT and SIGTERM do not kill the process; see ``Interruption``.
 
-    Works only in the main thread. A rank that has received a signal also ignores signals after the block, and ends by
-    itself: a launcher may be late in passing on a signal that the rank has already received.
+    Works only in the main thread. A rank that has received a signal also ignores signals after the block, because a
+    launcher may send the same signal again later. The rank then ends by itself.
     """
     heard = Interruption(world, max_step_skew)
     before = {number: signal.signal(number, heard._hear) for number in (signal.SIGINT, signal.SIGTERM)}

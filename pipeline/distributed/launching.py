@@ -1,4 +1,4 @@
-"""Starts a world's processes on this host: ``launch`` runs them to their end, ``forked`` lets them answer requests."""
+"""Starts processes that train together on this host: ``launch`` waits for their end, ``forked`` sends them requests."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PATIENCE_SECONDS = 30
 
 
 DEATH_SECONDS = 0.5
-"""How long to wait for more failures after the first failure, because a rank may report that it lost its peer before
-the launcher sees that the peer has died."""
+"""How long to wait for more failures after the first failure. The first failure may only be a rank's report that it
+lost another rank, before the launcher has noticed that the other rank died."""
 
 
 class WorkerError(PipelineError):
@@ -114,8 +114,8 @@ def forked(
     generator and returns the values that the generators yield, in rank order. The first request, which starts the
     generators, is None. When the block ends, the generators run to their end, and each further ``yield`` gives None.
 
-    Each process is a fork of a server that has only imported the modules ``preload``. So a process is like a new
-    interpreter that has imported these modules. The server starts with the first call of ``forked``. ``worker``, its
+    Each process is a fork of a server that has only imported the modules ``preload``. So each process is like a new
+    interpreter that has imported these modules. The first call of ``forked`` starts the server. ``worker``, its
     arguments, the requests and the answers must be picklable. The processes find each other through a file that other
     users cannot open; no port is opened. The processes end when this process ends, even if this process is killed. If a
     rank fails, the other ranks are killed, and WorkerError is raised with the message of the failed rank.
@@ -152,7 +152,7 @@ def _close(pipes: Sequence[Connection], processes: Sequence[Any]) -> None:
 
 
 def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
-    """Return the environment variables that a launcher gives a rank; none for a single process."""
+    """Return the environment variables that a launcher sets for a rank; an empty dict for a single process."""
     if size == 1:
         return {}
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
@@ -198,7 +198,7 @@ def _forked(
     arguments: tuple[Any, ...],
 ) -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives this signal too, and ends this process
     os.environ |= variables
     answers = worker(*arguments)
     while True:

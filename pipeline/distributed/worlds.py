@@ -27,8 +27,8 @@ dead rank earlier."""
 A_GPU_EACH = "Start one process per GPU."
 
 STORE = "PIPELINE_STORE"
-"""The environment variable that names the file through which ranks of ``forked`` find each other. Ranks of other
-launchers use MASTER_ADDR and a port, which listens on all interfaces."""
+"""The environment variable that names the file through which ranks of ``forked`` find each other. Ranks that another
+launcher started use MASTER_ADDR and a port, which is open on all network interfaces."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class World:
         return self.sent(self.announced(value)) if self.size > 1 else value
 
     def announced(self, value: T) -> T:
-        """Return the main rank's ``value`` (picklable). On other ranks, its tensors are on the meta device; ``sent``
-        then sends their content."""
+        """Return the main rank's ``value`` (picklable). On other ranks, its tensors are on the meta device, without
+        content; ``sent`` sends the content."""
         if self.size == 1:
             return value
         forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
@@ -74,12 +74,13 @@ class World:
     def sent(self, announced: T) -> T:
         """Return ``announced`` with copies of the main rank's tensors, on every rank's host.
 
-        The argument is what the method ``announced`` returned, or a part of it, the same part on every rank.
+        The argument must be the return value of the method ``announced``, or a part of this value that is the same on
+        every rank.
         """
         return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
 
     def wholes_on_main(self, value: T) -> T:
-        """Return ``value`` with each DTensor replaced: by the whole tensor on the main rank, by None on other ranks.
+        """Return ``value`` with each DTensor replaced: on the main rank by the whole tensor, on other ranks by None.
 
         Whole tensors are on the host. They are gathered one by one, so a GPU holds only one whole tensor at a time.
         """
@@ -93,7 +94,10 @@ class World:
         return cast("T", tree_map(gathered, value))
 
     def _filled(self, form: T, value: T, source: int) -> T:
-        """Return ``form`` with the tensors of rank ``source``'s ``value``; other ranks' ``value`` is ignored."""
+        """Return ``form`` with copies, on the host, of the tensors in rank ``source``'s ``value``.
+
+        Other ranks' ``value`` is ignored.
+        """
         own = iter(tree_leaves(value))
 
         def filled(leaf: Any) -> Any:
@@ -103,7 +107,7 @@ class World:
         return cast("T", tree_map(filled, form))
 
     def _sent(self, form: torch.Tensor, value: torch.Tensor, source: int) -> torch.Tensor:
-        """Return rank ``source``'s ``value`` on every rank's host; other ranks' ``value`` is ignored."""
+        """Return a copy, on this rank's host, of rank ``source``'s ``value``; other ranks' ``value`` is ignored."""
         copy = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
         if self.size == 1:
             copy.copy_(value.detach())
@@ -146,7 +150,7 @@ class World:
             dist.barrier()
 
     def broadcast_buffers_(self, model: nn.Module) -> None:
-        """Copy the main rank's buffers to every rank, because training makes BatchNorm's running statistics differ."""
+        """Copy the main rank's buffers to every rank: BatchNorm's running statistics differ between ranks."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -213,10 +217,10 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     """Yield this process's world. The process group lives as long as the block.
 
     A process that no launcher started is a world of one process, without a process group. On CUDA, the backend is NCCL,
-    and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the ranks of
-    this host get equal shares of ``cores`` as threads unless OMP_NUM_THREADS is set. If all ranks are on one host, they
-    use the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Raises PipelineError if there is
-    no GPU for this rank.
+    and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the
+    number of threads of each rank is an equal share of ``cores`` unless OMP_NUM_THREADS is set. If all ranks
+    are on one host, they use the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Raises
+    PipelineError if there is no GPU for this rank.
     """
     size = launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -224,7 +228,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
     variables = {}
     if device == "cuda":
         here = _gpu(local_rank)
-        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may sum in varying order
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may vary the order of sums
     else:
         here = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
@@ -271,7 +275,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _loopback() -> str | None:
-    """Return the name of this system's loopback interface, or None without such an interface."""
+    """Return the name of this system's loopback interface; None if there is none."""
     addresses = psutil.net_if_addrs()
     return next((name for name in addresses if any(each.address == "127.0.0.1" for each in addresses[name])), None)
 

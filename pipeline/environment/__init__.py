@@ -1,8 +1,8 @@
-"""The environment's fingerprint: everything that a measured number depends on beyond code and parameters.
+"""The environment's fingerprint: everything besides code, parameters and data that a measured number depends on.
 
 Two machines with the same hardware, software and settings have the same fingerprint, so the fingerprint holds no time,
-host name, serial number or UUID. The kernel's release is left out on purpose, because otherwise every security update
-would invalidate all results.
+host name, serial number or UUID. It also leaves out the kernel's release, because otherwise every security update would
+invalidate all results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ENVIRONMENT_FILE = Path("environment.json")
 
 IMAGE_VARIABLE = "PIPELINE_IMAGE"
-"""The environment variable that a container image sets to its own identity, a digest or tag."""
+"""The environment variable that a container image sets to its own digest or tag."""
 
 _NATIVE_BF16_CAPABILITY = (8, 0)
 _TF32_CAPABILITY = (8, 0)
@@ -61,8 +61,8 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     hardware, software and settings, on which every number depends.
 
     Sizes are in whole GiB, power limits in watts. ``None`` means an unknown value; for a setting, it means that the
-    value is withheld (``variables``). ``relied_on`` (``plans.relied_on``) names optional packages and the variants and
-    forms that use these packages. The hash does not cover the versions of optional packages, because most numbers do
+    value may be a secret (``variables``). The argument ``relied_on`` (``plans.relied_on``) names the optional packages
+    that each variant and form uses. The hash does not cover the versions of optional packages, because most numbers do
     not depend on these versions. Call this in the process that a person started, because launchers set variables such
     as OMP_NUM_THREADS in their workers.
     """
@@ -116,15 +116,15 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 def optional_versions(
     content: Mapping[str, Any], section: Literal["variants", "forms"]
 ) -> Mapping[str, Mapping[str, str | None]]:
-    """Return a fingerprint's optional packages: user -> name -> version. Empty if an older version wrote the
-    fingerprint."""
+    """Return a fingerprint's optional packages: user -> name -> version. The result is empty if an older version of the
+    pipeline wrote the fingerprint."""
     found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
     return found
 
 
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json's content without stages, forms and plans: only the environment on which the variants'
-    numbers depend."""
+    """Return environment.json's content without stages, forms and plans. What remains is the environment that the
+    variants' numbers depend on."""
     kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
     return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
 
@@ -142,12 +142,12 @@ def write(
 
 
 def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
-    """Read the fingerprint that ``write`` wrote to ``path``. Raises PipelineError if it is missing or invalid."""
+    """Read the fingerprint that ``write`` wrote to ``path``. Raises PipelineError if the file is missing or invalid."""
     again = "run `dvc repro`, or `python -m pipeline environment`."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PipelineError(f"{path} is missing, so the machine of the results is unknown: {again}") from None
+        raise PipelineError(f"{path} is missing, so the machine that gave the results is unknown: {again}") from None
     except ValueError as error:
         raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
@@ -156,7 +156,7 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
 
 
 def checked_out() -> str | None:
-    """Return the checked-out commit, with "+" if files differ from it; None without git or a commit.
+    """Return the checked-out commit, followed by "+" if files differ from it; None if git or a commit is missing.
 
     Files that ``dvc repro`` and ``make again`` write are ignored: dvc.lock, and the tracked reports and sessions.
     """

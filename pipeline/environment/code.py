@@ -1,8 +1,8 @@
 """Digests of the code that stages and variants run: one digest per file, computed without importing the file.
 
 A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
-files are found by following all import statements, also those inside functions. ``unfollowed`` detects modules that are
-imported in another way.
+files are found by following all import statements, also those inside functions. ``unfollowed`` detects modules of the
+user that are loaded in another way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeline.plans import Plan
 PACKAGE = Path(__file__).parent.parent
 
 FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
-"""Modules that get no digest, and whose imports are not followed. Their results are recorded as values instead: plans,
-settings of stages and the environment's hash. So a changed text about a technique changes no digest."""
+"""Modules that get no digest, and whose imports are not followed. Instead, the values that they produce are recorded:
+plans, settings of stages and the environment's hash. So a changed text about a technique changes no digest."""
 
 MEMO = Path(".cache/code.json")
 
@@ -72,7 +72,7 @@ def _of_the_user(plan: Plan) -> set[str]:
 
 
 class Unfollowed(PipelineError):
-    """One of the user's own modules is in use, but no digest covers it, so its changes would go unnoticed."""
+    """One of the user's own modules is in use, but has no digest, so changes of this module would go unnoticed."""
 
 
 def unfollowed(plan: Plan) -> Callable[[], None]:
@@ -105,14 +105,14 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_installed(path: Path) -> bool:
-    """True if the file belongs to Python or to an installed package, which may be in the current directory."""
+    """Return True if the file belongs to Python or to an installed package, wherever the package is."""
     if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
         return True
     return any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 def _digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return file -> digest of ``modules`` and everything they import, with the HTML templates of this package."""
+    """Return file -> digest for ``modules``, everything they import, and the templates of this package's modules."""
     found: dict[str, str] = {}
     for root, path in _files(modules):
         found[path.relative_to(root).as_posix()] = _source(path).digest
@@ -193,8 +193,8 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
 
 @functools.cache
 def _memo() -> dict[str, Any]:
-    """Return the sources that earlier processes parsed, by digest of the file. They are stored, because parsing all
-    files takes most of a second."""
+    """Return what earlier processes stored: digest of a file -> the fields of its ``_Source``. This is stored, because
+    parsing all files takes most of a second."""
     try:
         found = json.loads(MEMO.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -204,11 +204,11 @@ def _memo() -> dict[str, Any]:
 
 
 _used: dict[str, list[Any]] = {}
-"""The sources that this process has used; ``remember`` stores these."""
+"""Digest of a file -> the fields of its ``_Source``, for the files that this process has used; see ``remember``."""
 
 
 def remember() -> None:
-    """Store the sources that this process used, and no others, for the next process. Does nothing if writing fails."""
+    """Store the content of ``_used``, and nothing else, for later processes. Does nothing if writing fails."""
     with suppress(OSError):
         if _memo().keys() != _used.keys():
             write_text(MEMO, json.dumps(_used, sort_keys=True))

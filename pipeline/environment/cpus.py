@@ -50,13 +50,16 @@ def cores() -> float:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield CPU quotas in cores, from control groups of version 1 and 2."""
+    """Yield the CPU quotas, in cores, of the control groups around this process. Groups without one are left out."""
     for group in control_groups("cpu"):
         yield from _quota(group)
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Yield possible paths of this process's control group and its parents, version 1 and 2; not all paths exist."""
+    """Yield the paths that this process's control group and its parents may have, in version 1 or 2 of control groups.
+
+    Not all of these paths exist.
+    """
     try:
         lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:

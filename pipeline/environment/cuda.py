@@ -1,4 +1,4 @@
-"""The GPUs that CUDA itself shows, for machines where NVML fails or has another order of the GPUs.
+"""The GPUs that CUDA itself shows, for machines on which NVML fails or orders the GPUs differently.
 
 CUDA is queried in a separate process, which runs this file, because a process that has initialised CUDA cannot fork.
 """
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
 SECONDS = 60.0
-"""Longest wait for CUDA. The driver takes some seconds to wake many GPUs, and the command must end if the driver
-hangs."""
+"""Longest wait for CUDA's answer. The driver needs some seconds to wake many GPUs. If it hangs, this limit ends the
+wait."""
 
 _NO_DEVICE = (34, 100)
 """CUDA_ERROR_STUB_LIBRARY and CUDA_ERROR_NO_DEVICE: there is no GPU, or CUDA_VISIBLE_DEVICES hides it."""
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     gpus: list[dict[str, Any]]
     """In CUDA's order: uuid (16 bytes in hexadecimal), name, compute_capability, memory_gib."""
     failure: str | None = None
-    """Why CUDA's GPUs are unknown; None if they are known. Without CUDA's library there are no GPUs and no failure."""
+    """Why CUDA's GPUs are unknown; None if they are known. A missing CUDA library means no GPUs, and is no failure."""
 
 
 def ask() -> Answer:

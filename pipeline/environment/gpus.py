@@ -21,14 +21,14 @@ class Shown(NamedTuple):
     driver: str | None = None
     """The driver's version. None: there is no driver, or its version is unknown."""
     why_none: str | None = None
-    """Why no GPU is shown although there may be one; None if CUDA has no GPU or is told to show none."""
+    """The failure because of which no GPU is shown although there may be one; None if there was no failure."""
 
 
 def shown() -> Shown:
     """Return the GPUs that CUDA shows to this process.
 
-    NVML is queried first, because it reports the most and does not initialise CUDA. CUDA is queried if NVML fails or is
-    missing, as in a container without the driver's capability ``utility``.
+    NVML is queried first, because it reports more than CUDA and does not initialise CUDA. CUDA is queried if NVML fails
+    or is missing, for example in a container without the driver's capability ``utility``.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if software.torch_build()["cuda"] is None or shown == "":
@@ -80,7 +80,7 @@ def _kernel_driver() -> str | None:
 
 
 def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return the indices into ``uuids`` that CUDA_VISIBLE_DEVICES=``shown`` leaves visible, in its order.
+    """Return the indices into ``uuids`` of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` makes visible, in its order.
 
     CUDA's rules: the list ends at the first entry that names no GPU; if a GPU is named twice, no GPU is visible. An
     entry is a number or the beginning of the UUID of exactly one GPU.
@@ -117,7 +117,7 @@ def instances(handle: Any) -> list[Any] | None:
 
 
 def _split(handles: list[Any]) -> list[Any]:
-    """Return ``handles`` as CUDA shows them. If a GPU is split by MIG, CUDA shows only the first instance."""
+    """Return the handles of what CUDA shows: all GPUs or, if MIG splits a GPU, only the first MIG instance."""
     found = [made for handle in handles if (made := instances(handle)) is not None]
     return found[0][:1] if found else handles
 
@@ -127,7 +127,7 @@ def _gpu(handle: Any) -> dict[str, Any]:
 
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError:  # a MIG instance has no capability of its own, but its GPU has
+    except pynvml.NVMLError:  # a MIG instance does not report a capability, but its GPU does
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(
             pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         )

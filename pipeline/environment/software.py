@@ -64,7 +64,7 @@ def cpu_compiler() -> str:
 
 
 def gpu_compiler() -> str:
-    """Return the compiler command for GPU kernels, as _build in triton/runtime/build.py finds it."""
+    """Return the compiler command that Triton uses for GPU kernels (``_build`` in triton/runtime/build.py)."""
     return os.environ.get("CC", shutil.which("gcc") or shutil.which("clang") or "gcc")
 
 

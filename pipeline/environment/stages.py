@@ -1,7 +1,7 @@
 """The code and the settings, including defaults, that each stage and each variant of params.yaml would use.
 
-dvc.yaml names this code and these settings as parameters of its stages. The fingerprint's hash does not cover code and
-settings, so DVC runs a stage again only when the stage's own code or settings have changed.
+dvc.yaml names this code and these settings as parameters of its stages. The fingerprint's hash does not cover them, so
+a change of one stage's code or settings does not make DVC run the other stages again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 
 
 def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
-    """Return a digest of everything, except the data, on which the variant's figures of this stage depend. Sessions
+    """Return a digest of everything, except the data, that the variant's figures from this stage depend on. Sessions
     with the same key can be combined.
 
     ``content``: the content of environment.json, including the values from ``described``.
@@ -61,8 +61,8 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
 
 
 def made_of(content: Mapping[str, Any]) -> str | None:
-    """Return one digest of the code, settings and plans of all stages and variants; None if an older version wrote
-    environment.json without stages."""
+    """Return one digest of the code, settings and plans of all stages and variants; None if ``content`` has no
+    stages, because an older version wrote it."""
     if "stages" not in content:
         return None
     told = [content["stages"], content.get("variants")]
@@ -75,9 +75,9 @@ def training(plan: Plan) -> dict[str, Any]:
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
-    """Return the variant's code, and the part of its plan on which numbers depend, including the job. Reasons are left
-    out, because no number depends on these texts. Settings of unused techniques are left out, so that a new technique
-    does not cause a retraining of variants without this technique."""
+    """Return the variant's code, and the part of its plan that numbers depend on, including the job. Reasons are left
+    out, because they are only texts. Settings of unused techniques are left out too: otherwise, each technique that is
+    added to the catalogue would cause a retraining of all variants."""
     decisive = {
         **_plain(plan, but=frozenset({"requested", "applied", "skipped", "decided", "train"})),
         "requested": _settings(plan.requested),

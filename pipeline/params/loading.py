@@ -22,17 +22,19 @@ PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 LIMIT = 1 << 18
-"""Maximum number of characters in a parameter file. Longer files are mistakes or attacks, and take minutes to read."""
+"""Maximum number of characters in a parameter file. A longer file is a mistake or an attack, and parsing it would take
+minutes."""
 VALUES = 10_000
 """Maximum number of values in a parameter file, counted after every alias is expanded."""
 CHARACTERS = 2000
-"""Maximum number of characters of one value. Python refuses to print integers that are much longer."""
+"""Maximum number of characters of one value. Messages could not show much longer integers, because Python refuses to
+print them."""
 
 TEACHERS = "models/"
-"""Prefix in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
+"""Prefix of a variant in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
 
 _FUNCTION = r"[^:.][^:]*:[^:]+"
-"""Regular expression for module:function."""
+"""Regular expression that matches ``module:function``."""
 
 
 class Config(Section):
@@ -48,15 +50,15 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-    """After the file is read, this includes the students."""
+    """In a configuration that ``load`` or ``parse`` returned, this also includes the students."""
     students: dict[VariantName, Variant] = Field(
         default_factory=dict,
         description="Variants that learn from a teacher (distillation). They have a section of their own, because "
-        "dvc.yaml makes their teachers a dependency.",
+        "the stage that trains them must wait until the teacher is trained.",
     )
 
     def teacher_of(self, name: str) -> str | None:
-        """Return the variant that teaches ``variants.<name>``; None without a teacher, or if the teacher is a file."""
+        """Return the name of the variant that teaches ``variants.<name>``; None if no variant teaches it."""
         distillation = self.variants[name].distillation if name in self.variants else None
         found = distillation.teacher.removeprefix(TEACHERS) if distillation else None
         return found if distillation and found != distillation.teacher and found in self.variants else None
@@ -127,7 +129,7 @@ def _with_students(config: Config) -> Config:
 
 
 def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]:
-    """Yield problems of students: duplicate names, wrong sections, unknown teachers and cycles of teachers."""
+    """Yield the problems of students: duplicate names, wrong sections, unknown teachers and cycles of teachers."""
     for name in values["variants"]:
         if name in config.students:
             yield f"students.{name}: a variant under variants has the same name; rename one of them."
@@ -165,7 +167,7 @@ def schema() -> str:
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield contradictions between keys that are valid alone, on any machine."""
+    """Yield the contradictions between keys that are each valid alone. None of these depends on the machine."""
     if config.compare.baseline not in config.variants:
         yield (
             f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
@@ -207,7 +209,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
         if variant.scaling == "weak" and not config.train.warmup_fraction:
-            # The technique's entry does not declare this, because ``verify`` runs steps without a warm-up.
+            # The technique's entry does not declare this condition, because ``verify`` runs steps without a warm-up.
             yield (
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
@@ -215,7 +217,8 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _own_code(train: Train) -> Iterator[str]:
-    """Yield the problems in names and options of task, model, loss and metric, without searching for their modules."""
+    """Yield the problems in the names and options of the task, model, loss and metric. Whether the named modules exist
+    is not checked."""
     yield from _model_problems("train.model", train.model)
     if train.task not in sections.TASKS and not re.fullmatch(_FUNCTION, train.task):
         yield (
@@ -235,7 +238,7 @@ def _own_code(train: Train) -> Iterator[str]:
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield (
             f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which "
-            "ignores it; set 0.0, and smooth in your own loss."
+            "ignores it; set 0.0, and smooth the labels in your own loss."
         )
 
 
@@ -264,7 +267,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(node, yaml.MappingNode):
                 inside = [each for pair in inside for each in pair]
             self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        # A node without a count contains itself: its values are not counted yet.
+        # A node without a count contains itself, so its values cannot be counted yet; it is refused too.
         if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:
             raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
@@ -304,8 +307,8 @@ _ALLOWED = {
     "too_long": "{max_length} or fewer entries",
     "too_short": "{min_length} or more entries",
 }
-"""Type of pydantic's error -> what is allowed, as a format string for the error's context. Other types keep pydantic's
-message."""
+"""Type of pydantic's error -> what is allowed, as a format string that the error's context fills in. For any other
+type, the message is pydantic's."""
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
@@ -317,7 +320,7 @@ def _mistakes(error: ValidationError, values: Any) -> list[str]:
 
 
 def _path(error: Any, values: Any) -> tuple[Any, ...]:
-    """Return the error's location without the branches of unions, which pydantic adds but ``values`` does not have."""
+    """Return the error's location in ``values``, without the branches of unions that pydantic's location names."""
     path = []
     for part in error["loc"]:
         inside = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
@@ -328,7 +331,7 @@ def _path(error: Any, values: Any) -> tuple[Any, ...]:
 
 
 def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
-    """Return what is wrong at ``path``; for a union, ``errors`` has one error for each branch."""
+    """Return what is wrong at ``path``. If the value may have several types, ``errors`` has one error for each type."""
     found, kinds = errors[0]["input"], {each["type"] for each in errors}
     if "missing" in kinds:
         return "missing; it is required."

@@ -1,4 +1,4 @@
-"""The properties of a machine on which plans depend."""
+"""The machine's properties that plans depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Machine(BaseModel):
-    """Hardware and software on which a variant's plan depends; ``environment.machine`` detects both."""
+    """The hardware and software that a variant's plan depends on; ``environment.machine`` detects both."""
 
     model_config = ConfigDict(frozen=True)
 

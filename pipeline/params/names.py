@@ -1,7 +1,7 @@
 """Check that the named task, model, loss and metric exist, without importing their modules.
 
 An import would load torch, which takes seconds, so source files are parsed instead. Some names are not visible in the
-source, such as those from ``import *``. The later import checks such names.
+source, such as those from ``import *``. Such names are checked only later, when the module is imported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> 
 
 
 def torchvision_models() -> list[str]:
-    """Return the names of the classification models that torchvision registers; empty if it is not installed."""
+    """Return the names of the classification models that torchvision registers; an empty list without torchvision."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return []
@@ -66,7 +66,7 @@ def torchvision_models() -> list[str]:
 
 
 def _own_problem(key: str, name: str) -> str | None:
-    """Return the problem of ``name`` (``module:function``) that the source shows; None if it shows no problem."""
+    """Return what the source files show to be wrong with ``name`` (``module:function``); None if nothing is."""
     module, _, attribute = name.partition(":")
     spec, missing = _found(module)
     if spec is None:
@@ -85,8 +85,8 @@ def _own_problem(key: str, name: str) -> str | None:
 
 
 def _found(module: str) -> tuple[ModuleSpec | None, str]:
-    """Return the spec and the name of ``module``; if it is missing, None and the missing part of its name. Unlike
-    find_spec, this does not import parent packages."""
+    """Return the module's spec and name. If the module or a parent package is missing, return None and the name of the
+    first one that is missing. Unlike find_spec, this does not import parent packages."""
     top, *below = module.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
     name = top

@@ -10,14 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**16)]
-"""Number of things that each take memory or a process; a larger number is a mistake."""
+"""Number of things, such as processes, that each take memory. A number above the limit is a mistake."""
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 """From 0 to the largest signed 32-bit integer."""
 Side = Annotated[int, Field(gt=0, le=2**13)]
 """Side of an image, in pixels."""
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Seconds or minutes. A larger number would overflow a timer."""
+"""Seconds or minutes. Much larger numbers would overflow a timer."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
@@ -34,9 +34,9 @@ TASKS = {
     "language_model": ("cross_entropy", "token_accuracy"),
     "regression": ("mean_squared_error", "within_tolerance"),
 }
-"""The pipeline's tasks -> the names of their loss and their score."""
+"""Built-in task -> the name of its loss and the name of its score."""
 OF_OWN_TASK = ("loss", "score")
-"""The names of the loss and the score if the task is the user's own."""
+"""The name of the loss and the name of the score if the task is the user's own."""
 
 
 class Synthetic(Section):
@@ -91,10 +91,10 @@ class Fetch(Section):
     )
     arrays: str | None = Field(
         None,
-        description="For dataset arrays: a folder with inputs.npy and, where they exist, targets.npy, "
+        description="For dataset arrays, one of these: a folder with inputs.npy and, optionally, targets.npy, "
         "test_inputs.npy and test_targets.npy; an .npz or .safetensors file with these arrays; a .parquet table; a "
         "folder that save_to_disk of the library datasets wrote, with the columns inputs and targets; or "
-        "module:function of your own, which is called with split and yields dicts of arrays.",
+        "module:function of your own, which is called with the argument split and yields dicts of arrays.",
     )
     arrays_options: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of your function in fetch.arrays."
@@ -106,7 +106,7 @@ class Fetch(Section):
 
     @property
     def own_module(self) -> str:
-        """The module of the user's function that yields the arrays; empty without such a function."""
+        """The module of the user's function that yields the arrays; an empty string if there is no such function."""
         return (self.arrays or "").partition(":")[0] if self.dataset == "arrays" and ":" in (self.arrays or "") else ""
 
 
@@ -118,7 +118,8 @@ class Prepare(Section):
     )
     broken_images: Literal["fail", "skip"] = Field(
         "fail",
-        description="For image_folder. fail: stop at an unreadable image. skip: leave it out. Both name the image.",
+        description="For image_folder. fail: stop at an unreadable image. skip: leave the image out. In both cases, a "
+        "message names the image.",
     )
     test_fraction: ProperFraction = Field(
         0.2,
@@ -129,8 +130,8 @@ class Prepare(Section):
     test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for trials).")
     tokenizer: str | None = Field(
         None,
-        description="For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. Run "
-        "`dvc repro --force prepare` after a change of the file.",
+        description="For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. If "
+        "you change the file, run `dvc repro --force prepare`.",
     )
     window: PositiveInt = Field(128, description="For text: number of tokens that a sample predicts.")
     workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one per CPU core.")
@@ -150,9 +151,9 @@ class Train(Section):
     """The job that every variant trains."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Settings for the number of runs and for their records; no training step depends on these settings."""
+    """Settings that decide how many runs there are and what is recorded; no training step depends on these settings."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
-    """Settings for resuming a run; no number depends on these settings."""
+    """Settings for resuming a run; no result depends on these settings."""
 
     task: str = Field(
         "classification",
@@ -212,8 +213,8 @@ class Train(Section):
     )
     without_native: Literal["leave_out", "refuse", "run"] = Field(
         "leave_out",
-        description="What to do with a technique that this machine only emulates. leave_out: skip and report it. "
-        "refuse: stop with an error. run: run it.",
+        description="What to do with a technique that this machine only emulates. leave_out: skip the technique, and "
+        "report that it was skipped. refuse: stop with an error. run: use the emulation.",
     )
     deterministic: bool = Field(
         True,
@@ -243,8 +244,8 @@ class Bench(Section):
     max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
     window_seconds: Duration = Field(
         1.5,
-        description="Length of the baseline's measured window in a round; every variant takes as many steps as the "
-        "baseline. The window is longer if variants take long to start.",
+        description="Length of the baseline's measured window in a round. Every variant takes as many steps as the "
+        "baseline. If variants take long to start, the window is longer.",
     )
     turns: PositiveInt = Field(
         10,
@@ -333,8 +334,8 @@ class Gate(Section):
 
     max_minutes: Duration = Field(
         10.0,
-        description="Rounds of both commits are measured until this time is spent, but at least six rounds. If the "
-        "gate can then neither find nor exclude a change for the worse by must_see, the time is doubled.",
+        description="Rounds of both commits are measured until this time is spent, but at least six rounds. If it is "
+        "then still unclear whether a figure became worse by must_see, the time is doubled.",
     )
     must_see: PositiveFloat = Field(
         0.1,
@@ -348,7 +349,7 @@ class Gate(Section):
 
 
 class Publish(Section):
-    """Publication of the result files in MLflow."""
+    """Publication of the results in MLflow."""
 
     experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
     live: bool = Field(

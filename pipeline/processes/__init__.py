@@ -21,8 +21,9 @@ _PR_SET_PDEATHSIG = 1
 def age_seconds() -> float:
     """Return the seconds since this process began, to a hundredth.
 
-    Linux gives both the process's start and the present time as time since boot. psutil's ``create_time``, used on
-    other systems, adds the time of day of the boot. Linux gives this in whole seconds, so the sum can be a second off.
+    On Linux, the process's start and the present time are both read as times since boot. psutil's ``create_time`` is
+    used only on other systems. On Linux it can be a second off, because it adds the boot's time of day, which Linux
+    gives in whole seconds.
     """
     if not sys.platform.startswith("linux"):
         import psutil  # imported here: this module loads before a missing package can be reported
@@ -38,9 +39,9 @@ def let_threads_sleep() -> None:
 
     If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
     threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other
-    process was busy, and up to 3 times as fast while two were busy. But waking the threads takes time. On an idle
-    machine, a small model lost no throughput with AVX2, and 15% with AVX-512. Call this before torch is loaded, because
-    torch reads the variable while loading.
+    process was busy, and up to 3 times as fast while two were busy. But waking the threads takes time: on an idle
+    machine, a small model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is
+    loaded, because torch reads the variable while loading.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -50,9 +51,9 @@ def end_with_parent() -> None:
     """Let the system kill this process as soon as its ``multiprocessing`` parent has ended.
 
     The parent is the process that called ``start``, even if this process was forked from another process.
-    PR_SET_PDEATHSIG is not used, because it would signal the end of the parent's thread. Instead, this process
-    holds one end of a pipe, and only the parent holds the other end. Linux sends a signal when that end is closed. On
-    other systems this process lives on until it next checks its parent.
+    PR_SET_PDEATHSIG is not used, because it would react to the end of one thread of the parent. Instead, this
+    process holds one end of a pipe, and only the parent holds the other end. Linux sends a signal when that other end
+    is closed. On other systems, this process continues until it next checks its parent.
     """
     import multiprocessing  # imported here: the import takes a fifth of a quick command's time
 
@@ -77,8 +78,8 @@ def terminate_with_parent() -> None:
 def importing() -> Iterator[None]:
     """Disable garbage collection during a block of imports, and freeze all objects that exist at its end.
 
-    Imported objects stay alive. Scanning them again and again during the imports takes a quarter of the time that
-    importing torch and its compiler needs, and each later collection would scan them once more.
+    Imported objects stay alive, so scanning them is useless. Repeated scans would take a quarter of the time that the
+    import of torch and its compiler needs, and each later collection would scan these objects once more.
     """
     thresholds, modules = gc.get_threshold(), len(sys.modules)
     gc.set_threshold(0)  # not gc.disable(), which the user's own modules may call

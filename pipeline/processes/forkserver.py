@@ -1,5 +1,5 @@
-"""A fork server imports this module first, so that the server ends with its parent process, even during later
-imports."""
+"""A fork server imports this module before all others, so that the server ends with its parent process, even while it
+imports the other modules."""
 
 from pipeline.processes import terminate_with_parent
 

@@ -13,9 +13,9 @@ def keep_freed_memory() -> None:
     """Let this process keep the CPU memory that it frees, for its next tensors.
 
     By default glibc returns large blocks to the system when they are freed, so every step must request the same pages
-    again. In the default job this takes some 2,000 page faults per step, and a fifth to a third of the throughput. If
-    the blocks are kept, however, the peak memory depends on their places in the heap (``return_freed_memory``). Does
-    nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
+    again. In the default job this causes some 2,000 page faults per step, and lowers the throughput by a fifth to a
+    third. However, if the blocks are kept, the peak memory depends on their places in the heap; see
+    ``return_freed_memory``. Does nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
     """
     _mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts; larger blocks are still returned
     _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -24,8 +24,9 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let this process return blocks of 128 KiB and more to the system as soon as it frees them.
 
-    Its resident memory is then the memory of its tensors, the same in every process. With kept memory, the peaks (35
-    MiB) of equal processes forked from different servers differed by a fifth; with returned memory, by less than 1 MiB.
+    Its resident memory then follows the memory of its tensors, and is the same in equal processes. Equal processes that
+    were forked from different servers had peaks of 35 MiB. With kept memory, these peaks differed by a fifth; with
+    returned memory, by less than 1 MiB.
     Does nothing if ``keep_freed_memory`` does nothing.
     """
     _mallopt(_M_MMAP_THRESHOLD, 128 * 2**10)  # glibc's default; setting it explicitly keeps it from growing

@@ -1,4 +1,4 @@
-"""The catalogue: every technique declares its key, what it changes, and which techniques it cannot run with.
+"""The catalogue: for every technique, its key, what it changes, and which techniques it cannot run with.
 
 Each group of techniques has its own file. The file declares the group's settings of a variant, and an ``Entry`` for
 each technique. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
@@ -184,7 +184,7 @@ def contradiction(variant: Variant) -> str | None:
 
 
 def extra_problems(variant: Variant) -> list[str]:
-    """Return the problems of the variant's extra techniques: packages that are not installed, or invalid options."""
+    """Return the problems of the variant's ``extra`` techniques: missing packages, and invalid options."""
     return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
 
 

@@ -22,13 +22,14 @@ statistics: gradients or samples differ, so only averages over several runs agre
 Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
 """Where a technique acts. Layers are applied in this order, and techniques of one layer in the catalogue's order.
 
-model: the bare model, its process, or the choice of optimizer. blocks: parts of the model. parallelism: the whole model
-(to wrap or split it) and the communication. compiler: the model inside the parallel wrapper. forward: around the
-forward pass. step: around the whole step. If two techniques wrap the same part, the later technique is outermost.
+model: the bare model, settings of its process, or the choice of optimizer. blocks: parts of the model. parallelism:
+the whole model, which is wrapped or split, and the communication. compiler: the model inside the parallel wrapper.
+forward: around the forward pass. step: around the whole step. If two techniques wrap the
+same part, the later technique is outermost.
 """
 
 COMPILER = "compiler"
-"""Value in ``relies_on`` for the C++ compiler that torch.compile calls."""
+"""The entry in ``relies_on`` that stands for the C++ compiler, which torch.compile calls."""
 
 WhyNot = Callable[[Machine, bool], str | None]
 """(Machine, whether the job runs on GPUs) -> the reason why the technique cannot run there; None if it can."""
@@ -71,10 +72,10 @@ class Entry:
     needs: tuple[str, ...] = ()
     """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing
-    """Returns why the machine cannot run the technique; the plan then refuses the variant."""
+    """Returns why the machine cannot run the technique, so that the plan refuses the variant; None if it can."""
     emulated: WhyNot = _nothing
-    """Returns why the machine can only emulate the technique. The emulation is slower than training without the
-    technique; ``train.without_native`` decides what to do."""
+    """Returns why the machine can only emulate the technique; None if it need not. The emulation is slower than
+    training without the technique. ``train.without_native`` decides whether it is then skipped, refused or run."""
     why_not_with: Callable[[Train], str | None] = _nothing
     """Job -> the reason why the technique cannot be applied to this job on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
@@ -88,13 +89,13 @@ class Entry:
     """The placement of the training data if the technique is applied; None: ``train.placement`` decides."""
     evaluates_whole: bool = False
     """True if evaluation cannot run the model that a process trains, for example because this model is only one stage,
-    or must be averaged with other processes' models. Evaluation then runs the single-device model. Its state is read as
-    for a checkpoint, and ``Technique.for_evaluation`` can change the model."""
+    or must be averaged with other processes' models. Evaluation then runs the single-device model, with the state
+    that a checkpoint would have. ``Technique.for_evaluation`` can change this model."""
     shared_rng: bool = False
     """Whether the processes that hold one model together must draw the same random numbers."""
     max_step_skew: int = 0
-    """How many steps a process may be ahead of another. Above 0 if processes do not wait for each other in every
-    step."""
+    """The largest number of steps by which a process can be ahead of another. It is above 0 if processes do not wait
+    for each other in every step."""
     recomputes: bool = False
     """Whether the technique makes a step repeat floating-point operations."""
     needs_measuring: bool = False
@@ -109,7 +110,7 @@ class Entry:
     """Variant -> changed settings with which the technique runs but does not affect the weights; ``verify`` tries these
     settings. None if there are no such settings."""
     relies_on: tuple[str, ...] = ()
-    """Software besides torch whose versions affect the numbers: names of optional distributions, or ``COMPILER``."""
+    """The software, besides torch, whose versions affect the results: names of optional packages, or ``COMPILER``."""
     options: type[BaseModel] | None = None
     """For another package's technique: the options that ``extra: {name: options}`` may hold. None: no options."""
 
@@ -153,7 +154,7 @@ class Entry:
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
-    """``why_not`` of techniques that need CUDA."""
+    """Serve as ``why_not`` of the techniques that need CUDA."""
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
 
 

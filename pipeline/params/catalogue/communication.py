@@ -11,7 +11,7 @@ from pipeline.params.sections import Section
 
 _OVER_DDP = ("ddp", "zero1")
 LOCAL_STEPS = 4
-"""Post-local SGD: steps between two averagings of the weights."""
+"""Number of steps after which post-local SGD averages the weights again."""
 
 
 class CommunicationSettings(Section):
@@ -59,7 +59,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="gradients_beside_buckets",
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
-        does="As by torch's default, gradients have their own memory and are copied into DDP's buckets and back",
+        does="Gradients have their own memory, and are copied into DDP's buckets and back. This is torch's default",
         pays="never; it is here to show what the default, gradient_as_bucket_view: true, saves",
         costs="twice the memory for gradients, and the time for copies",
         source="PyTorch documentation: DistributedDataParallel",
@@ -83,7 +83,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         needs=_OVER_DDP,
         excludes=dict.fromkeys(
             ("gradient_accumulation", "auto_micro_batch"),
-            "DDP with a static graph fails if its first backward pass is not reduced (PyTorch issue 143580)",
+            "DDP with a static graph fails if it does not reduce the first gradients (PyTorch issue 143580)",
         ),
     ),
     Entry(
@@ -159,7 +159,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         needs=_OVER_DDP,
         excludes={
             "channels_last": "torch's PowerSGD views gradients as matrices, which the strides of NHWC do not allow",
-            "fp16": "the loss scale skips a step that overflows, but PowerSGD's error would keep the overflow",
+            "fp16": "a step that overflows is skipped, but the error that PowerSGD stores would keep the overflow",
         },
     ),
     Entry(

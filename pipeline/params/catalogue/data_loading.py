@@ -20,8 +20,8 @@ class DataLoadingSettings(Section):
     )
     loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
         2,
-        description="Number of the DataLoader's worker processes per training process; 0: the training process loads "
-        "the data.",
+        description="Number of the DataLoader's worker processes for each training process; 0: the training process "
+        "itself loads the data.",
     )
 
 
@@ -55,7 +55,7 @@ DATA_LOADING: tuple[Entry, ...] = (
         setting="data_loading: dataloader",
         searched_for=("torch.utils.data.DataLoader", "num_workers", "persistent_workers", "torchvision transforms"),
         does="The worker processes of PyTorch's DataLoader read, augment and normalise one sample at a time. The "
-        "processes live for all epochs. For a GPU, batches are placed in pinned memory",
+        "processes are kept for all epochs. For a GPU, batches are placed in pinned memory",
         pays="when samples must be decoded or changed one by one in Python; otherwise it shows what resident "
         "and streamed data save",
         costs="Python code for every sample; loader_workers processes per training process, whose memory is not "

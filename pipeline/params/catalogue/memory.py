@@ -12,7 +12,7 @@ from pipeline.params.sections import Count, PositiveInt, ProperFraction, Section
 
 
 def needs_adamw(train: Train) -> str | None:
-    """``why_not_with`` of techniques that replace AdamW."""
+    """Serve as ``why_not_with`` of the techniques that replace AdamW."""
     return None if train.optimizer == "adamw" else f"it replaces adamw, and train.optimizer is {train.optimizer}"
 
 
@@ -56,7 +56,7 @@ class MemorySettings(Section):
     loss_chunks: Count = Field(
         1,
         description="Number of chunks of a micro-batch; the last layer and the loss compute one chunk at a time. A "
-        "chunk is a part of the samples; for a language model with the built-in loss, it is a part of the tokens.",
+        "chunk is a part of the samples or, for a language model with the built-in loss, a part of the tokens.",
     )
     optimizer_in_backward: bool = Field(
         False, description="Update each parameter as soon as its gradient is complete, and free the gradient."
@@ -81,8 +81,8 @@ MEMORY: tuple[Entry, ...] = (
         setting="activation_checkpointing: true",
         searched_for=("gradient checkpointing", "activation recomputation", "torch.utils.checkpoint", "remat"),
         does="Blocks keep only their input and run again in the backward pass",
-        pays="when activations are most of the peak memory, and a larger batch or model is worth a third more "
-        "arithmetic",
+        pays="when activations are most of the peak memory, and a larger batch or model is worth about a third more "
+        "computation",
         costs="a second forward pass of the blocks. If a block changes a state in its forward pass, as spectral_norm "
         "does, the state changes twice; only running statistics of normalisation layers are updated once",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
@@ -98,7 +98,7 @@ MEMORY: tuple[Entry, ...] = (
         does="Blocks keep their input and the outputs of their matrix products and convolutions; the cheap operations "
         "between them run again in the backward pass",
         pays="when activations are most of the peak memory, and a second forward pass costs too much",
-        costs="element-wise operations and normalisations run twice per step; each operation passes through Python",
+        costs="element-wise operations and normalisations run twice per step; Python code runs for every operation",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
         changes="nothing",
         layer="blocks",
@@ -130,7 +130,7 @@ MEMORY: tuple[Entry, ...] = (
         searched_for=("CPU offload", "activation offloading", "save_on_cpu", "saved_tensors_hooks"),
         does="Activations are kept in the host's pinned memory until the backward pass",
         pays="when activations do not fit, and copying them is faster than computing them again",
-        costs="every kept byte crosses the bus twice and occupies pinned host memory",
+        costs="every byte of activations crosses the bus twice and occupies pinned host memory",
         source="Rhu et al., vDNN: Virtualized Deep Neural Networks, MICRO 2016",
         changes="nothing",
         layer="forward",
@@ -159,7 +159,7 @@ MEMORY: tuple[Entry, ...] = (
         does="Before the training, a trial step is divided into more and more micro-batches until it fits into every "
         "process's memory; batch size and learning rate stay the same",
         pays="when the same job has to fit on different devices",
-        costs="a few trial steps; with more than one micro-batch, the costs of gradient_accumulation",
+        costs="a few trial steps; if there is more than one micro-batch, also the costs of gradient_accumulation",
         source="Ott et al., Scaling Neural Machine Translation, WMT 2018",
         changes="rounding",
         layer="forward",
@@ -193,8 +193,8 @@ MEMORY: tuple[Entry, ...] = (
         implementation="chunked_loss.ChunkedLoss",
         requested_if=lambda variant: variant.loss_chunks > 1,
         excludes={
-            "fp16": "the logits' gradients are computed before the scaler scales the loss, so they would become zero",
-            "pipeline": "the pipeline places the last layer in a stage, but chunked_loss runs it in the loss",
+            "fp16": "the logits' gradients are computed before the scaler scales the loss, so small ones would be zero",
+            "pipeline": "the pipeline runs the last layer in a stage, but chunked_loss runs this layer in the loss",
             "parameter_precision": "the loss gets float32 activations, but the last layer's parameters are bfloat16",
         },
     ),
@@ -213,12 +213,12 @@ MEMORY: tuple[Entry, ...] = (
             **dict.fromkeys(
                 ("gradient_accumulation", "auto_micro_batch"),
                 "a gradient is complete only after the last micro-batch, but optimizer_in_backward uses and frees it "
-                "after each one",
+                "after each micro-batch",
             ),
             **dict.fromkeys(
                 _PARALLEL,
-                "a gradient is complete only after the devices' gradients are added up, which "
-                "is too late for the update",
+                "a gradient is complete only after the devices' gradients are added up, but optimizer_in_backward "
+                "updates the parameter earlier",
             ),
             "fp16": "the scaler checks all gradients before any update",
             "foreach_optimizer": "optimizer_in_backward updates one parameter at a time, and foreach updates all",

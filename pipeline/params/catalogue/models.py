@@ -51,8 +51,8 @@ MODELS: tuple[Entry, ...] = (
         setting="model: small_cnn",
         searched_for=("student", "smaller model", "model_options", "architecture"),
         does="The variant trains this model instead of train.model",
-        pays="when a smaller or faster model is accurate enough; to show what a teacher adds, by training the "
-        "student's model without the teacher",
+        pays="when a smaller or faster model is accurate enough; also to train the student's model without the "
+        "teacher, which shows what the teacher adds",
         costs="the comparison is then between models, not only between techniques; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
@@ -77,7 +77,7 @@ MODELS: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.distillation is not None,
         excludes={
             "pipeline": "the teacher needs the inputs and the loss needs the outputs, but no stage has both",
-            "chunked_loss": "the distance needs all outputs at once, and a chunked loss never has all of them",
+            "chunked_loss": "the distance to the teacher needs all outputs at once, but a chunked loss never has all",
             "data_parallel": "the teacher would compute the whole batch on one GPU",
         },
         without_effect=lambda variant: {"distillation": variant.distillation.model_copy(update={"alpha": 0.0})},  # type: ignore[union-attr]

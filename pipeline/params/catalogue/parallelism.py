@@ -41,8 +41,8 @@ class ParallelismSettings(Section):
     )
     reshard_after_forward: bool = Field(
         True,
-        description="With fsdp. true: a block's gathered parameters are freed after its forward pass. false: they stay "
-        "in memory until the backward pass has used them.",
+        description="With fsdp. true: a block's gathered parameters are freed after its forward pass. false: they are "
+        "freed only after its backward pass.",
     )
     parameter_precision: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -76,7 +76,7 @@ PARALLELISM: tuple[Entry, ...] = (
         excludes={
             **dict.fromkeys(
                 ("bf16", "float8"),
-                "DataParallel's threads do not inherit autocast's dtype, and would compute in float16",
+                "DataParallel's threads do not inherit autocast's number format, and would compute in float16",
             ),
             "activation_checkpointing": _ONE_FORWARD,
             "selective_checkpointing": _ONE_FORWARD,
@@ -148,7 +148,7 @@ PARALLELISM: tuple[Entry, ...] = (
         excludes={
             "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
             "cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this",
-            "auto_micro_batch": "with fsdp, a step that runs out of memory leaves some parameters gathered",
+            "auto_micro_batch": "with fsdp, a trial step that runs out of memory leaves some parameters gathered",
         },
     ),
     Entry(
@@ -156,8 +156,8 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="reshard_after_forward: false",
         searched_for=("reshard_after_forward", "SHARD_GRAD_OP", "ZeRO-2"),
         does="A block's gathered parameters stay in memory from its forward to its backward pass",
-        pays="when steps wait for fsdp's communication, and all whole parameters fit into a GPU's memory",
-        costs="memory for all whole parameters while a step runs",
+        pays="when steps wait for fsdp's communication, and a GPU's memory has room for all parameters at once",
+        costs="memory for all gathered parameters while a step runs",
         source="PyTorch documentation: torch.distributed.fsdp.fully_shard",
         changes="nothing",
         needs=("fsdp",),
@@ -227,12 +227,12 @@ PARALLELISM: tuple[Entry, ...] = (
         name="tensor",
         setting="parallelism: tensor",
         searched_for=("tensor parallelism", "TP", "Megatron", "parallelize_module", "DTensor", "model parallelism"),
-        does="Pairs of linear layers are cut along the width between the two layers, and gpt's attention by its heads. "
-        "Every process computes some columns of the first layer and the matching rows of the second. With "
-        "`replicas: N`, N groups do this and share the batch as in ddp",
+        does="Pairs of linear layers are cut along their common width, and gpt's attention is cut between heads. Every "
+        "process computes some columns of the first layer and the matching rows of the second. With `replicas: N`, N "
+        "groups do this and share the batch as in ddp",
         pays="for wide transformers on GPUs of one host, joined by NVLink",
-        costs="an all-reduce of activations per pair in the forward and in the backward pass, which does not "
-        "overlap with computation; every process holds and computes the rest of the model",
+        costs="two all-reduces of activations per pair of layers, one in the forward and one in the backward pass; "
+        "they do not overlap with computation. Every process holds and computes all other layers",
         source="Shoeybi et al., Megatron-LM, 2019",
         changes="rounding",
         layer="parallelism",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.params.catalogue import Variant
 
 GRAPH_WARMUP_STEPS = 3
-"""Steps before the step that is captured as a CUDA graph; the number is from PyTorch's documentation and tests."""
+"""Number of steps that run before a step is recorded as a CUDA graph. PyTorch's documentation and tests use 3."""
 
 
 def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
@@ -25,7 +25,7 @@ def _records_within_warmup(train: Train) -> str | None:
     if train.warmup_steps > GRAPH_WARMUP_STEPS:
         return None
     return (
-        f"it runs {GRAPH_WARMUP_STEPS} steps and then records one, and all of them come before the measured window: "
+        f"it runs {GRAPH_WARMUP_STEPS} steps and then records a step, all before the measured window, so "
         f"train.warmup_steps must be above {GRAPH_WARMUP_STEPS}, but is {train.warmup_steps}"
     )
 
@@ -44,8 +44,8 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     else:
         return None
     return (
-        f"it records CUDA graphs, and the next forward pass overwrites their gradients, which {kept} would keep "
-        "(PyTorch issue 169545); the mode default records no such graphs"
+        f"it records CUDA graphs; the next forward pass overwrites their gradients, but {kept} needs these gradients "
+        "longer (PyTorch issue 169545). The mode default records no such graphs"
     )
 
 
@@ -116,8 +116,8 @@ SPEED: tuple[Entry, ...] = (
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
-        does="Images and weights are stored with the channels innermost, in the order that convolution "
-        "kernels for Tensor Cores read",
+        does="Images and weights are stored with the channels innermost. Convolution kernels for Tensor Cores read "
+        "this order",
         pays="for convolutional models in 16 bits on GPUs, and on CPUs with oneDNN",
         costs="a copy if an operation has no kernel for this format. Every 4-D parameter is rearranged, so code that "
         "relies on its strides, such as view and view_as_complex, fails. With fsdp, which shards only contiguous "
@@ -155,8 +155,8 @@ SPEED: tuple[Entry, ...] = (
         requested_if=lambda variant: variant.compile != "none",
         excludes={
             "data_parallel": "DataParallel makes new replicas in each step, but compiled code belongs to one model",
-            "pipeline": "a stage runs its own part of the model, not the compiled whole",
-            "fsdp": "fsdp gathers parameters between the blocks, which cannot be a part of one graph",
+            "pipeline": "a stage runs only its part of the model, but compile compiles the whole model",
+            "fsdp": "fsdp gathers parameters between the blocks, and one graph cannot contain this communication",
             "sync_batchnorm": "it is not known whether SyncBatchNorm's exchange of statistics compiles in one graph",
             "activation_offload": "it is not known whether activations that compiled code keeps are offloaded",
         },
@@ -178,7 +178,7 @@ SPEED: tuple[Entry, ...] = (
         needs_measuring=True,
         excludes={
             **dict.fromkeys(
-                ("ddp", "pipeline", "data_parallel"), "only a step of one GPU can be recorded, without communication"
+                ("ddp", "pipeline", "data_parallel"), "only a step on one GPU, without communication, can be recorded"
             ),
             "compile": "compile has a mode of its own that records CUDA graphs, reduce-overhead",
             "fp16": "with a gradient scaler, the host decides in each step whether to update the weights",
@@ -191,7 +191,7 @@ SPEED: tuple[Entry, ...] = (
             "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "only fused optimizers are known to read the learning rate and the flag of a bad loss on the device",
+                "only fused optimizers are known to read on the device the learning rate and whether the loss is bad",
             ),
         },
         why_not=needs_gpu,
@@ -204,7 +204,7 @@ SPEED: tuple[Entry, ...] = (
         does="cuDNN tries its algorithms once for each shape of convolution and takes the fastest; while "
         "train.deterministic is true, it tries only deterministic algorithms",
         pays="for convolutional models with fixed shapes",
-        costs="a search in the first step; the chosen algorithm, and so the rounding, can differ from run to run",
+        costs="a search in the first step. The fastest algorithm, and with it the rounding, can differ from run to run",
         source="PyTorch documentation: torch.backends.cudnn",
         changes="rounding",
         repeats=False,
