@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="REVISION|FILE",
         help="a git revision, which is measured together with this work tree; or a recorded reports/comparison.json, "
-        "with which the gate only advises",
+        "for a comparison that is only advice",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
     plan = add(
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--text", metavar="DIR", help="train a language model on UTF-8 files")
     init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
-    schema = add("schema", _schema, "Write params.schema.json, with which editors complete params.yaml.")
+    schema = add("schema", _schema, "Write params.schema.json, which editors use to complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     # Other commands start the next two commands, so --help does not list these.
     follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")

@@ -58,7 +58,7 @@ ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     """Return ``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers
-    hardware, software and settings, on which every number depends.
+    hardware, software and settings, which every number depends on.
 
     Sizes are in whole GiB, power limits in watts. ``None`` means an unknown value; for a setting, it means that the
     value may be a secret (``variables``). The argument ``relied_on`` (``plans.relied_on``) names the optional packages

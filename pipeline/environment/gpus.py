@@ -21,7 +21,7 @@ class Shown(NamedTuple):
     driver: str | None = None
     """The driver's version. None: there is no driver, or its version is unknown."""
     why_none: str | None = None
-    """The failure because of which no GPU is shown although there may be one; None if there was no failure."""
+    """The failure that hides GPUs which may exist; None if nothing failed."""
 
 
 def shown() -> Shown:

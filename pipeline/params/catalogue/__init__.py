@@ -124,7 +124,7 @@ def _why_apart(technique: Entry, other: Entry) -> str | None:
     if not technique.needs or any(_runs_in(other, entry(name)) for name in technique.needs):
         return None
     needed = f"{technique.name} needs parallelism: {' or '.join(technique.needs)}"
-    return needed if other.key == "parallelism" else f"{needed}, with which {other.name} cannot run"
+    return needed if other.key == "parallelism" else f"{needed}, but {other.name} cannot run with this parallelism"
 
 
 def _runs_in(technique: Entry, parallelism: Entry) -> bool:
