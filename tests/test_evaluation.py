@@ -85,7 +85,7 @@ def test_a_model_without_weights_takes_them_from_a_state() -> None:
 def test_a_loss_that_is_not_finite_is_no_result(digits: Dataset, value: float) -> None:
     model = conv_net()
     torch.nn.init.constant_(model[2][1].bias, value)  # type: ignore[index]
-    with pytest.raises(ObjectiveError, match=r"its mean over the 64 test samples is nan\. Either the training has"):
+    with pytest.raises(ObjectiveError, match=r"its mean over the 64 test samples is nan\. If the training has"):
         evaluate(model, task_of(_with_test_samples(digits, 64)), ALONE, 16)
 
 

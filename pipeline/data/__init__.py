@@ -22,7 +22,7 @@ SYNTHETIC_DESCRIPTION = "synthetic.json"
 
 
 LIMIT_BYTES = 1 << 28
-"""Largest size of a raw file that is read whole, such as an image of an image folder."""
+"""Largest size of a raw file that is read into memory whole, such as an image of an image folder."""
 
 
 class DataError(PipelineError):
@@ -30,6 +30,6 @@ class DataError(PipelineError):
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in bounded memory."""
+    """Return the SHA-256 of a file's content. The file is read in blocks, so memory use is small."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,8 +24,8 @@ CHUNK_BYTES = 16 << 20
 LIMIT_HEADER_BYTES = 1 << 20
 """Largest header of a .safetensors file: more than enough for the descriptions of many arrays."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest size of a row, because a chunk in memory holds at least one row. Even a small file can declare a huge row, or
-contain a huge row in compressed form."""
+"""Largest allowed size of a row. Without a limit a row could fill the memory, because a chunk holds at least one row.
+Even a small file can declare a huge row, or contain a huge row in compressed form."""
 
 
 class Array(NamedTuple):
@@ -88,8 +88,8 @@ class Array(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Array]:
-    """Yield the arrays that the file's header describes. Raises DataError for a damaged file, and for an array
-    that does not hold numbers in rows of one shape."""
+    """Yield the arrays that the file's header describes. Raises DataError if the file is damaged, or if an array does
+    not hold numbers in rows of one shape."""
     with naming(path):
         for array in _READERS[path.suffix](path):
             check_name(array.member, path)
@@ -141,7 +141,8 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
     """Yield the tensors.
 
     Format, from https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the header
-    in JSON; the values. A tensor's two ``data_offsets`` are the start and end of its values after the header.
+    in JSON; the values. A tensor's two ``data_offsets`` are the start and the end of its values, counted in bytes from
+    the end of the header.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -160,11 +161,11 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
 
 
 def _in_table(path: Path) -> Iterator[Array]:
-    """Yield each column as an array. But if no column is named ``inputs``, all columns except ``targets`` together form
-    the inputs.
+    """Yield each column as an array. If no column is named ``inputs``, yield all columns except ``targets`` as one
+    array, the inputs, and then the column ``targets`` if it exists.
 
-    A column holds numbers. A column that forms an array alone may instead hold lists of numbers. All lists have the
-    length that the column's type declares.
+    A column holds numbers. A column that is an array of its own may hold lists of numbers instead. All lists of a
+    column have the length that the column's type declares.
     """
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
     from pyarrow.types import is_floating, is_integer
@@ -214,7 +215,7 @@ _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensor
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any exception of the block into a DataError, because a damaged file can raise exceptions of many types."""
+    """Turn any exception that the block raises into a DataError: a damaged file can raise exceptions of many types."""
     try:
         yield
     except DataError:

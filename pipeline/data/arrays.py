@@ -33,7 +33,7 @@ from pipeline.params import Config, Fetch
 
 LIMIT_CLASSES = 1 << 16
 LIMIT_VOCABULARY = 1 << 31
-"""The range of int32, the largest type in which tokens are prepared."""
+"""Largest allowed vocabulary: every token must fit into int32, the largest type in which tokens are prepared."""
 TEST = "test_"
 """Prefix of the names of the test split's arrays."""
 KEY = "fetch.arrays"
@@ -80,9 +80,9 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 def export(fetch: Fetch, directory: Path) -> None:
     """Write .npy files into the empty ``directory``, from the function or saved data set that ``fetch.arrays`` names.
 
-    A function is called twice, with ``split`` "train" and then "test". It yields the split's next n samples as a dict
-    of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one such dict is in memory.
-    Raises DataError if the function or the data set yields anything else.
+    A function is called twice, first with ``split`` "train" and then with "test". It yields the split's samples in
+    chunks. A chunk is a dict of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one
+    chunk is in memory at a time. Raises DataError if the function or the data set yields anything else.
     """
     name = str(fetch.arrays)
     for split, prefix in (("train", ""), ("test", TEST)):
@@ -107,7 +107,8 @@ def _called(fetch: Fetch, name: str, split: str) -> Any:
 def _saved(folder: Path, split: str) -> Iterator[Any]:
     """Yield chunks of the saved data set's ``split``. A data set without splits counts as the train split.
 
-    Raises DataError if the library is missing, if the data set cannot be read, and for a split of another name.
+    Raises DataError if the library is missing, if the data set cannot be read, or if one of its splits is named neither
+    ``train`` nor ``test``.
     """
     try:
         from datasets import load_from_disk
@@ -144,7 +145,7 @@ def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
 
 
 def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the arrays in the files that ``directory``'s listing names. Raises DataError."""
+    """Decode the arrays in the files that the listing in ``directory`` names. Raises DataError."""
     found = _opened(root(config.fetch, directory), directory / LISTING)
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
@@ -187,7 +188,7 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the prepared type of the array ``name``, which holds neither tokens nor labels."""
+    """Return the prepared type of the array ``name``, which must not hold tokens or labels."""
     if dtype == np.uint8 and name != "targets":
         return dtype
     return np.dtype(np.int64 if dtype.kind in "iu" and name not in ("inputs", "targets") else np.float32)
@@ -196,8 +197,9 @@ def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
-    Raises DataError for numbers out of range. The numbers are checked in the file's own type, because a number
-    that is out of range would wrap around when it is converted.
+    Raises DataError for a number that is negative, that is ``limit`` or more, or that is in ``test`` and larger than
+    every number in ``train``. The numbers are checked before they are converted from the file's own type, because a
+    conversion would turn a number that is out of range into another number.
     """
     count = 0
     for array in (arrays[name] for arrays in (train, test) if arrays):
@@ -251,7 +253,8 @@ def _rows(
     chosen: npt.NDArray[np.bool_] | None,
     limit: int | None,
 ) -> Iterator[Chunk]:
-    """Yield the ``chosen`` rows (None: all rows) of all arrays, at most ``limit`` rows, converted to ``types``."""
+    """Yield chunks of the ``chosen`` rows (None: of all rows) of every array, converted to ``types``. At most ``limit``
+    rows are yielded (None: no limit)."""
     arrays = [named[name] for name in types]
     length = max(1, array_files.CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
     start, left = 0, arrays[0].shape[0] if limit is None else limit
@@ -270,14 +273,15 @@ def _rows(
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for numbers that ``dtype`` cannot hold or would round."""
+    """Return ``rows`` as ``dtype``. Raises DataError for numbers too large for ``dtype``, and for integers that float32
+    would round."""
     if rows.size and rows.dtype != dtype:
         integers = rows.dtype.kind in "iu"
         low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))
         if integers and dtype.kind == "f" and max(-low, high) > 1 << 24:
             raise DataError(
-                f"{name}: integers from {low:,} to {high:,} are to become float32, which is exact only up to 2^24; "
-                "write them as floats, and scale them down if small differences matter."
+                f"{name}: integers from {low:,} to {high:,} must become float32, which holds integers "
+                "exactly only up to 2^24; write them as floats, and scale them down if small differences matter."
             )
         largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
         if largest < max(-low, high) < math.inf:

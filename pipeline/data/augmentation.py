@@ -61,7 +61,7 @@ def flip(images: Tensor, flipped: Tensor) -> Tensor:
 
 
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """Set a square of image i to zero, in place. It is ``side`` pixels wide, with the centre (row[i], column[i]).
+    """In place, set a square of each image i to zero: ``side`` pixels wide, with the centre (row[i], column[i]).
 
     A square is cut off at the image's edges. Zero is the mean of normalised images. Source: DeVries and Taylor (2017),
     arXiv:1708.04552.

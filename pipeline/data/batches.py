@@ -2,7 +2,7 @@
 
 The order of the samples and all random draws of the augmentation depend only on the seed and the epoch. Order and draws
 are computed on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device
-sees. This holds for any number of micro-batches and any placement, PyTorch's DataLoader (``loader``) included.
+sees. This holds for any number of micro-batches and for every placement, including PyTorch's DataLoader (``loader``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Placement = Literal["resident", "streamed", "dataloader"]
 map that worker processes read ("dataloader")."""
 
 RESIDENT_FRACTION = 0.25
-"""Placement auto chooses resident if the training arrays take at most this share of the device's free memory."""
+"""The placement "auto" means "resident" if the training arrays take at most this share of the device's free memory."""
 
 
 class Batching(Protocol):
@@ -132,8 +132,8 @@ class TrainBatches:
     def hold(self) -> None:
         """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
 
-        Without the pause, reading ahead would slow down another variant's window. And this variant's next window would
-        not include the time for reading these micro-batches.
+        Without the pause, reading ahead would slow down another variant's window. Besides, this variant's next window
+        would not include the time for reading these micro-batches.
         """
         for reader in self._readers:
             reader.hold()
@@ -177,7 +177,8 @@ class TrainBatches:
             self._readers.discard(reader)
 
     def _own_part(self, values: Tensor, start_step: int) -> Tensor:
-        """Return this rank's part of ``values``: [N] in the epoch's order -> [remaining micro-batches, b]."""
+        """Return this rank's part of ``values`` [N], which are in the epoch's order, as [remaining micro-batches,
+        b]."""
         steps, ranks, micro_batches, samples = self._split
         used = values[: steps * ranks * micro_batches * samples].view(self._split)
         return used[start_step:, self._rank].reshape(-1, samples)
@@ -217,7 +218,8 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Choose the placement for the setting auto, by the free memory. All ranks and seeds use the main rank's choice."""
+    """Choose the placement for the setting auto by the memory that is free now. All ranks and seeds use the main rank's
+    choice."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return placement_within(free, dataset)
 

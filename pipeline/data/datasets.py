@@ -42,8 +42,8 @@ IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats of images that are decoded. Pillow recognises a format by the file's content, not by its name. Without this
 list, Pillow would start Ghostscript for an EPS file."""
 Image.MAX_IMAGE_PIXELS = LIMIT_BYTES // 4
-"""Largest number of pixels of an image. A limit is needed because a file of a few kilobytes can declare any number.
-Each pixel takes four bytes, and four more bytes during the conversion to RGB."""
+"""Largest number of pixels of an image. A limit is needed because a file of a few kilobytes can declare any number of
+pixels. A pixel takes four bytes of memory, and four more bytes during the conversion to RGB."""
 
 DIGIT_NAMES = tuple("0123456789")
 FASHION_NAMES = (
@@ -62,7 +62,7 @@ CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
 
 
 def decode(config: Config, raw: Path) -> Decoded:
-    """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, by the settings of ``prepare``.
+    """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, with the settings of ``prepare``.
 
     Raises DataError, naming the file, if a file is missing, malformed or changed since ``fetch``.
     """
@@ -108,7 +108,7 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
     expected = offset + int(np.prod(shape, dtype=object))
     if len(content) != expected:
-        raise DataError(f"{path}: its IDX header declares {expected:,} bytes, but it has {len(content):,}.")
+        raise DataError(f"{path}: the IDX header declares {expected:,} bytes, but the file has {len(content):,}.")
     return np.frombuffer(content, dtype=np.uint8, offset=offset).reshape(shape)
 
 

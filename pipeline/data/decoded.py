@@ -1,4 +1,5 @@
-"""The result of every decoder, and functions that decoders share: read ``fetch``'s listing, choose test samples."""
+"""The type that every decoder returns, and the functions that decoders share: reading ``fetch``'s listing, and choosing
+test samples."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ Chunk = tuple[npt.NDArray[Any], ...]
 @dataclass(frozen=True)
 class Decoded:
     train: Iterable[Chunk]
-    """Iterate over it once, before ``test``."""
+    """Chunks of the training split. They can be read only once, and must be read before ``test``."""
     test: Iterable[Chunk]
     arrays: tuple[str, ...] = ("inputs", "targets")
     """Names of the arrays in a chunk, in order; targets may be absent."""
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None = None
-    """Number that is greater than every token; None if the inputs are not tokens."""
+    """Size of the vocabulary, which is greater than every token; None if the inputs are not tokens."""
     version: str = ""
-    """Version of the raw data, if the data set's name does not fix it."""
+    """Version of the raw data; empty if the data set's name alone determines the raw data."""
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
@@ -51,11 +52,11 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
 
 
 def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:
-    """Return which samples are for testing, [N] bool: ``fraction`` of each class, but at least one and never all.
+    """Choose test samples; return them as [N] bool: ``fraction`` of each class, but at least one and never all.
 
-    A class with only one sample keeps it for training. Samples are chosen by the first 8 bytes of their key's SHA-256.
-    So the split is the same on every machine and for any order of the samples, and adding a sample hardly changes the
-    split. ``labels``: [N] integers from 0.
+    If a class has only one sample, this sample is for training. Samples are chosen by the first 8 bytes of their key's
+    SHA-256. So the split is the same on every machine and for any order of the samples, and adding a sample hardly
+    changes the split. ``labels``: [N] integers from 0.
     """
     numbers = np.asarray(labels, np.intp)  # an empty list would become floats
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))

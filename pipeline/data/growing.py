@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 
 class GrowingArray:
-    """An array [N, ...] whose rows have the type and shape of the first row. The file is complete after the block."""
+    """An array [N, ...] whose rows have the type and shape of the first row. The file is complete after the ``with``
+    block."""
 
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] | None = None

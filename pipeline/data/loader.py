@@ -1,7 +1,8 @@
 """PyTorch's DataLoader in its usual form: worker processes read, augment and prepare one sample at a time.
 
-The workers draw no random numbers. Each sample's index comes with the sample's draws from ``draw_epoch``. The other
-placements use the same draws, so the tensors are bitwise equal. Only speed and memory differ.
+The workers draw no random numbers. They get each sample's index together with the sample's draws from ``draw_epoch``.
+The other placements use the same draws, so all placements give bitwise equal tensors and differ only in speed and
+memory.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class WorkerBatches:
         """End the workers. A later epoch starts new ones."""
         self._brake.release()
         if self._reading is not None and self._workers:
-            self._reading._shutdown_workers()  # its destructor would do this at an unknown time
+            self._reading._shutdown_workers()  # otherwise the iterator's destructor would end them, at an unknown time
         self._epochs += 1
         self._loader = self._reading = None
 
@@ -120,7 +121,7 @@ class _Order:
 
 
 class _Brake:
-    """Pauses the workers. While the brake is off, each check is one read of shared memory."""
+    """Pauses the workers. While the brake is off, a check only reads one value in shared memory."""
 
     def __init__(self) -> None:
         self._on = multiprocessing.RawValue("b", 0)
@@ -144,6 +145,7 @@ class _Brake:
 
 
 def _ignore_signals(_: int) -> None:
-    """Ignore SIGINT and SIGTERM, because the current step still needs the workers. The training process ends them."""
+    """Ignore SIGINT and SIGTERM, because the current step still needs the workers; the training process ends the
+    workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

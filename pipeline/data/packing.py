@@ -30,11 +30,13 @@ STATISTICS_CHUNK_BYTES = 16 << 20
 
 
 def prepare(config: Config, raw: Path, out: Path) -> None:
-    """Decode ``raw/<dataset>/`` and replace the directory ``out`` with the packed data set, whole or not at all.
+    """Decode ``raw/<dataset>/``, and replace the directory ``out`` by the packed data set. After an error ``out`` is
+    unchanged.
 
-    Memory holds a few chunks of rows, and at most 32 bytes per row to choose test samples and count repeated inputs.
-    Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite or out of range.
-    It also raises DataError if a training channel is constant, or if all training samples have the same label.
+    In memory are only a few chunks of rows, and at most 32 bytes per row for choosing test samples and counting
+    repeated inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite
+    or out of range. It also raises DataError if a training channel is constant, or if all training samples have the
+    same label.
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
@@ -74,12 +76,12 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     )
     try:
         check_batch(config.train.batch_size, description.name, description.train_count)
-    except ConfigError as error:  # the data are kept, because preparing may take hours; training raises it
+    except ConfigError as error:  # only a warning, because preparing may take hours; training raises the error
         print(f"warning: {error}", file=sys.stderr)
 
 
 def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
-    """Return the statistics of ``rows`` [N, ...], the training array ``name``. uint8 is scaled to 0..1.
+    """Return the statistics of ``rows`` [N, ...], the training array ``name``. uint8 values are scaled to 0..1 first.
 
     Raises DataError for a constant channel, which cannot be normalised.
     """
@@ -93,10 +95,10 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 
 
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and population standard deviation per channel of floats [N, C, ...], in two passes in float64.
+    """Return each channel's mean and population standard deviation of floats [N, C, ...], in float64, in two passes.
 
     The results are rounded to float32, the type in which training uses them. The rounding hides most differences
-    between CPUs, which add in different orders.
+    between CPUs, which add up values in different orders.
     """
     axes = (0, *range(2, rows.ndim))
     shape = (1, -1, *[1] * (rows.ndim - 2))
@@ -111,7 +113,7 @@ def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and population standard deviation per channel of uint8 images [N, C, H, W], in units of 0..1.
+    """Return each channel's mean and population standard deviation of uint8 images [N, C, H, W], scaled to 0..1.
 
     The computation uses a histogram of integers, so it is exact except for the final rounding.
     """
@@ -176,7 +178,7 @@ def _open(directory: Path, split: str, name: str) -> npt.NDArray[Any]:
 def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: Decoded) -> tuple[int, ...]:
     """Return the number of samples of each class; () without classes.
 
-    Raises DataError for labels and tokens out of range, and if all training labels are equal.
+    Raises DataError if a label or a token is out of range, or if all training labels are equal.
     """
     if decoded.vocabulary:
         _check_range(f"{split} tokens", arrays["inputs"], decoded.vocabulary, "tokens in the vocabulary")

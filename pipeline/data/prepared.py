@@ -72,7 +72,7 @@ class Split:
 class Statistics(BaseModel):
     """Mean and population standard deviation of an array's training rows, per channel (the first dimension of a row).
 
-    uint8 is scaled to 0..1. An array with one number per row has one channel.
+    uint8 values are scaled to 0..1 first. An array with one number per row has one channel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +91,7 @@ class Dataset:
     vocabulary: int | None
     """Number of different tokens, which are the integers from 0 on; None if the inputs are not tokens."""
     statistics: Mapping[str, Statistics]
-    """Statistics of the inputs, unless they are tokens, and of the targets, unless they are labels."""
+    """"inputs" or "targets" -> statistics. Inputs that are tokens and targets that are labels have none."""
     train: Split
     test: Split
     test_in_train_count: int | None = None
@@ -140,7 +140,7 @@ class Description(BaseModel):
     files: dict[str, str]
     """File name -> SHA-256."""
     sha256: str = ""
-    """SHA-256 over all fields above except the two counts of repeated test inputs."""
+    """SHA-256 over all fields above except ``test_in_train_count`` and ``test_repeated_count``."""
 
     def digest(self) -> str:
         counted = {"sha256", "test_in_train_count", "test_repeated_count"}
@@ -197,7 +197,7 @@ def check_batch(batch_size: int, name: str, samples: int) -> None:
 
 
 def _verify_newer(directory: Path, description: Description) -> None:
-    """Raise DataError if a file that was written after dataset.json, by an edit or a checkout, has another SHA-256.
+    """Raise DataError if a file was written after dataset.json, by an edit or a checkout, and its SHA-256 has changed.
 
     ``prepare`` writes dataset.json last. After the check, dataset.json gets a new modification time, so that the next
     process need not read the files again.

@@ -17,11 +17,11 @@ READ_AHEAD = 4
 """Largest number of micro-batches that the background thread reads ahead."""
 
 _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
-"""Rows of each array, and the event after which their copies to a GPU are complete (None on the CPU)."""
+"""The rows of each array, and the event that marks the end of their copies to the GPU (None on the CPU)."""
 
 
 class OpenRows:
-    """Reads rows from an array's open file, for an array that may not stay in the page cache.
+    """Reads rows from the open file of an array that may not stay in the page cache.
 
     Reading a row takes less processor time than mapping its pages, which would be used once and then unmapped.
     """
@@ -51,7 +51,7 @@ class OpenRows:
 
 class Reader:
     """Gathers rows of arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead. An array's rows come
-    from its memory map. But if ``files`` has a file at the array's index, they come from this file.
+    from the file that ``files`` has at the array's index or, if that is None, from the array's memory map.
 
     On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching allocators reuse a
     pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the memory of the rows on the

@@ -1,4 +1,4 @@
-"""Synthetic samples: textures with noise, or tokens that count up. A seed gives the same samples on every machine.
+"""Synthetic samples: textures with noise, or rising tokens. A seed gives the same samples on every machine.
 
 A model's score on synthetic samples says nothing about other data. Synthetic samples serve to measure speed and memory
 for a given shape and number of samples.
@@ -28,9 +28,9 @@ _WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
 def chunks(requested: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
     """Yield the first ``count`` samples of a split in chunks: inputs [n, *shape] and, unless they are tokens, targets.
 
-    Targets are labels [n], which repeat the sequence of all classes, or floats [n, classes] from 0 to 1. Each token is
-    one or two more than the token before, modulo ``classes``. A sample depends on ``requested``, ``split`` and its
-    index, not on ``count``.
+    Targets are either labels [n], which run through all classes again and again, or floats [n, classes] from 0 to 1.
+    Each token is one or two more than the token before, modulo ``classes``. A sample depends on ``requested``,
+    ``split`` and its index, not on ``count``.
     """
     tile = (requested.shape[0], *(min(TILE, size) for size in requested.shape[1:]))
     tiles = _bytes(requested.seed, "textures", 0, requested.classes, tile)

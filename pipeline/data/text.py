@@ -22,15 +22,15 @@ from pipeline.params import Config, Fetch
 Tokens = npt.NDArray[Any]
 
 END = 256
-"""The token that follows each file if the other tokens are bytes."""
+"""The token after each file's last token, if the tokens are bytes."""
 KEY = "prepare.tokenizer"
 BLOCK_BYTES = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
 _UNREAD = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Folders that ``python_source`` skips: folders of tests (some test files are broken on purpose), of caches, and of
-packages that do not belong to Python."""
+"""Names of the folders that ``python_source`` skips: folders of tests (some test files are broken on purpose), folders
+of caches, and folders of packages that do not belong to Python."""
 
 
 def root(fetch: Fetch) -> Path:
@@ -63,7 +63,8 @@ def files(fetch: Fetch) -> list[str]:
 
 
 def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the files that ``directory``'s listing names. A share ``prepare.test_fraction`` of them is for testing."""
+    """Decode the files that ``directory``'s listing names. The share ``prepare.test_fraction`` of these files is for
+    testing."""
     rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
     tokenizer = _Bytes() if kept.tokenizer is None else _OfFile(Path(kept.tokenizer).expanduser())
     test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)

@@ -21,12 +21,12 @@ from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
 
 _SMALL_IMAGE = 64
-"""Shorter side, in pixels, below which a ResNet's ImageNet stem would leave too few pixels."""
+"""If an image's shorter side has fewer pixels than this, a ResNet's ImageNet stem would leave too few pixels."""
 
 
 _FILLED_IN = {"image_size", "input_size", "dropout"}
-"""Required arguments of torchvision's model classes that a user may set, because the builders only have defaults for
-them. The builders set all other required arguments."""
+"""Arguments that torchvision's model classes require, but that a user may leave out or set, because the builders have
+defaults for them. The builders set all other required arguments."""
 
 
 class ModelError(PipelineError):
@@ -86,9 +86,9 @@ def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Mod
     """Two 5x5 convolutions of 20 channels and two linear layers (320-50-10 for 28x28x1 images): a textbook model.
 
     If both sides have at least 16 pixels, the convolutions are not padded, as in textbooks. On smaller images, the
-    convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU. Both are monotone, so the
-    function is the same, but the ReLU processes only a quarter of the values. Raises ModelError for sides below
-    4 pixels.
+    convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU. Both are monotone, so their
+    order does not change the outputs, but the ReLU processes only a quarter of the values. Raises ModelError for sides
+    below 4 pixels.
     """
     if min(height, width) < 4:
         raise ModelError(f"train.model: small_cnn needs images of at least 4x4 pixels; found {height}x{width}.")
@@ -108,7 +108,7 @@ def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Mod
 
 
 def resnet9(*, channels: int, height: int, width: int, classes: int, base_width: int = 64) -> nn.Module:
-    """Eight 3x3 convolutions, two residual pairs, one linear layer: the model of the CIFAR-10 speed records.
+    """Eight 3x3 convolutions (four in two residual pairs) and a linear layer: the model of the CIFAR-10 speed records.
 
     Source: Page, "How to Train Your ResNet", 2018. ``base_width`` is the number of channels of the first
     convolution. The last pooling covers all remaining pixels: 4x4 for 32x32 images, as in the original.
@@ -137,7 +137,8 @@ def resnet9(*, channels: int, height: int, width: int, classes: int, base_width:
 
 
 def mlp(*, features: int, classes: int = 0, outputs: int = 0, width: int = 64, depth: int = 2) -> nn.Module:
-    """Maps table rows to ``classes`` logits or ``outputs`` numbers: ``depth`` hidden ReLU layers of ``width`` units."""
+    """Maps table rows to ``classes`` logits or, if ``classes`` is 0, to ``outputs`` numbers. There are ``depth`` hidden
+    ReLU layers of ``width`` units."""
     sizes = [features, *[width] * depth]
     hidden = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in pairwise(sizes)]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes or outputs))
@@ -151,7 +152,7 @@ class _Residual(nn.Sequential):
 
 
 class _Scale(nn.Module):
-    """Multiplies the logits, so that the softmax of a freshly initialised model is not sharp."""
+    """Multiplies the logits by a factor, so that a freshly initialised model gives no class a large probability."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -220,7 +221,8 @@ def torchvision_model(
         growth = max(Fraction(1), Fraction(least[0], height), Fraction(least[1], width))
         size = (math.ceil(height * growth), math.ceil(width * growth))
     if size != (height, width):
-        # A hook instead of a wrapper module: a wrapper would change the state dict's names and what techniques see.
+        # A hook, because a wrapper module would change the names in the state dict and the modules that techniques
+        # find.
         model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
     return model
 
@@ -232,7 +234,8 @@ def _check_name(name: str, known: Sequence[str]) -> None:
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
-    """Let ``model`` take ``channels`` channels, with new weights scaled to keep the variance of the outputs."""
+    """Replace the first convolution by one of ``channels`` input channels. Its new weights are scaled to keep the
+    variance of the outputs."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     settings: dict[str, Any] = {
         "kernel_size": old.kernel_size,
@@ -290,9 +293,9 @@ def _listed(names: Iterable[str]) -> str:
 def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
     """Raise ModelError unless the model, in training mode, returns an output of shape ``outputs`` for each sample.
 
-    Runs a forward pass, which costs less than a training step. For a small model the meta device would cost more,
-    because it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random state, so
-    BatchNorm's statistics and the random numbers do not change.
+    Runs a forward pass, which takes less time than a training step. For a small model, a pass on the meta device would
+    take longer, because it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random
+    state, so BatchNorm's statistics and the random numbers do not change.
     """
     where, expected = f"train.model: {name} on a batch of shape {list(inputs.shape)}", (len(inputs), *outputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

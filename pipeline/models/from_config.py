@@ -27,8 +27,8 @@ class FromConfig(nn.Module):
 
         try:
             values = json.loads(Path(config).read_text(encoding="utf-8"))
-            # No special tokens, because a padding token would not be trained; a decoder, because an encoder would see
-            # later tokens.
+            # There are no special tokens, because a padding token's embedding would not be trained. The model is a
+            # decoder, because in an encoder a token would attend to later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
             found = AutoConfig.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
             self.net = AutoModelForCausalLM.from_config(found, dtype=torch.float32).train()

@@ -33,7 +33,8 @@ class GPT(nn.Sequential):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP of two linear layers. Each gets the normalised sum [b, t, width] of earlier outputs."""
+    """Attention, then an MLP of two linear layers. Each takes the normalised ``hidden`` [b, t, width], and its output
+    is added to ``hidden``."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()

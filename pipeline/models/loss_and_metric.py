@@ -52,7 +52,7 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
 
 
 def load(train: Train) -> None:
-    """Import the modules of loss and metric, so that their memory is not counted as the training's."""
+    """Import the modules of the user's loss and metric, so that their memory is not counted as the training's."""
     if ":" in train.loss:
         _loss_factory(train.loss)
     if ":" in train.metric:

@@ -14,7 +14,7 @@ from pipeline.params import Train
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer's class, or a function that creates the optimizer, and the keyword arguments for either."""
+    """An optimizer's class, or a function that creates the optimizer, and the keyword arguments for the call."""
 
     cls: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
@@ -25,10 +25,10 @@ class OptimizerChoice:
 
 
 class SGD(torch.optim.SGD):
-    """torch's SGD whose momentum starts as zeros.
+    """torch's SGD, except that the momentum starts as zeros.
 
-    torch's fused kernel leaves the momentum uninitialised until the first step fills it. If fp16's gradient scaler
-    skips the first step, the momentum would keep random memory content.
+    In torch's SGD, the momentum of the fused kernel is uninitialised until the first step fills it. If fp16's gradient
+    scaler skipped the first step, the momentum would keep random memory content.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], **options: Any) -> None:

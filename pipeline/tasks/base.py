@@ -26,7 +26,7 @@ PROBES = 6
 
 
 class TaskError(PipelineError):
-    """The task and the data set do not fit. The message says what was found and what is expected."""
+    """The task and the data set do not fit together. The message says what was found and what is expected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,9 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     """Unit of the throughput. A sample has ``units_per_sample`` units."""
     loss_by_row: ClassVar[bool] = False
-    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as a
-    token's. Then a batch can also be divided within a sample. False if ``loss`` is the mean over whole samples."""
+    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as the
+    vector of a token. In this case a batch can also be divided within a sample. False if ``loss`` is the mean over
+    whole samples."""
     directions: ClassVar[Mapping[str, Literal["higher is better", "lower is better"]]] = {}
     """Name of each figure that ``findings`` returns -> whether higher or lower values are better."""
 
@@ -84,7 +85,7 @@ class Task(ABC):
         return self.preprocess(inputs), targets
 
     def input_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a model's factory that describe the inputs."""
+        """Return the arguments that describe the inputs to a model's factory."""
         shape = self.dataset.shape
         names = {1: ("features",), 3: ("channels", "height", "width")}.get(len(shape))
         return dict(zip(names, shape, strict=True)) if names else {"shape": shape}
@@ -166,8 +167,8 @@ class Task(ABC):
 class Normalise(nn.Module):
     """Computes (x - mean) / std in float32, per channel (the first dimension of a sample).
 
-    uint8 is first divided by 255. The operations and their order are those of torchvision's ToTensor and Normalize.
-    Raises ValueError for another number of channels.
+    uint8 is first divided by 255. The operations and their order are the same as in torchvision's ToTensor and
+    Normalize. Raises ValueError if the inputs have another number of channels than the statistics.
     """
 
     mean: Tensor

@@ -46,7 +46,7 @@ class Classification(Task):
 
 
 def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """Return T^2 KL(softmax(taught / T) || softmax(logits / T)), the mean over rows [..., classes]; T: temperature.
+    """Return T^2 KL(softmax(taught / T) || softmax(logits / T)), averaged over rows [..., classes]; T: temperature.
 
     The gradients of KL shrink as 1 / T^2, and the factor T^2 compensates for this. Source: Hinton et al., "Distilling
     the Knowledge in a Neural Network", 2015, section 2.

@@ -65,7 +65,7 @@ class LanguageModel(Task):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self.train.label_smoothing)
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the windows' cross-entropies (means over the tokens), without label smoothing."""
+        """Return the sum over the windows of the tokens' mean cross-entropy, without label smoothing."""
         each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
         return each.view_as(targets).double().mean(1).sum()
 

@@ -74,13 +74,13 @@ class Regression(Task):
         return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
 
     def findings(self, test_loss: float) -> dict[str, float]:
-        """Return one minus the mean squared error, which is in units of the training targets' variance."""
+        """Return the explained variance, 1 - MSE: the mean squared error is in units of the targets' variance."""
         return {"explained_variance_fraction": 1.0 - test_loss}
 
 
 class Standardised(nn.Module):
-    """Maps x [b, outputs] to (x - mean) / std, or to x * std + mean if ``inverse``, with the training targets' mean and
-    standard deviation."""
+    """Maps x [b, outputs] to (x - mean) / std or, if ``inverse``, to x * std + mean. Mean and std are the mean and
+    standard deviation of the training targets."""
 
     mean: Tensor
     std: Tensor

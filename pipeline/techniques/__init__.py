@@ -1,4 +1,4 @@
-"""The techniques: each is one class, and its entry in the catalogue names the class."""
+"""The techniques. Each technique is a class, which its entry in the catalogue names."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class ActivationCheckpointing(Technique):
     """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is needed.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same as without
-    checkpointing, to the last bit. The second forward pass repeats a block's random draws, and does not update the
-    running statistics of norms.
+    checkpointing, to the last bit. The second forward pass of a block repeats the random draws of the first, and does
+    not update the running statistics of norms.
     """
 
     name = "activation_checkpointing"
@@ -57,7 +57,7 @@ class ActivationCheckpointing(Technique):
                 "its own. Put layers that belong together into an nn.Sequential, or remove activation_checkpointing."
             )
         for block in self.choice(setup, found):
-            block.forward = _recomputed(block, self.contexts())  # only of this instance: names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # only this instance's: names in the state dict stay
 
     @property
     def where(self) -> str:
@@ -97,8 +97,8 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules to checkpoint: the outermost modules that have submodules and parameters.
 
-    A module that contains a sequence of blocks is not a block. Nor is a ModuleList or ModuleDict, because a model calls
-    its elements, not the container.
+    A module that contains a sequence of blocks is not a block. A ModuleList or ModuleDict is not a block either,
+    because a model calls its elements, not the container.
 
     In a ResNet the blocks are the residual blocks; in a vision transformer, the encoder blocks; in a plain stack of
     Sequentials, each Sequential of layers.
@@ -128,8 +128,8 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
-        # Recomputation in compiled code repeats no side effects, such as the count of BatchNorm's batches. So the
-        # statistics need not be held. Besides, the compiler accepts only the contexts of selective checkpointing.
+        # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's batches. So
+        # the statistics need not be held. Besides, the compiler accepts only the contexts of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
@@ -145,11 +145,12 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 @contextmanager
 def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
-    """While a block runs again, its norms normalise as before, but do not update their running statistics."""
+    """Inside the ``with`` block, in which a model's block runs again, norms do not update their running statistics."""
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
-        if not isinstance(norm, _BatchNorm):  # InstanceNorm's mean over samples rounds even at momentum 0
+        # Even at momentum 0, InstanceNorm rounds its statistics, because it averages them over the samples.
+        if not isinstance(norm, _BatchNorm):
             norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
         if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)

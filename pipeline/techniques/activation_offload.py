@@ -13,14 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
-"""Bytes of the smallest tensor that is copied: copying a smaller one takes more time than its memory is worth."""
+"""Size in bytes of the smallest tensor that is copied. Copying a smaller tensor takes time, but frees little memory."""
 IN_FLIGHT = 4
-"""Largest number of unfinished copies to the host: if there are more, the computation waits for the oldest copy.
+"""Largest number of unfinished copies to the host. If there are more, the computation waits for the oldest copy.
 Without this limit all copied tensors would keep their device memory, because the host runs ahead of the device."""
 
 
 class ActivationOffload(Technique):
-    """Kept activations are copied to pinned memory while the forward pass goes on, and back when they are needed.
+    """Activations are copied to pinned memory during the forward pass, and back when the backward pass needs them.
 
     The copies to the host run on a separate stream, in parallel with the computation. Parameters, the step's inputs and
     tensors below ``LEAST_BYTES`` stay on the device. Values and strides stay the same, so all results stay the same.
@@ -51,7 +51,7 @@ class _Away:
 
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
-    """Move tensors that autograd keeps inside the block to the host, except those whose storage is in ``staying``."""
+    """Inside the block, move the tensors that autograd keeps to the host, unless their storage is in ``staying``."""
 
     leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 

@@ -1,4 +1,4 @@
-"""Settings for the memory that the allocators for CUDA and the CPU hold but do not use."""
+"""Settings of the allocators for CUDA and the CPU, about memory that they hold but do not use."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ExpandableSegments(Technique):
 class ReleaseCache(Technique):
     """Between training and evaluation, memory that no tensor uses goes back to the system.
 
-    On CUDA this is the caching allocator's unused memory (``torch.cuda.empty_cache``), on a CPU the free pages of the
-    C library's heap (``malloc_trim``). The result contains how many bytes were given back, and how long this took.
+    On CUDA this is the caching allocator's unused memory (``torch.cuda.empty_cache``), on a CPU the free pages of the C
+    library's heap (``malloc_trim``). The result says how many bytes were given back, and how long this took.
     """
 
     name = "release_cache"
@@ -69,7 +69,8 @@ class ReleaseCache(Technique):
         self.given_back, self.seconds = list(state["given_back"]), state["seconds"]
 
     def _held(self) -> int:
-        """Return the bytes that this process holds: on CUDA reserved memory, on a CPU memory without pages of files."""
+        """Return the bytes that this process holds: on CUDA, reserved memory; on a CPU, memory without pages of
+        files."""
         if self.world.device.type == "cuda":
             return torch.cuda.memory_reserved(self.world.device)
         memory = psutil.Process().memory_info()

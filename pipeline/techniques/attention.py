@@ -32,7 +32,8 @@ class Attention(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         kernel = plan.applied.attention
-        # A CPU has only one fused kernel, so a memory prediction on the CPU uses it for every fused kernel of a GPU.
+        # A CPU has only one fused kernel. A memory prediction on the CPU uses it in place of each fused kernel of a
+        # GPU.
         self._kernel = _KERNELS["flash" if world.device.type == "cpu" and kernel != "math" else kernel]
 
     @classmethod
@@ -49,7 +50,8 @@ class Attention(Technique):
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
-        # All three are needed: a pipeline's schedule does not call ``backward``; a trial step does not call ``whole``.
+        # All three parts are needed: a pipeline's schedule does not call ``backward``, and a trial step does not call
+        # ``whole``.
         step.forward = self._alone()(step.forward)
         step.backward = self._alone()(step.backward)
         step.whole = self._alone()(step.whole)
@@ -74,7 +76,7 @@ class Attention(Technique):
 
 
 def _attends(setup: Setup) -> bool:
-    """Return whether the model calls scaled_dot_product_attention. With every kernel forbidden, such a call fails."""
+    """Return whether the model calls scaled_dot_product_attention, which fails when every kernel is forbidden."""
     try:
         with sdpa_kernel([]):
             setup.outputs()

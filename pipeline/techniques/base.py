@@ -3,7 +3,7 @@
 ``Technique`` lists its hooks in the order of their calls. A hook is called on all techniques before the next hook is
 called. The ``change_`` hooks are called when a run is set up (``pipeline.training.composition``). Between
 ``change_optimizer`` and ``change_step`` the optimizer and the plain step are made. A step does not check which
-techniques are applied, so a technique that is not applied costs nothing.
+techniques are applied, so a technique that is not applied takes no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.step import TrainingStep
 
 @dataclass(frozen=True)
 class Stored:
-    """Reads one part of the training for a checkpoint, and loads this part. All ranks call each function together."""
+    """Reads and loads one part of the training for a checkpoint. All ranks must call each function together."""
 
     read: Callable[[], dict[str, Any]]
     """Returns the whole state on every rank, in the form of a single device's state. A tensor of which each rank holds
@@ -39,8 +39,9 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as a
-    token's. Then the loss of a part of a sample can be computed. False if ``loss`` is the mean over whole samples."""
+    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as the
+    vector of a token. In this case the loss of a part of a sample can be computed. False if ``loss`` is the mean over
+    whole samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
         """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
@@ -64,8 +65,8 @@ class Setup:
     """Returns a micro-batch with the shape of the training's micro-batches. Ranks that train on the same samples get
     the same micro-batch. The call leaves the training's random draws unchanged."""
     delay_steps: int = 0
-    """Number of steps in which the learning rate rises. A technique that must not act at a training's start waits for
-    these steps. 0 if a steady state is measured."""
+    """Number of steps in which the learning rate rises. A technique that must not act at a training's start waits until
+    these steps are over. 0 if a steady state is measured."""
     teacher: Mapping[str, torch.Tensor] | None = None
     """The weights of the variant's teacher; None without a teacher, or if steps are only measured or checked."""
     optimizer_choice: OptimizerChoice = field(init=False)
@@ -80,7 +81,7 @@ class Setup:
     kept_models: list[nn.Module] = field(default_factory=list)
     """Models on the device in addition to the trained model."""
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
-    """Functions that return how many bytes are kept between steps for exchanging gradients, without the gradients."""
+    """Functions that return the bytes kept between steps for exchanging gradients, not counting the gradients."""
 
     def zeros(self) -> torch.Tensor:
         """Return two samples of zeros with the shape of the model's inputs, on the model's device."""
@@ -107,8 +108,9 @@ class Technique:
 
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
-        """Return a function that says why the model cannot be divided among a given number of processes. Called when
-        the variant is planned. The model is on the CPU, and the techniques before this technique have changed it."""
+        """Return a function that maps a number of processes to the reason why the model cannot be divided among so
+        many, or to None if it can. This method is called when the variant is planned. The model is on the CPU, and the
+        techniques before this technique have changed it."""
         return lambda processes: None  # noqa: ARG005
 
     @classmethod
@@ -126,8 +128,8 @@ class Technique:
         """Replace parts of ``setup.step`` by other callables, which may call the parts that they replace."""
 
     def change_checkpoint(self, setup: Setup) -> None:
-        """Change ``setup.model_state`` and ``setup.optimizer_state``, which read and load checkpoints. Needed if ranks
-        hold parts, or different copies, of the model or of the optimizer's state."""
+        """Change ``setup.model_state`` and ``setup.optimizer_state``, which read and load checkpoints. A technique must
+        do so if ranks hold parts, or different copies, of the model or of the optimizer's state."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned."""
@@ -141,7 +143,8 @@ class Technique:
         return model
 
     def state(self) -> dict[str, Any]:
-        """Return the plain values and tensors that the technique must save on each rank to resume exactly."""
+        """Return the plain values and tensors that each rank must save for this technique, so that a run resumes
+        exactly."""
         return {}
 
     def findings(self) -> dict[str, float]:

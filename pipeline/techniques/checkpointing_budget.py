@@ -1,4 +1,4 @@
-"""Checkpoint as many blocks as a memory budget requires, chosen by their activations' memory and their operations."""
+"""Checkpoint only as many blocks as a memory budget requires, chosen by the memory and the operations of each block."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class CheckpointingBudget(ActivationCheckpointing):
 
 @dataclass
 class Kept:
-    """The storages that a forward pass keeps for the backward pass: their bytes, and which blocks keep them."""
+    """The storages that a forward pass keeps for the backward pass: their sizes in bytes, and the blocks that keep
+    them."""
 
     sizes: dict[int, int] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
@@ -72,7 +73,7 @@ class Kept:
     inputs: list[set[int]] = field(default_factory=list)
     """Storages that each block would keep instead if it were checkpointed."""
     flops: list[int] = field(default_factory=list)
-    """Operations of a second forward pass of each block."""
+    """Number of operations in each block's forward pass, which checkpointing would repeat."""
 
     def bytes(self, checkpointed: Iterable[int]) -> int:
         """Return the bytes kept if these blocks are checkpointed; a storage that blocks share counts once."""
@@ -85,8 +86,8 @@ class Kept:
     def cheapest(self, fraction: float) -> set[int]:
         """Choose blocks to checkpoint so that at most ``fraction`` of the bytes is kept and few operations run again.
 
-        The choice is greedy. Blocks are added, the one that saves most bytes per operation first, until the budget is
-        met. Then blocks that are no longer needed are removed, the most expensive first.
+        The choice is greedy. Until the budget is met, the block that saves most bytes per operation is added. Then each
+        block without which the budget is still met is removed, the block with the most operations first.
         """
         budget, chosen = fraction * self.bytes(()), set[int]()
 
@@ -126,7 +127,7 @@ def measured(
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
-                alive.append(tensor.detach())  # so that the storage's address, which is the key, is not used again
+                alive.append(tensor.detach())  # so that no later storage gets the same address, which is the key
             return tensor.detach()
 
         def begins(index: int) -> Callable[..., None]:
@@ -161,7 +162,8 @@ def measured(
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. Needs fake mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. The caller must have set fake
+    mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -18,7 +18,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss(Technique):
-    """The head (the model's last linear layer) and the loss run on one chunk of rows after the other.
+    """The head (the model's last linear layer) and the loss are computed for one chunk of rows after the other.
 
     A row is a token if the job uses the language-modelling task's own loss. Otherwise a row is a sample, because every
     loss is a mean over samples. While the model trains, its head returns its input, and the step's criterion applies
@@ -129,8 +129,8 @@ def _part(
     criterion: Criterion,
     count: int,
 ) -> Tensor:
-    """Return the share of ``rows`` [n, ..., d] in the mean loss of ``count`` rows. Writes the gradient of the rows, and
-    adds to the gradients of the layer's parameters."""
+    """Return what ``rows`` [n, ..., d] contribute to the mean loss of ``count`` rows. Also write the gradient of the
+    rows to ``slope_of_rows``, and add to the gradients of the layer's parameters."""
     outputs = F.linear(rows, weight, bias).requires_grad_()
     with torch.enable_grad():
         loss = criterion(outputs, targets) * (len(rows) / count)

@@ -23,9 +23,10 @@ from pipeline.techniques.base import Setup, Stored, Technique
 RANK = 2
 """The rank of PowerSGD's factors, as in the paper's image classifiers."""
 DENSE_STEPS = 2
-"""The fewest steps before PowerSGD begins. torch requires two, because DDP rebuilds its buckets after the first."""
+"""Smallest number of steps before PowerSGD begins. torch requires two, because DDP rebuilds its buckets after the
+first."""
 NEVER_ZERO = 1e-8
-"""Added to the norms of PowerSGD's columns, so that no norm is zero if a gradient is all zeros."""
+"""Added to the norms of PowerSGD's columns, so that no norm is zero even if a gradient is all zeros."""
 
 
 class _Hook(Technique):
@@ -33,8 +34,8 @@ class _Hook(Technique):
 
     def change_model(self, setup: Setup) -> None:
         assert isinstance(setup.model, DistributedDataParallel)
-        # A lambda, because DDP refuses annotations that are strings. ``self`` must not refer to the model: Python would
-        # never free a reference cycle through DDP's reducer, which is C++.
+        # A lambda, because DDP refuses a function whose annotations are strings. ``self`` must not refer to the model:
+        # Python would never free a reference cycle through DDP's reducer, which is C++.
         setup.model.register_comm_hook(None, lambda _, bucket: self.reduce(bucket))
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -64,8 +65,8 @@ class PowerSGD(_Hook):
     """torch's PowerSGD with factors of rank ``RANK``, error feedback and a warm start. The first steps are plain DDP.
 
     From step to step, PowerSGD keeps the error of the last factors and one of the factors (Q). torch stores both per
-    bucket, but a resumed training's first step has other buckets than its later steps. So a checkpoint stores both per
-    parameter, and a training resumes exactly.
+    bucket. But in a resumed training, the first step has other buckets than the later steps. So that a training resumes
+    exactly, a checkpoint stores both per parameter.
     """
 
     name = "powersgd"
@@ -108,8 +109,9 @@ class PowerSGD(_Hook):
         if self.world.backend != "gloo":
             return powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
         with _gpus_unseen():
-            # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, two
-            # buckets' reductions could begin in a different order on each rank. NCCL begins them at once and in order.
+            # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, the
+            # reductions of two buckets could begin in different orders on different ranks. NCCL begins reductions at
+            # once and in order.
             future = powerSGD_hook.powerSGD_hook(self.torch_state, bucket)
             future.wait()
         return future
@@ -193,9 +195,9 @@ def _gpus_unseen() -> Iterator[None]:
 class PostLocalSGD(_Hook):
     """After the first steps, which are plain DDP, each rank updates its weights with its own gradients.
 
-    The weights are averaged every ``LOCAL_STEPS`` steps, in place: torch's own averager would give the parameters new
-    memory and lose their memory format. Evaluation and the saved model use the average of the ranks' models. A
-    checkpoint also holds each rank's own weights and optimizer state. Source: Lin et al., ICLR 2020.
+    The weights are averaged every ``LOCAL_STEPS`` steps. This is done in place, because torch's own averager would give
+    the parameters new memory and lose their memory format. Evaluation and the saved model use the average of the ranks'
+    models. A checkpoint also holds each rank's own weights and optimizer state. Source: Lin et al., ICLR 2020.
     """
 
     name = "post_local_sgd"

@@ -24,9 +24,9 @@ CACHE = Path(".cache/inductor")
 class Compile(Technique):
     """Compiles the model with ``torch.compile``; loss and update are not compiled.
 
-    DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP stays around the compiled model.
-    The compiler then ends a graph where a bucket of gradients ends (DDPOptimizer in
-    torch/_dynamo/backends/distributed.py). So one bucket's reduction overlaps with the backward pass of the next graph.
+    DistributedDataParallel's own part of a forward pass cannot be in a graph, so DDP wraps the compiled model. The
+    compiler then ends a graph where a bucket of gradients ends (DDPOptimizer in torch/_dynamo/backends/distributed.py).
+    So one bucket's reduction overlaps with the backward pass of the next graph.
 
     The batch's shape is the same in every step, so code is generated for this shape only (``dynamic=False``). The whole
     model must be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails
@@ -55,7 +55,7 @@ class Compile(Technique):
 
     def change_model(self, setup: Setup) -> None:
         self.prepare_process()
-        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit
+        torch._dynamo.reset()  # otherwise earlier seeds' compilations count for torch's limit of recompilations
         if isinstance(setup.model, DistributedDataParallel):
             setup.model.module = self._compiled(setup.model.module)
         else:
@@ -66,7 +66,7 @@ class Compile(Technique):
         from torch._inductor import list_mode_options
 
         options = dict(list_mode_options(self.mode))
-        # On a GPU another thread compiles the backward pass. Options reach that thread; torch's own switch does not.
+        # On a GPU another thread compiles the backward pass. This thread gets the options, but not torch's own switch.
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 

@@ -22,8 +22,8 @@ class CudaGraph(Technique):
     """The first steps run without a graph, on a separate stream, while libraries initialise; the next step is recorded.
 
     A replay reads and writes the addresses of the recording. So each batch is copied into the recorded batch's memory.
-    The learning rate, normally a number, is copied into a tensor from which the optimizer reads it. A replay also
-    updates gradients, losses and the random generator's state, with the same values as a step without a graph.
+    The learning rate is normally a number; here it is copied into a tensor, from which the optimizer reads it. A replay
+    also updates gradients, losses and the random generator's state, with the same values as a step without a graph.
 
     Source: PyTorch documentation, "CUDA semantics", section "Whole-network capture".
     """
@@ -91,8 +91,8 @@ class CudaGraph(Technique):
         return graph
 
     def _set_capturable(self, values: list[bool]) -> None:
-        """Set AdamW's ``capturable`` per group. The option is on only during a recording: otherwise it would cause a
-        warning. A fused AdamW always keeps its state on the device."""
+        """Set AdamW's ``capturable`` per group. The option is on only during a recording, because at other times it
+        would cause a warning. It may be switched, because a fused AdamW always keeps its state on the device."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         for group, value in zip(groups, values, strict=True):
             group["capturable"] = value

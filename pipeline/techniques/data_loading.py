@@ -11,8 +11,8 @@ from pipeline.techniques.base import Technique
 class DataLoaderData(Technique):
     """PyTorch's DataLoader with worker processes (``pipeline.data.loader``).
 
-    On a CPU, the trainer's peak memory does not include the workers' memory. The memory prediction does not include the
-    queue of batches that the trainer has taken from the workers.
+    On a CPU, the training process's peak memory does not include the workers' memory. The memory prediction does not
+    include the queue of batches that the training process has taken from the workers.
     """
 
     name = "dataloader"

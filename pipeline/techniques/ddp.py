@@ -47,11 +47,11 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
 
 
 class Replicated(Technique):
-    """A technique that may wrap the model in DistributedDataParallel, and restores DDP's buckets in a resumed training.
+    """A technique that may wrap the model in DistributedDataParallel, and can restore DDP's buckets on resuming.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
-    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added, and with it
-    the rounding. So a resumed training first passes a batch through the model, and discards the gradients.
+    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added, and so how the
+    sum is rounded. Therefore a resumed training first runs a batch forward and backward, and discards the gradients.
     """
 
     def change_model(self, setup: Setup) -> None:

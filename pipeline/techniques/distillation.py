@@ -15,9 +15,9 @@ class Distillation(Technique):
     """The loss is alpha times the task's distance from the teacher's outputs, plus (1 - alpha) times the job's loss.
 
     The teacher is in evaluation mode and draws no random numbers. Its forward pass is a part of the step, inside the
-    variant's autocast. If a step is only measured or checked, the teacher has random weights, the same on every rank,
-    because trained weights would need the same time and memory. Source: Hinton et al., "Distilling the Knowledge in a
-    Neural Network", 2015, section 2.
+    variant's autocast. If a step is only measured or checked, the teacher has random weights, the same on every rank.
+    They need the same time and memory as trained weights. Source: Hinton et al., "Distilling the Knowledge in a Neural
+    Network", 2015, section 2.
     """
 
     name = "distillation"

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a share of the model, and gathers each block before it runs."""
+"""Fully sharded data parallelism: ranks hold shares of the model, and gather a block's parameters before it runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FSDP(Technique):
         units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # FSDP shards only this format; inputs can be channels_last
-        # None reshards blocks, but not the model's own parameters, because the backward pass begins with these.
+        # With None, FSDP reshards blocks but not the model's other parameters: the backward pass begins with these.
         reshard = None if self.plan.applied.reshard_after_forward else False
         inside = outside = MixedPrecisionPolicy()
         if self.plan.applied.parameter_precision == "bf16":
@@ -56,7 +56,8 @@ class FSDP(Technique):
             outside = replace(inside, output_dtype=torch.float32)  # the loss is computed in float32
             for norm in list(model.modules()):
                 if isinstance(norm, _BatchNorm) and any(True for _ in norm.parameters()):
-                    # BatchNorm's kernels support only one mix: 16-bit inputs with float32 parameters and statistics.
+                    # BatchNorm's kernels support only one mix of types: 16-bit inputs, float32 parameters and
+                    # statistics.
                     self._shard(norm, MixedPrecisionPolicy(cast_forward_inputs=False), reshard)
         for unit in units:
             self._shard(unit, inside, reshard)

@@ -8,7 +8,7 @@ from pipeline.techniques.base import Setup, Technique
 
 
 class GradientAccumulation(Technique):
-    """Divides the loss of each of N micro-batches by N, so the sum of their gradients is the batch's mean gradient.
+    """Divides the loss of each of N micro-batches by N, so their gradients add up to the batch's mean gradient.
 
     N is ``Plan.micro_batches``: ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
     class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. A pipeline

@@ -21,8 +21,8 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
     """Return modules that, run one after the other, compute the same as ``model``, with the model's own parameters.
 
     torch.fx records the operations of the model's forward pass; a layer, or a block in a sequence of blocks, is one
-    operation. The model is split between two operations if all later operations need only a single tensor, so it is
-    never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
+    operation. The model is split between two operations if all later operations need only one of the tensors computed
+    so far, so it is never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
 
     Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
     """
@@ -84,7 +84,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into the model, Sequentials and modules with a sequence of blocks; any other module is one operation."""
+    """Records the operations of the model, of its Sequentials and of modules with a sequence of blocks. Any other
+    module is recorded as one operation."""
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         if "forward" in vars(module) or _hooked(module):  # for example, a checkpointed block
@@ -101,7 +102,7 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
 
 
 def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Node) -> list[nn.Module]:
-    """Cut the graph wherever later operations need only a single value."""
+    """Cut the graph wherever all later operations need only one of the values computed so far."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     place = {node: index for index, node in enumerate(nodes)}
     last_use = {

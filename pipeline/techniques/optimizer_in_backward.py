@@ -23,7 +23,7 @@ class OptimizerInBackward(Technique):
 
     def change_step(self, setup: Setup) -> None:
         self.optimizer, self.update = setup.step.optimizer, setup.step.update
-        # A weak reference: the garbage collector cannot see through a parameter's hook, so a cycle would not be freed.
+        # A weak reference, because the garbage collector cannot follow a parameter's hook and would never free a cycle.
         update = WeakMethod(self._update)
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:

@@ -36,8 +36,8 @@ class Pipeline(Technique):
     """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` schedules a step's micro-batches.
 
     The model is cut so that the slowest stage is as fast as possible. The main rank times each unit of the model's
-    chain on its device, without communication. The cuts do not change the computed sums. But a layer that draws random
-    numbers uses its rank's generator, so other cuts give other random numbers.
+    chain on its device, without communication. Where the model is cut does not change the computed sums. But a layer
+    that draws random numbers uses its rank's generator, so with other cuts it draws other numbers.
 
     Consecutive ranks form a pipeline. With replicas there are several pipelines, whose gradients are averaged stage by
     stage at the end of a step's schedule.
@@ -171,7 +171,7 @@ class Pipeline(Technique):
         return Stored(read, self._again(load))
 
     def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        """Wrap ``load`` to remember each call. ``restore`` repeats the calls if the checkpoint's cut differs."""
+        """Return a ``load`` that remembers its calls; ``restore`` repeats them if the checkpoint's cut differs."""
 
         def remembered(announced: dict[str, Any]) -> object:
             self._loads.append(partial(load, self.world.sent(announced)))
@@ -183,7 +183,8 @@ class Pipeline(Technique):
         return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """If the checkpoint's cut differs from this run's cut, cut as in the checkpoint and load the stage again."""
+        """If the checkpoint's cut differs from this run's cut, cut the model like the checkpoint and reload the
+        stage."""
         ends, loads = tuple(state["ends"]), self._loads
         self._loads = []
         if ends == self._cut.ends:
@@ -236,7 +237,7 @@ class Pipeline(Technique):
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Return ``tensor`` on the device if ``stage`` is this rank's stage, else on the meta device.
 
-        A tensor that moves from the meta device to this rank's device is uninitialised.
+        A tensor that is moved from the meta device to this rank's device is uninitialised.
         """
         device = self.world.device if stage == self._index else torch.device("meta")
         if tensor.is_meta == (device.type == "meta"):
@@ -245,7 +246,7 @@ class Pipeline(Technique):
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
     def _places(self) -> dict[int, int]:
-        """Return the index of each parameter in this rank's optimizer -> its index in a single device's optimizer."""
+        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's."""
         names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
@@ -267,9 +268,8 @@ class Pipeline(Technique):
         def loss(passing: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             """Run the last stage's forward pass here, because the schedule passes the targets only to its loss."""
             share = step.forward(passing, targets)
-            step.losses.add(
-                share.detach() * self._stages
-            )  # losses are averaged over ranks, and only a pipeline's last rank has losses
+            # Losses are averaged over ranks, and only a pipeline's last rank has losses.
+            step.losses.add(share.detach() * self._stages)
             return share
 
         schedule = _SCHEDULES[self.plan.applied.schedule]

@@ -61,8 +61,7 @@ class Float16(BFloat16):
 
 
 class Float8(BFloat16):
-    """torchao's float8 training: linear layers multiply tensors that are rounded to 8 bits. Each tensor has its own
-    scale.
+    """torchao's float8 training: linear layers multiply tensors rounded to 8 bits, each with a scale of its own.
 
     The layer that computes the model's outputs is not changed, as torchao's documentation advises. Layers that
     torchao's kernels do not support are not changed either. A device without float8 kernels multiplies the rounded

@@ -1,4 +1,4 @@
-"""Read the state that ranks hold in parts, as DTensors, and load it: each rank loads its own parts."""
+"""Read and load state that ranks hold in parts. It is read as DTensors, and each rank loads its own parts."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Tensor(Replicated):
 
     Each rank computes a part of the first layer's outputs and, from this part, a partial result of the second layer.
     The partial results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same
-    samples and draw the same random numbers outside the pairs. With ``replicas``, each group of ranks holds one model;
-    the groups share the batch and average their gradients as in DDP.
+    samples and draw the same random numbers outside the pairs. With ``replicas``, each group of ranks holds one model.
+    The groups divide the batch among themselves, and average their gradients as in DDP.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -57,7 +57,8 @@ class Tensor(Replicated):
         for pair in self._fitting(model, ranks):
             for linear, style in ((pair.first, ColwiseParallel()), (pair.second, RowwiseParallel())):
                 with without_random_warning():
-                    parallelize_module(linear, mesh["model"], style, src_data_rank=None)  # all have the same weights
+                    # No rank sends its weights to the others, because all ranks have the same weights.
+                    parallelize_module(linear, mesh["model"], style, src_data_rank=None)
                 self.layouts |= _with_plain_parameters(linear)
             for module in pair.between:
                 # The first layer's output is a view, and autograd does not allow changes of this view in place.
@@ -123,8 +124,8 @@ class Pair:
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Yield the pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
 
-    The model must use both layers, and the dropouts between them, only in this place, because the width is not cut
-    elsewhere.
+    A pair is left out if the model also uses one of its layers or dropouts in another place, because there the width is
+    not cut.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
@@ -151,7 +152,7 @@ def _attentions(model: nn.Module) -> Iterator[Pair]:
 
 
 def _chains(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
-    """Yield sequences of modules that run one after the other, each on the output of the module before."""
+    """Yield sequences of modules that run one after the other, each on the output of the one before."""
     for module in model.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             yield list(module)
@@ -196,15 +197,15 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
         assert weight is not None
         return F.linear(hidden, weight, as_dtensor("bias"))
 
-    vars(linear)["forward"] = forward  # only of this instance
+    vars(linear)["forward"] = forward  # replaced only in this instance
     return {linear.get_parameter(name): layout for name, layout in layouts.items()}
 
 
 def _part_of_whole_dropout(dropout: nn.Dropout, rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that applies dropout to this rank's part [..., width / ranks] of the hidden values.
 
-    Every rank draws the mask of the whole width, as a single device does, and uses its part of the mask. So the parts
-    are independent of each other, and all ranks' generators stay in the same state.
+    Every rank draws the mask of the whole width, as a single device does, and uses its part of the mask. So the ranks'
+    parts of the mask are independent, and all ranks' generators stay in the same state.
     """
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

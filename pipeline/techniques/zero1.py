@@ -74,7 +74,7 @@ def _passed_on(name: str) -> property:
 
 
 class _SharedOut(ZeroRedundancyOptimizer):
-    """``ZeroRedundancyOptimizer`` that exposes the state of this rank's own optimizer, ``optim``.
+    """A ``ZeroRedundancyOptimizer`` that exposes the state of this rank's own optimizer, ``optim``.
 
     ``state`` holds the state of the rank's share of the parameters; ``param_groups`` hold all parameters. ``found_inf``
     and ``grad_scale``, which tell a fused optimizer about overflows and the loss scale, are passed on to ``optim``.

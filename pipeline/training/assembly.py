@@ -40,7 +40,7 @@ DETERMINISTIC = "deterministic"
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """Return the plan (``plans.plan``), with no more processes than the model can be divided among.
+    """Return the variant's plan (``plans.plan``), with at most as many processes as the model can be divided among.
 
     ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps it, and each
     process checks it when it sets up the model. Raises PipelineError.
@@ -61,7 +61,7 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 @contextmanager
 def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
-    """Set up this process as a rank of the variant's world: everything except the model.
+    """Set up this process as a rank of the variant's world, with everything except the model.
 
     ``prepared``: the data set's folder. Raises PipelineError.
     """
@@ -149,9 +149,9 @@ class Assembly:
     def fitted(self) -> Plan:
         """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
 
-        Each try is a separate training that is discarded, so tries do not affect the real training. All ranks call this
-        method together. Raises OutOfMemory if even the smallest micro-batch that the model can train with is too large
-        for the memory of some rank.
+        Each number is tried in a training of its own, which is discarded, so the tries do not affect the real training.
+        All ranks call this method together. Raises OutOfMemory if even the smallest micro-batch that the model can
+        train with is too large for the memory of some rank.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
@@ -192,7 +192,7 @@ class Assembly:
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
-        """Make a seed give the same numbers again inside the block. If this is impossible, the yielded plan says so.
+        """Inside the block, the same seed gives the same numbers. If this is impossible, the yielded plan says so.
 
         All ranks yield the same decision. PyTorch's strict mode does more than raise errors: attention's backward pass
         is deterministic only in this mode. Without ``train.deterministic`` nothing is changed.
@@ -219,9 +219,9 @@ class Assembly:
     def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
         """Try two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
-        The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so the
-        first step still includes its full cost, such as compilation. The model's parameters and buffers and the random
-        state stay unchanged.
+        The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
+        one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the
+        random state stay unchanged.
         """
         device, task = self.world.device, self.task
         before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
@@ -245,7 +245,7 @@ class Assembly:
 
 
 def _make_exact() -> None:
-    """Make float32 exact: by default cuDNN's convolutions use TF32 (10 bits of mantissa)."""
+    """Compute in full float32, because by default cuDNN's convolutions use TF32 (10 bits of mantissa)."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,5 @@
-"""Save and load checkpoints. Each is written completely or not at all, and checked when read. Runs resume exactly."""
+"""Save and load checkpoints, from which runs resume exactly. Each is written whole or not at all, and checked when
+read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""Not an output of any stage: DVC deletes outputs before it runs a stage, but checkpoints must be kept."""
+"""This folder is not an output of a stage, because DVC deletes a stage's outputs before it runs the stage, but
+checkpoints must be kept."""
 
 
 class Unreadable(Exception):
@@ -124,8 +126,8 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 
 
 def seed_random(seed: int, plan: Plan, world: World) -> None:
-    """Seed the random draws after the initialisation. The draws differ by rank. But if a technique needs equal draws,
-    all ranks that share one model draw the same numbers."""
+    """Seed the random draws that follow the model's initialisation. The draws differ by rank. But if a technique needs
+    equal draws, all ranks that share one model draw the same numbers."""
     alike = any(each.shared_rng for each in catalogue.acting(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
     torch.manual_seed(seed + 1_000_003 * (stream + 1))

@@ -1,4 +1,4 @@
-"""Count a step's work instead of assuming it: the samples that enter the model and the loss, and repeated samples."""
+"""Count a step's work instead of assuming it: the samples that enter the model and the loss, and repeated inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.errors import PipelineError
 from pipeline.step import TrainingStep
 
 FEWEST_COMPARED = 8
-"""Steps with fewer samples are not compared, because two steps may take the same few samples in order by chance."""
+"""Steps with fewer samples are not compared, because by chance two steps may take the same few samples in one order."""
 COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
-"""Two steps' inputs are compared by about ``COMPARED_SAMPLES`` samples of each call of the model, and by about
+"""Two steps' inputs are compared in part: about ``COMPARED_SAMPLES`` samples of each call of the model, and about
 ``COMPARED_VALUES`` of these samples' values."""
 
 
@@ -72,8 +72,8 @@ class Counted:
 def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     """While the block runs, count the samples of each call of ``model``, the bare module, and of the step's criterion.
 
-    Hooks cannot see into a compiled graph. So for a compiled model the samples that enter the compiled module are
-    counted, and for a pipeline stage those that enter the stage.
+    Hooks cannot see into a compiled graph. So in a compiled model the samples that enter the compiled module are
+    counted. In a pipeline, the samples that enter the stage are counted.
     """
     seen = Counted()
     inward = [each for each in step.model.modules() if each is model or isinstance(each, torch._dynamo.OptimizedModule)]
@@ -119,7 +119,7 @@ def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Wo
 
 
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
-    """Return the work of the step that left out the most samples; None without steps.
+    """Return the work of the step that left out the most samples; None if ``steps`` is empty.
 
     ``steps``: for each counted step, the counts of all ranks.
     """

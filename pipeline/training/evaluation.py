@@ -1,4 +1,4 @@
-"""Evaluate exactly: every test sample counts once, on one of the ranks, and ranks add up sums instead of means."""
+"""Evaluate exactly: every test sample counts once, on one of the ranks, and the ranks add up sums, not means."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
         )
     if not math.isfinite(loss):
         raise ObjectiveError(
-            f"train.loss: its mean over the {count:.0f} test samples is {loss}. Either the training has diverged: "
-            "lower train.learning_rate; or your own loss is not finite for bad outputs: bound it."
+            f"train.loss: its mean over the {count:.0f} test samples is {loss}. If the training has diverged, "
+            "lower train.learning_rate. If your own loss is not finite for bad outputs, bound it."
         )
     return Score(correct=int(correct) if correct.is_integer() else correct, count=int(count), loss=loss / count)

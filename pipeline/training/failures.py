@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = re.compile(
 """Out-of-memory messages of torch, Triton, cuDNN, cuBLAS and NCCL. Without memory for its workspace, cuBLAS says that
 it is not initialised."""
 _NO_ENGINE = re.compile(r"(GET|FIND) was unable to find an engine to execute this computation")
-"""torch's message if no cuDNN engine gets enough workspace, or if no engine supports the computation at all."""
+"""torch's message if every cuDNN engine lacks memory for its workspace, or if no engine supports the computation."""
 LITTLE_MEMORY = 0.1
 """If less than this share of a GPU's memory is free, a missing engine counts as out of memory."""
 
@@ -37,14 +37,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_too_few_samples(error: Exception) -> bool:
-    """True if a normalisation got one value per channel, such as one sample of one pixel: one value has no variance."""
+    """True if a normalisation got only one value per channel, such as one sample of one pixel, and so no variance."""
     return "Expected more than 1 value per channel when training" in str(error)
 
 
 def _free_memory_fraction() -> float:
     """Return the share of memory that is free; 1 without a GPU.
 
-    This is the smaller of two shares: of the current GPU's memory, and of this process's limit on that GPU.
+    This is the smaller of two shares: the free share of the current GPU's memory, and the free share of this process's
+    limit on that GPU.
     """
     if not torch.cuda.is_available():
         return 1.0

@@ -51,8 +51,9 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     An interrupted job resumes from its checkpoints. Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    started = time.monotonic() - age_seconds()  # all processes share this clock, and nobody sets it
-    # The code's hash is that of the current files, even if environment.json is older. The key ignores the launcher.
+    started = time.monotonic() - age_seconds()  # all processes share this clock, and nobody can set it
+    # The code's hash is that of the current files, even if environment.json is older. The key's plan is made without a
+    # launcher's number of processes.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
     launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
@@ -299,7 +300,7 @@ class Job:
 
 @contextmanager
 def _alone(variant: str) -> Iterator[None]:
-    """Raise PipelineError if another process trains this variant here.
+    """Raise PipelineError if another process trains this variant in this working directory.
 
     The system releases a record lock when its process ends, even by a crash. Forked processes, such as a DataLoader's
     workers, do not inherit the lock.
@@ -322,7 +323,7 @@ def _alone(variant: str) -> Iterator[None]:
 def _live_mirror(variant: str) -> Iterator[None]:
     """Mirror the job's files live, in a separate process that cannot slow or stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
-    # In its own process group the follower does not get Ctrl-C's signal, and can record how the training ended.
+    # The follower gets its own process group, so that Ctrl-C does not stop it and it can record how the training ended.
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     assert follower.stdin is not None
     last_words, patience = b"", FOLLOWER_PATIENCE_SECONDS

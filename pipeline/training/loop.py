@@ -103,12 +103,12 @@ class Training:
     def fits(self) -> bool:
         """Try a step; return True if every rank has enough memory for it. The training cannot be used afterwards.
 
-        Ranks do not exchange gradients, because the other ranks would wait for a rank that fails. The update creates
-        the optimizer's state, which needs memory, so gradients are computed once more after it. If a rank has too few
-        samples, all ranks raise TooFewSamples.
+        Ranks do not exchange gradients, because the other ranks would wait for a rank that fails. Gradients are
+        computed again after the update, because the update creates the optimizer's state, which needs memory. If a rank
+        has too few samples, all ranks raise TooFewSamples.
         """
         step = self.step
-        step.syncs = [False] * min(2, len(step.syncs))  # the second one adds to the gradients, as all later do
+        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, as do all later ones
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -242,7 +242,7 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
         tensors' values. All ranks call this method before ``run``."""
-        self.optimizer_state.load(state["optimizer"])  # before the model, because torch takes a step to create it
+        self.optimizer_state.load(state["optimizer"])  # before the model: torch creates the state by taking a step
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
@@ -324,8 +324,8 @@ class Training:
             yield
         except NonFiniteLoss as error:
             raise NonFiniteLoss(
-                f"{place(error.steps_ago)}: {error}. Lower train.learning_rate, lengthen train.warmup_fraction, or "
-                "look at the data and at the variant's precision."
+                f"{place(error.steps_ago)}: {error}. Lower train.learning_rate, raise train.warmup_fraction, or "
+                "check the data and the variant's precision."
             ) from None
         except RuntimeError as error:
             operation = without_deterministic_form(error)

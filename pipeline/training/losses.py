@@ -1,4 +1,4 @@
-"""Add up the losses of steps on their device, and read the sum when a row of the history is due."""
+"""Add up the losses of the steps on the device, and read the sum when a row of the history is due."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NonFiniteLoss(PipelineError):
 
 
 class HostLosses:
-    """Adds up the losses of steps on a CPU, where reading a loss needs no waiting; raises at the first bad loss.
+    """Adds up the losses of steps on a CPU, where a loss can be read without waiting. Raises at the first bad loss.
 
     ``add`` raises before the backward pass, so no rank gets this rank's gradients and no rank takes the step.
     """
@@ -55,7 +55,7 @@ class HostLosses:
 
 
 class DeviceLosses:
-    """Adds up the losses of steps on the device, waiting neither for the device nor for another rank.
+    """Adds up the losses of steps on the device, without waiting for the device or for another rank.
 
     A sum that is NaN or infinite stays so. Therefore ``read`` still finds a bad loss, and its step, some steps later.
     By then the optimizer has taken these steps, so the weights are useless and must not be kept.

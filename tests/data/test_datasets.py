@@ -91,8 +91,8 @@ def test_limits_keep_the_first_samples(tmp_path: Path) -> None:
         (b"<html>", "not an IDX file of unsigned bytes (starts with 3c 68 74 6d)"),
         (b"", "not an IDX file of unsigned bytes"),
         (b"\0\0\x08\x03\0\0\0\x01", "the IDX header is cut short (8 bytes for 3 dimensions)"),
-        (idx(np.zeros((2, 3), np.uint8))[:-1], "declares 18 bytes, but it has 17"),
-        (idx(np.zeros((2, 3), np.uint8)) + b"!", "declares 18 bytes, but it has 19"),
+        (idx(np.zeros((2, 3), np.uint8))[:-1], "declares 18 bytes, but the file has 17"),
+        (idx(np.zeros((2, 3), np.uint8)) + b"!", "declares 18 bytes, but the file has 19"),
         (b"\0\0\x08\x03" + b"\xff" * 12, "declares 79,228,162,458,924,105,385,300,197,391 bytes"),
     ],
 )

@@ -163,7 +163,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.zeros((9, 2), int)},
             "integer targets are labels; expected one",
         ),
-        ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exact only up to 2\^24"),
+        ({"inputs": np.arange(18).reshape(9, 2) + (1 << 24), "targets": np.ones(9)}, r"exactly only up to 2\^24"),
         (
             {"inputs": ROWS * 1e300},
             r"inputs.npy float64 .* do not fit float32, whose largest value is 3.4e\+38; scale them down",

@@ -24,12 +24,14 @@ from pipeline.params import Fetch
 def fetch(config: Fetch, directory: Path) -> None:
     """Fill ``directory/<dataset>/`` with verified raw files.
 
-    Interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes the
-    directory once all files are complete. The user's own files (``image_folder``, ``text_folder``, ``arrays``) are not
-    copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files that differ from the
-    listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after a change of the files.
+    Parts of interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes
+    ``<directory>.partial`` once all files are complete. The user's own files (``image_folder``, ``text_folder``,
+    ``arrays``) are not copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files
+    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after a
+    change of the files.
 
-    Raises DataError if no source has a file. The message names every source and the reason why it failed.
+    Raises DataError if a file cannot be fetched from any source. The message names every source and the reason why it
+    failed.
     """
     target = directory / config.dataset
     target.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,8 @@ def export_digits(target: Path) -> None:
 
 
 def describe_synthetic(requested: Synthetic, target: Path) -> None:
-    """Write the settings by which ``prepare`` generates samples. Raises DataError if the disk is too small for them."""
+    """Write the settings from which ``prepare`` generates samples. Raises DataError if the samples do not fit on the
+    disk."""
     item_bytes = 2 if requested.targets == "tokens" else np.dtype(requested.dtype).itemsize
     needed = (requested.train + requested.test) * math.prod(requested.shape) * item_bytes
     free = shutil.disk_usage(target).free
@@ -55,8 +56,8 @@ def list_images(config: Fetch, target: Path) -> None:
 def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 
-    Raises DataError for a folder without images, and for an image that is larger than ``LIMIT_BYTES``. Reports and
-    MLflow show class names, so a class name that is not one line of printable UTF-8 raises DataError too.
+    Raises DataError if the folder has no images, or an image larger than ``LIMIT_BYTES``. Also raises DataError if a
+    class name is not one line of printable UTF-8, because reports and MLflow show class names.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -86,7 +87,7 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
 
 
 def parent_instead(root: Path) -> str:
-    """Return a hint if ``root`` is the folder of a split, or directly contains the folders of the classes; else ""."""
+    """Return a hint if ``root`` is a split's folder or directly contains the classes' folders; else an empty string."""
     if (root.parent / "train").is_dir():
         return f" Did you mean {str(root.parent)!r}?"
     folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())

@@ -92,7 +92,7 @@ class GzippedFiles:
                 with gzip.open(path) as content:
                     store.place(content, file)
 
-            # content that gzip cannot compress grows by a few bytes
+            # the limit has room for content that gzip cannot compress, which grows by a few bytes
             store.download(f"{self.url}/{file.name}.gz", file.limit_bytes + CHUNK_BYTES, use)
 
 
@@ -160,7 +160,7 @@ class DebianPackage:
         failed = _apt_get(["download", self.package], options, scratch)
         if failed:
             say(f"{self.label}: {failed}; trying again with private, fresh package lists")
-            # A failed update may still have fetched the right list, so the download is tried anyway.
+            # Even if the update fails, it may have fetched the right list, so the download is tried anyway.
             update_failed = _apt_get(["update"], options + private, scratch)
             failed = _apt_get(["download", self.package], options + private, scratch)
             if failed:
@@ -185,8 +185,8 @@ def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store
 def take_members(tar: Readable, folder: str, suffix: str, files: Sequence[RawFile], store: Store) -> None:
     """Place ``files`` from a tar stream in which each file is called ``folder/NAME<suffix>``.
 
-    Only regular members with exactly these names are read, and only ``Store.place`` writes their content. So no other
-    name, link or device of the archive reaches the file system.
+    Only regular members with exactly these names are read, and only ``Store.place`` writes their content. So the
+    archive cannot create a file of another name, a link or a device.
     """
     wanted = {f"{folder}/{file.name}{suffix}": file for file in files}
     try:

@@ -28,13 +28,14 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server answers sooner. Without a network nobody should wait minutes."""
+"""Longest wait for a connection. A reachable server answers sooner, and without a network nobody should have to wait
+for minutes."""
 
 
 MOST_REDIRECTS = 10
 
 LEAST_BYTES_PER_SECOND = 1000
-"""Lowest mean rate of a transfer, not counting its first ``timeout_seconds``. A slower transfer fails."""
+"""Lowest mean rate of a transfer. Its first ``timeout_seconds`` do not count as time. A slower transfer fails."""
 
 
 class SourceError(Exception):
@@ -69,7 +70,8 @@ class Store:
     attempts: int
 
     def missing(self, files: Sequence[RawFile]) -> list[RawFile]:
-        """Return the ``files`` that are not in ``directory`` yet; deletes a file whose content is wrong."""
+        """Return those of ``files`` that ``directory`` lacks. A file with wrong content is deleted and counts as
+        missing."""
         absent = []
         for file in files:
             path = self.directory / file.name
@@ -136,7 +138,7 @@ class Store:
                 if attempt == self.attempts:
                     raise SourceError(f"{error} (after {attempt} attempt{'s' if attempt > 1 else ''})") from None
                 pause = PAUSE_SECONDS * 2 ** (attempt - 1)
-                if path.exists():  # no message if nothing arrived yet, because the next source may work
+                if path.exists():  # no message if nothing has arrived yet: another source may work
                     say(f"{url}: {error}; attempt {attempt + 1} of {self.attempts} in {pause:g} s")
                 time.sleep(pause)
         raise AssertionError("unreachable: attempts is at least 1")
@@ -179,8 +181,8 @@ class Store:
             raise InterruptedTransfer(_reason(error, self.timeout_seconds)) from None
 
     def _expected_bytes(self, response: requests.Response, path: Path, have: int) -> int | None:
-        """Return the whole file's size; None if it is unknown. Raises SourceError or InterruptedTransfer for a response
-        that neither starts nor continues the file."""
+        """Return the size of the whole file; None if it is unknown. Raises SourceError or InterruptedTransfer if the
+        response contains neither the file's start nor its continuation."""
         status = response.status_code
         content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", response.headers.get("Content-Range", ""))
         if status == 416 and have and content_range and content_range[2] == str(have):
