@@ -89,7 +89,7 @@ def test_more_than_an_hour_is_no_advice() -> None:
         beyond = undecided.model_copy(update={"more_pairs": more_pairs})
         assert reason(beyond) == (
             "throughput is undecided at the margin of 3.0%; with 60 minutes of rounds, a margin of "
-            f"{planning.margin_decided(interval, 59):.1%} could be decided (compare.margins)"
+            f"{planning.margin_decided(interval, 59):.1%} allows a decision (compare.margins)"
         )
     unforeseen = undecided.model_copy(update={"more_pairs": None})
     said = reason(unforeseen, RoundCost("bench.max_minutes", 6, None))
@@ -120,5 +120,5 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         margin = planning.margin_of_seeds(some.mean_fraction, half, 3, 23)
         assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
             "accuracy is undecided with 3 seeds at the margin of 1 percentage point; with 20 more seeds, a margin "
-            f"of {100 * margin:.2g} points could be decided (compare.margins.accuracy)"
+            f"of {100 * margin:.2g} points allows a decision (compare.margins.accuracy)"
         )

@@ -38,12 +38,12 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 4)
-"""Number of warm-up steps and of measured steps of the memory window on a CPU. Both warm up the speed window too."""
+"""Warm-up steps and measured steps of the memory window on a CPU. All these steps also warm up the speed window."""
 FEWEST_WARMUP_STEPS = 3
-"""Fewest warm-up steps of the speed window on a CPU: the first step allocates pages, later steps reuse these pages."""
+"""Fewest warm-up steps of the speed window on a CPU. The first step allocates pages that later steps reuse."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""Modules that every arm needs, imported once before the fork. Otherwise torch imports the second in every process."""
+"""Modules that every arm needs, imported once before the fork. Otherwise each process imports torch._dynamo itself."""
 
 
 class Measured(RunConditions):
@@ -62,7 +62,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
     terminate_with_parent()  # if the parent has already ended, stdin is at its end
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, but stdout is only for answers
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
@@ -114,7 +114,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _rank_of_arm(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
-    """Run one process of an arm: warm up, train the steps sent for each turn (``steps`` in all), yield the record.
+    """Run one process of an arm: warm up, train the steps that each turn asks for (``steps`` in all), yield the record.
 
     On a CPU, memory and speed cannot be measured together: the allocator is fast if it keeps freed blocks, but shows
     the needed memory only if it returns freed blocks. So the memory is measured first, in ``MEMORY_STEPS``, then the
@@ -171,7 +171,7 @@ def _rank_of_arm(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.rejections:  # rejections are equal on all ranks, so all gather
+            if config.bench.energy and not window.rejections:  # equal on all ranks: all gather, or none
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
@@ -204,7 +204,7 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
     own_peak = None if window.peak_memory_bytes is None else memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
     known = [each for each in ranks if each is not None]
-    if not known or not training.world.is_main:  # one prediction is enough: all ranks would predict the same
+    if not known or not training.world.is_main:  # all ranks would predict the same
         return None
     predicted, why_not = None, None
     try:

@@ -47,8 +47,9 @@ def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
 def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
     """Take short samples of ``arm``; return how many of its steps fill a window, and the last sample.
 
-    A window takes ``seconds``. If the arms' mean start-up takes r times ``OPENING_SECONDS``, with r > 1, the window is
-    sqrt(r) times as long, because this yields the most information per minute (Kalibera and Jones, ISMM 2013).
+    A window takes ``seconds``. If the mean start-up of ``arm`` and ``others`` takes r times ``OPENING_SECONDS``, with
+    r > 1, a window takes sqrt(r) times as long. This yields the most information per minute (Kalibera and Jones, ISMM
+    2013).
     """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)

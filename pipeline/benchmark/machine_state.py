@@ -16,7 +16,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def begin() -> Callable[[], Session]:
-    """Call this when a bench starts. The returned function describes the session from then until it is called."""
+    """Return a function that describes the session from now to its own call. Call ``begin`` when a bench starts."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
     uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 

@@ -25,7 +25,7 @@ def outlook(
     """Describe what ``measure`` is about to do, when it will end, and how precise the ratios will be.
 
     ``round_seconds``: estimated time of a round. ``before``: the number of rounds that exist already. ``deviation``:
-    what ``deviation_of`` returns for an earlier bench; None if there is none.
+    what ``deviation_of`` returns for an earlier bench; None without an earlier bench.
     """
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest - before)
@@ -42,10 +42,10 @@ def outlook(
     cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
     known = "the precision of ratios cannot be forecast, because there is no earlier bench of this baseline"
     if deviation is not None:
-        # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as the
-        # error of the median. Both are added in quadrature, which gives the last factor, sqrt(2).
+        # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as this
+        # error of the median. Adding the two in quadrature gives the last factor, sqrt(2).
         error = 1.96 * math.sqrt(math.pi / 2) * deviation / math.sqrt(before + rounds) * math.sqrt(2)
-        known = f"a throughput's ratio will be known to about {error:.1%}, if rounds vary as in the last bench"
+        known = f"the error of a throughput's ratio will be about {error:.1%}, if rounds vary as in the last bench"
     return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}; {known}"
 
 

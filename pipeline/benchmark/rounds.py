@@ -23,7 +23,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
 
 TOLD_SECONDS = 30
-"""Without a terminal, a line of progress is printed at this interval."""
+"""If the output is no terminal, a line of progress is printed at this interval."""
 FEWEST_ROUNDS = 6
 """Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from pipeline.errors import PipelineError
 
 LAST_WORDS_SECONDS = 2.0
-"""Longest wait for the last output of a server that has ended: its arms' processes may still keep the pipe open."""
+"""Longest wait for an ended server's last output. The wait is limited because its arms may keep the pipe open."""
 
 
 class BenchError(PipelineError):

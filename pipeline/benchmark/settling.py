@@ -10,11 +10,11 @@ from pipeline.results import Window
 
 SETTLED_ROUNDS = 10
 """A ratio is settled if it lies on one side of a margin in this many rounds in a row. If the true median lies on the
-margin, one check settles the ratio with a probability of 2 / 2^10 under any noise. ``benchmarks.simulations`` computes
-the probability over all checks of a bench."""
+margin, one check settles the ratio with a probability of 2 / 2^10, for any distribution of the noise.
+``benchmarks.simulations`` computes the probability over all checks of a bench."""
 NEGLIGIBLE = 0.001
-"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. For
-memory peaks the margin is the limit instead, because the heaps of equal arms differ."""
+"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. Memory
+peaks of equal arms may differ by up to the margin, because the heaps of equal arms differ."""
 
 
 def unsettled(
@@ -28,9 +28,9 @@ def unsettled(
     These are the baseline, its control, and each variant with a ratio that is not ``settled``, together with the arms
     of the variant's ablation. If baseline and control are not ``equal``, all arms are returned.
 
-    An arm is compared with both the baseline and its control, so that noise between equal arms settles nothing. In an
-    ablation, the arm without a technique is compared with its variant. An arm with a rejected sample in the last rounds
-    is not settled. A figure that this machine cannot measure counts as settled.
+    An arm is compared with both the baseline and its control, because noise between these two must not settle a ratio.
+    In an ablation, the arm without a technique is compared with its variant. An arm with a rejected sample in the last
+    rounds is not settled. A figure that this machine cannot measure counts as settled.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]

@@ -55,7 +55,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
-    else:  # only ``again`` adds a session: two sessions can leave a ratio undecided that one session decides
+    else:  # adds no session, because two sessions can leave a ratio undecided that one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(
         f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}",
@@ -77,7 +77,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
 def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
     session_so_far = machine_state.begin()
-    # The code is read before it is measured, so that edits during the bench are not taken for measured code.
+    # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
     keys = {name: stages.key(content, "bench", name) for name in config.variants}
@@ -91,7 +91,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         dataset = Dataset.model_validate(about["dataset"])
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
-            print(f"bench: goes on from {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
+            print(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
             calibrated = _Calibrated(earlier.steps, earlier.seconds / earlier.rounds, earlier.ledgers, earlier.flops)
         else:
             calibrated = _calibrated(arms, settings.window_seconds, ledgers=not again)
@@ -174,7 +174,7 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
 def _margins(margins: Margins) -> dict[str, float]:
     """Return field of ``Window`` -> margin, for the quantities that can settle a variant.
 
-    Margins change only the number of rounds, as max_minutes does. dvc.yaml does not list them for the bench, so a
+    Like max_minutes, margins change only the number of rounds. dvc.yaml does not list margins for the bench. So a
     changed margin is applied to the existing rounds, without a new bench.
     """
     of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
@@ -182,7 +182,7 @@ def _margins(margins: Margins) -> dict[str, float]:
 
 
 def _left(limit: N, used: N) -> N:
-    """Return the unused part of ``limit``; if nothing is left, the whole ``limit`` again."""
+    """Return the unused part of ``limit``. If nothing is left, return the whole ``limit`` again."""
     return limit - used if used < limit else limit
 
 

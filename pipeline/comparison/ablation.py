@@ -18,7 +18,7 @@ class Share(Record):
     variant: str
     technique: str
     added_throughput: Ratio | None = None
-    """The baseline plus the technique, divided by the baseline. None in the four ratios means not measured."""
+    """The baseline plus the technique, divided by the baseline. Each of the four ratios is None if not measured."""
     added_memory: Ratio | None = None
     stacked_throughput: Ratio | None = None
     """The variant divided by the variant without the technique."""
@@ -32,13 +32,13 @@ class Share(Record):
     interaction: str | None = None
     """One sentence per quantity whose added and stacked ratios disagree."""
     why_not: str | None = None
-    """The reason if nothing was measured; all other fields except the names are then None."""
+    """If nothing was measured, the reason. Then all other fields except the names are None."""
 
 
 def shares(
     bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noise: Callable[[Quantity, int], Noise]
 ) -> tuple[Share, ...]:
-    """Return every technique's share in every ablated variant, in the bench's order.
+    """Return the effect of each technique of each ablated variant, in the bench's order.
 
     ``accuracies``: trained variant -> accuracy against the baseline. ``noise``: returns, for a quantity and a number n,
     the A/A noise of the quantity in the first n rounds.

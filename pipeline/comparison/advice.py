@@ -72,7 +72,7 @@ def interrupted(bench: Bench) -> str:
 
 
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
-    """Return why ``ratio`` is untrusted or undecided, and what would decide it; empty if it is decided.
+    """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided.
 
     If a decision would take longer than ``LONGEST_MINUTES``, the advice names a margin for which this time suffices.
     """
@@ -116,13 +116,13 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
         stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs, ratio.fixed
     )
     return [
-        f"{undecided}with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} could be decided "
+        f"{undecided}with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} allows a decision "
         "(compare.margins)"
     ]
 
 
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
-    """Return why ``accuracy`` is undecided, and what would decide it; empty if it is decided.
+    """Return why ``accuracy`` is undecided, and what would help; an empty list if the accuracy is decided.
 
     If more than ``MOST_SEEDS`` further seeds would be needed, the advice names a margin for which that many suffice.
     """
@@ -134,11 +134,11 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} will suffice, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
-    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one half may be cut off
+    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one side may be cut off
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
         f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; with {MOST_SEEDS} more seeds, a "
-        f"margin of {100 * margin:.2g} points could be decided (compare.margins.accuracy)"
+        f"margin of {100 * margin:.2g} points allows a decision (compare.margins.accuracy)"
     ]
 
 

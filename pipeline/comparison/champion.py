@@ -74,9 +74,9 @@ def no_narrower(interval: Interval, own: Interval) -> Interval:
 
 
 def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity) -> Ratio | None:
-    """Return the gain of choosing the best variant, over the sessions that have all variants in ``ratios``.
+    """Return the gain of choosing the best variant, from the sessions that have all variants in ``ratios``.
 
-    With a single such session, the gain is over its rounds. Return None if there is no such session, or if too few
+    With a single such session, the gain comes from its rounds. Return None if there is no such session, or if too few
     rounds of the single session have all variants.
     """
     starts = _shared(ratios)
@@ -148,7 +148,7 @@ def _in(ratio: Ratio, start: str) -> SessionRatio:
 
 
 def _figures(bench: Bench, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the figures of the baseline and of ``names``, [1 + names, rounds], in the rounds that have all of them."""
+    """Return the figures of the baseline and ``names``, [1 + names, rounds], from the rounds that have all of them."""
     arms = [arm_of(bench, "variant", name) for name in (bench.baseline, *names)]
     rounds = zip(*([getattr(sample, quantity.field) for sample in arm.samples] for arm in arms), strict=False)
     return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T

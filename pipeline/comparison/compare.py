@@ -36,7 +36,7 @@ def compare(
     baseline as the present bench did. All other figures come from the present bench only.
 
     The Pareto front holds the variants that no other variant beats in throughput, memory and accuracy, each relative to
-    the baseline. A difference that was not shown to matter counts as none; untrusted variants are not on the front.
+    the baseline. A difference that was not shown to matter is ignored. Untrusted variants are not on the front.
 
     Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
@@ -134,7 +134,7 @@ def _baseline_of(measured: Sequence[Result], name: str) -> Result:
 
 
 def _trusts(own: PooledSession, ratio: Ratio | None) -> bool:
-    """True if the bench's own session gave a trusted ratio; otherwise the session's figures are not shown."""
+    """True if the bench's own session gave a trusted ratio. If False, the session's figures must not be shown."""
     return ratio is not None and any(each.trusted for each in ratio.sessions if each.start_utc == own.start_utc)
 
 

@@ -33,7 +33,7 @@ class AccuracyDifference(Record):
 
 
 class SeedTarget(Record):
-    """When one seed's run reached the target."""
+    """The step at which one seed's run reached the target."""
 
     seed: int
     steps: int | None
@@ -117,7 +117,7 @@ class Compared(Record):
     step_p99_ms: float | None
     input_wait_fraction: float | None
     peak_memory_bytes: int | None
-    """``results.Window`` says how the peak is made of the ranks' peaks."""
+    """``results.Window`` describes how the peak is computed from the ranks' peaks."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
@@ -127,7 +127,7 @@ class Compared(Record):
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     """Median over the bench's samples. ``results.Window`` defines it."""
     allocator_retries: int | None = None
-    """Sum over all samples; a sample with a retry is rejected. None on a CPU."""
+    """Sum over all samples. Samples with a retry are rejected. None on a CPU."""
     rejected: int
     """Number of this variant's samples in the bench that were rejected, in part or as a whole."""
 
@@ -202,7 +202,7 @@ class SessionSummary(Session):
     noise_throughput: Noise
     noise_memory: Noise
     variants: tuple[str, ...]
-    """The variants that the session measured in their present form. A ratio that is untrusted there does not count."""
+    """The variants that the session measured in their present form. The session's untrusted ratios do not count."""
 
 
 class Comparison(Document):

@@ -1,4 +1,4 @@
-"""Check that files belong together: one job, one environment, unchanged since they were written."""
+"""Check that files come from one job and one environment, and have not changed since they were written."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ DATASET = PREPARED / "dataset.json"
 
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
-    """List the contradictions of files under ``root`` (results, histories, the bench and ``others``) with dvc.lock, and
-    with the files from which they were made. Missing files are not compared.
+    """Check files under ``root``: results, histories, the bench and ``others``. Return one message for each file that
+    contradicts dvc.lock, or the files from which it was made. Missing files are not checked.
 
     Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
@@ -104,7 +104,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Name the seeds whose teacher has other weights now. ``weights``: variant -> seed -> SHA-256 of the weights."""
+    """Return a message with the seeds whose teacher has other weights now. ``weights``: variant -> seed -> SHA-256."""
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
@@ -116,8 +116,8 @@ def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) 
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
-    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``: a comparison must
-    describe the code that is checked out."""
+    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``, because a
+    comparison must describe the code that is checked out."""
     there = environment.get("stages", {})
     changed = [
         path
@@ -195,7 +195,7 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
 def _key_problem(
     key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
 ) -> str:
-    """Return how a variant's run differs from environment.json; empty if it does not, or if the file has no stages."""
+    """Return how a variant's run differs from environment.json. Empty if it does not, or the file has no stages."""
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
@@ -307,7 +307,7 @@ def _bench_problems(
 
 
 def _run_of(one: Arm | Result) -> tuple[object, ...]:
-    """Return the values that are equal in equal runs of a variant. Techniques that a file lacks have their defaults."""
+    """Return the values in which equal runs of a variant agree. Techniques that a file lacks get their defaults."""
     return Variant().model_dump(mode="json") | one.applied, one.world_size, one.batch_size, one.micro_batches
 
 

@@ -103,7 +103,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
 def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
-    """Return the steps of each seed to the test accuracy ``target`` (0 to 1), and their time at the bench's speed."""
+    """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed."""
     reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
@@ -164,9 +164,9 @@ def equal_time(
 
 
 def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
-    """Return the per-seed differences of test accuracy, from exact counts; 0 for a seed with equal weights in both.
+    """Return each seed's difference in test accuracy, from exact counts.
 
-    Both results must have the same seeds and test set.
+    It is 0 for a seed with equal weights in both results. The results must have the same seeds and the same test set.
     """
     theirs = {run.seed: run for run in baseline.runs}
     differences = [

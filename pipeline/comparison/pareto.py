@@ -13,7 +13,7 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
     """Return the indices, ascending, of the points that no other point beats.
 
     A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
-    ``higher_is_better`` has one entry per coordinate. Raises ValueError for NaN: leave out points that have one.
+    ``higher_is_better`` has one entry per coordinate. Raises ValueError if a coordinate is NaN.
     """
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
     if np.isnan(values).any():

@@ -25,9 +25,9 @@ class RoundCost(NamedTuple):
     """The key of params.yaml that limited the number of rounds."""
     rounds: int
     seconds: float | None
-    """Time of all rounds together; None: not known."""
+    """Time of all rounds together; None if it is not known."""
     minutes: float = 0.0
-    """The allowed minutes. If the wanted rounds fit into them, something else limited the number of rounds."""
+    """The allowed minutes. If the wanted rounds fit into this time, something else limited the number of rounds."""
 
     def affordable(self) -> float:
         """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.

@@ -70,8 +70,9 @@ def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
 
 
 def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
-    """Combine the ratios of several sessions, given as (start of the session, its ratio), into one; ``own`` is the
-    ratio of the bench's own session.
+    """Combine the ratios of several sessions into one ratio.
+
+    ``found``: pairs of a session's start and its ratio. ``own``: the ratio of the bench's own session.
 
     An untrusted ratio does not count. If only one ratio is trusted, return it; if none is trusted, return ``own``.
     """
@@ -207,5 +208,5 @@ def pooled_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> li
 
 def arm_of(bench: Bench, role: str, variant: str) -> Arm:
     arm = bench.arm(role, variant)
-    assert arm is not None  # consistency.check has made sure
+    assert arm is not None  # consistency.check has checked it
     return arm

@@ -13,7 +13,7 @@ from scipy.special import ndtr, stdtrit
 from pipeline.errors import count
 
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
-"""The decision on one quantity. ``decide`` never returns *untrusted*: ``verdicts`` does, depending on the samples."""
+"""The decision on one quantity. Only ``verdicts`` sets *untrusted*, depending on the samples; ``decide`` never does."""
 
 FEWEST_PAIRS = 6
 """Fewer pairs give no 95% interval: the chance that all of them lie on one side of the median is too large."""

@@ -30,7 +30,7 @@ FEWEST_SEEDS = 3
 
 
 Outcomes = tuple[Decision, ...]
-"""The possible decisions on a quantity: its decision or, if it is undecided, all decisions that its interval allows."""
+"""The possible decisions on a quantity: its decision or, if undecided, every decision that its interval allows."""
 
 ANY: Outcomes = ("better", "same", "worse")
 
@@ -110,17 +110,17 @@ class Ratio(Record):
     margin: float
     decision: Decision
     more_pairs: int | None
-    """About how many more pairs a ratio of one session needs for a decision. None if decided or without forecast."""
+    """About how many more pairs a decision from one session needs. None if it is decided or there is no forecast."""
     why_untrusted: str | None
     fixed: float = 0.0
     """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
     more_sessions: int | None = None
-    """About how many more sessions a ratio over several sessions needs for a decision. None as for ``more_pairs``."""
+    """About how many more sessions a decision over several sessions needs. None as for ``more_pairs``."""
     sessions: tuple[SessionRatio, ...] = ()
     """For a variant: the same ratio in each session, the oldest session first."""
 
     def outcomes(self, quantity: Quantity) -> Outcomes:
-        """Return the possible decisions on ``quantity``, whose ratio this is."""
+        """Return the possible decisions on ``quantity``, which must be the quantity of this ratio."""
         if self.decision != "undecided":
             return (self.decision,)
         if self.low is None or self.high is None:
@@ -172,8 +172,8 @@ class Noise(Record):
 
     @property
     def doubt(self) -> float:
-        """How far equal arms may differ, on the logarithmic scale: half the interval's width and the estimate's
-        distance from 1, added in quadrature. The width alone is not enough, because an undetected bias shifts the
+        """How far equal arms may differ, on the logarithmic scale. This adds half the interval's width and the
+        estimate's distance from 1 in quadrature. The width alone is not enough, because an undetected bias shifts the
         estimate. The doubt is 0 if the interval has no bounds."""
         if not (self.estimate and self.low and self.high):
             return 0.0
@@ -225,8 +225,8 @@ def accuracy(
     """Judge ``differences`` in test accuracy from the baseline, one per seed.
 
     ``base``: the baseline's mean accuracy. ``resolution``: the accuracy that one test sample (or one token of the test
-    samples) contributes. ``identical``: every seed has the baseline's weights, bit by bit, so the decision is *same*
-    for any number of seeds. Otherwise fewer than ``FEWEST_SEEDS`` seeds leave the accuracy undecided.
+    samples) contributes. ``identical``: True if every seed has exactly the baseline's weights; then the decision is
+    *same* for any number of seeds. Otherwise fewer than ``FEWEST_SEEDS`` seeds leave the accuracy undecided.
     """
     if identical:
         return Accuracy(
@@ -297,7 +297,7 @@ def unmeasurable(arms: Sequence[Arm], quantity: Quantity) -> bool:
 
 
 def tells_energy(arms: Sequence[Arm]) -> bool:
-    """True if energy was asked for: a sample has it, or the reason why it is unknown."""
+    """True if a sample has its energy, or the reason why its energy is unknown. Then energy was asked for."""
     return any(each.joules_per_sample or each.why_no_energy for arm in arms for each in arm.samples)
 
 

@@ -19,7 +19,7 @@ from pipeline.measurement.nvml import handle_of
 
 POWERCAP = Path("/sys/class/powercap")
 SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
-"""Smallest accepted mean length of the measured windows. NVML updates its counter every 20 to 100 ms, RAPL each ms."""
+"""Smallest accepted mean length of a measured window. NVML updates its counter every 20 to 100 ms, RAPL every ms."""
 
 Read = tuple[dict[str, float], str | None]
 """Joules by counter name, and the reason if the joules are unknown. All processes of a host use the same names."""
@@ -35,10 +35,11 @@ class _Counter(NamedTuple):
 
 
 class Energy:
-    """Reads the energy counters of a process's own ``devices`` at the start and end of each window; without devices, it
-    reads nothing.
+    """Reads the energy counters of a process's own ``devices`` at the start and end of each window.
 
-    ``remedy``: advice on how to make windows longer. It ends the message about windows that are too short.
+    Without devices, it reads nothing.
+
+    ``remedy``: advice on how to make windows longer, for the message about windows that are too short.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:
@@ -96,7 +97,7 @@ class Energy:
 
 
 def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
-    """Return ``joules_per_sample`` or ``why_no_energy``: the joules of all ``ranks``, divided by all their ``samples``.
+    """Return ``joules_per_sample`` (all ranks' joules divided by all their ``samples``) or ``why_no_energy``.
 
     A counter that several ranks read, because they share a CPU or GPU, counts once.
     """
@@ -122,7 +123,7 @@ def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
 def _of_packages() -> dict[str, _Counter]:
     """Return the counters of whole packages, in microjoules. A package's counter includes its subzones, such as cores.
 
-    Raises OSError. Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same name.
+    Raises OSError. Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same names.
     """
     zones = sorted(POWERCAP.glob("intel-rapl:*"))
     packages = (each for each in zones if (each / "name").read_text(encoding="ascii").startswith("package"))

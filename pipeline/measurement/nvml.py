@@ -8,7 +8,7 @@ import torch
 
 
 def handle_of(device: torch.device) -> Any:
-    """Return NVML's handle of torch's ``device``, found by UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
+    """Return NVML's handle of torch's ``device``, found by UUID, because NVML's indices ignore CUDA_VISIBLE_DEVICES.
 
     Raises NVMLError.
     """

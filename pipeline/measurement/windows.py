@@ -28,7 +28,7 @@ class _Resumable:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over the counts that ``state`` returned."""
+        """Set the counts to those that the method ``state`` returned."""
         vars(self).update(state)
 
 
@@ -148,7 +148,7 @@ class Memory(_Resumable):
         self.reserved_bytes: int | None = None
         """The highest ``max_memory_reserved``; None on a CPU."""
         self.driver_bytes: int | None = None
-        """The highest ``driver_bytes`` at the end of a measured window; None if unknown, as on a CPU."""
+        """The highest result of ``driver_bytes`` at the end of a measured window. None if unknown, and on a CPU."""
         self.retries: int | None = None
         """How often the CUDA allocator had to flush its cache and try again; None on a CPU."""
 
@@ -167,7 +167,7 @@ class Memory(_Resumable):
             self._resets = _reset_resident_peak()
 
     def close(self, *, measured: bool) -> None:
-        """End the window. The highest peak of the measured windows is kept."""
+        """End the window. Keep the highest peak of the measured windows."""
         if not measured:
             return
         if self._on_gpu:
@@ -187,7 +187,7 @@ class Memory(_Resumable):
 def graphs_bytes(device: torch.device) -> int:
     """Return the bytes that CUDA graphs on ``device`` keep for their replays, beyond the tensors that are alive now.
 
-    A replay writes to the same addresses as its capture, in a private memory pool. It allocates nothing, so the
+    A replay writes to the addresses of its capture, which belong to a private memory pool. It allocates nothing. So the
     allocator's statistics do not include the activations of a replayed step.
     """
     return sum(
@@ -219,8 +219,8 @@ def own_peak_bytes() -> int | None:
     Mapped files are code and memory-mapped data sets. All processes share their pages, and the system drops these pages
     when memory is short. How many of these pages are resident depends on how the process was started.
 
-    Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). A run adds file pages and
-    removes none. So after some steps, VmHWM - RssFile is the peak of the other pages. Returns None if the
+    Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). During a run, file pages are
+    added and none is removed. So after some steps, VmHWM - RssFile is the peak of the other pages. Returns None if the
     system does not report both values.
     """
     try:

@@ -18,11 +18,11 @@ from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 
 _SAMPLES = 2
-"""Samples in one count, which is proportional to them. Not 1: BatchNorm cannot train on a single value per channel."""
+"""Number of samples in one count. One is too few, because BatchNorm cannot train on a single value per channel."""
 
 
 class Peak(NamedTuple):
-    """A GPU's dense peak in 10^12 operations per second; None if unknown, or if the hardware lacks the format."""
+    """A GPU's peak for dense matrices, in 10^12 operations per second. None: unknown, or the GPU lacks the format."""
 
     fp32: float | None
     """Without TF32. TF32's peak is not listed, so no utilisation is computed for it."""
@@ -65,9 +65,10 @@ PEAKS = {
 def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """Count the operations of one forward and backward pass for one sample.
 
-    The model runs on the meta device, without arithmetic, and so do the techniques that recompute. A model that reads
-    the values of tensors runs on the CPU instead. Precision and parallelism do not change the count. Recomputation
-    inside an attention kernel is not counted. Raises ModelError.
+    Two counts are made: of the model alone, and of the model with the variant's recomputation and teacher. The models
+    run on the meta device, without arithmetic. A model that reads the values of tensors runs on the CPU instead.
+    Precision and parallelism do not change the counts. Recomputation inside an attention kernel is not counted. Raises
+    ModelError.
     """
     with torch.random.fork_rng(devices=[]):
         model = task.model()
@@ -100,7 +101,7 @@ def _count_on(device: str, model: nn.Module, task: Task, techniques: Sequence[Te
     for technique in techniques:
         technique.change_model(setup)
     with FlopCounterMode(display=False) as counter:
-        total = setup.model(inputs).sum()  # instead of a loss, whose operations are not counted
+        total = setup.model(inputs).sum()  # stands for the loss, whose operations are not counted
         if total.requires_grad:
             total.backward()
     count: int = counter.get_total_flops()

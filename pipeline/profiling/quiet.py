@@ -11,7 +11,10 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Kineto while the block runs: it reports a missing GPU as an error. The user's own log level is kept."""
+    """Silence Kineto while the block runs, because it reports a missing GPU as an error.
+
+    The user's own log level is kept.
+    """
     silenced = _LEVEL not in os.environ
     if silenced:
         os.environ[_LEVEL] = "99"

@@ -125,7 +125,7 @@ class Bench(Document):
     steps: int
     """Number of steps of each sample."""
     turns: int
-    """Number of turns into which these steps were divided. The turns of different arms alternated, unless this is 1."""
+    """Number of turns into which these steps were divided. If there are several, the arms took turns alternately."""
     seconds: float
     """Duration of the whole measurement."""
     interrupted: bool

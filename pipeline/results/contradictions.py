@@ -1,4 +1,4 @@
-"""Finds figures that cannot have been measured: they contradict the job, the data or each other."""
+"""Find figures that cannot have been measured, because they contradict the job, the data or each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.results.records import HistoryRow, Result, Run, summarise
 
 
 def of_result(result: Result, train: Train) -> list[str]:
-    """Return the figures of a result that contradict the job ``train``, the data or each other, as messages."""
+    """Return one message for each figure of a result that contradicts the job ``train``, the data or another figure."""
     found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
     found += [
         f"seeds {one.seed} and {other.seed} ended in the same weights, so one is a copy"
@@ -24,7 +24,7 @@ def of_result(result: Result, train: Train) -> list[str]:
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
-    """Return the figures of a result's runs that differ from the seed's last row of the history, as messages."""
+    """Return one message for each figure of a run that differs from the last row of its seed's history."""
     last = {row.seed: row for row in rows}
     ends = {"steps": "step", "test_accuracy": "test_accuracy", "test_loss": "test_loss"}
     return [

@@ -54,7 +54,7 @@ def history_file(variant: str, root: Path = RESULTS) -> Path:
 
 
 def system_file(variant: str, root: Path = RESULTS) -> Path:
-    """File with about one sample per second of the main rank's host: processor, memory and the job's GPUs."""
+    """File of the use of processor, memory and the job's GPUs on the main rank's host, about one row per second."""
     return root / variant / "system.csv"
 
 
@@ -130,7 +130,7 @@ def train_again(variant: str, stage: str = "train") -> str:
 
 
 def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted path of each value that differs from ``requested``, and both values."""
+    """Yield the dotted path of each value that differs between ``found`` and ``requested``, and both values."""
     if isinstance(found, Mapping) and isinstance(requested, Mapping):
         for key in dict.fromkeys([*requested, *found]):
             yield from differing(found.get(key), requested.get(key), f"{path}.{key}" if path else key)
@@ -168,7 +168,7 @@ def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
 
 
 def write(result: Result, path: Path) -> None:
-    """Write ``path`` whole or not at all."""
+    """Write ``result`` to ``path``, whole or not at all."""
     write_text(path, result.to_json())
 
 

@@ -144,7 +144,7 @@ class Run(Window):
     evaluate_seconds: Amount
     """Time of all evaluations together."""
     resumes: Count
-    """How often this run was interrupted and resumed."""
+    """Number of times that this run was interrupted and resumed."""
     model_sha256: str
     """SHA-256 over names, dtypes, shapes and bytes of the model's state dict, in order."""
     teacher_sha256: str | None = Field(None, exclude_if=operator.not_)
@@ -169,7 +169,7 @@ class ScoreName(Record):
 
 
 class Unit(Record):
-    """The unit that throughput counts: samples, or parts of a sample, such as tokens."""
+    """The unit in which throughput is counted: samples, or parts of a sample, such as tokens."""
 
     name: str = "samples"
     per_sample: Count = 1
@@ -181,12 +181,13 @@ class Dataset(Record):
     train_count: Count
     test_count: Count
     test_in_train_count: Count | None = None
-    """Number of test inputs that are also training inputs. This count and the next are copied from ``dataset.json``."""
+    """Number of test inputs that are also training inputs. This count and the next come from ``dataset.json``."""
     test_repeated_count: Count | None = None
+    """Number of test inputs that repeat an earlier test input."""
 
 
 class Summary(Record):
-    """Summary of the runs for ``dvc metrics``, with one number per quantity."""
+    """Each quantity's mean, median or largest value over the seeds, for ``dvc metrics``."""
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
@@ -262,7 +263,7 @@ class Result(RunConditions, VariantDocument):
 
 
 def summarise(runs: Sequence[Run]) -> Summary:
-    """Return one number per quantity over a variant's seeds. A number is None if it is unknown for any seed."""
+    """Return each quantity's mean, median or largest value over the seeds; None if a seed's value is unknown."""
     accuracies = [run.test_accuracy for run in runs]
     return Summary(
         test_accuracy_mean_fraction=statistics.fmean(accuracies),

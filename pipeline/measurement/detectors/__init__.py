@@ -1,7 +1,7 @@
 """Find reasons to reject measured numbers: disturbances of the measured windows, and contradictory figures.
 
-A detector is opened before each window of the clock and closed after it. The detector reads counters at both moments.
-It never waits for the device and does not change the steps.
+A detector is opened before each window of the clock and closed after it. Most detectors read counters at both moments.
+No detector waits for the device or changes the steps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
 
 
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
-    """Return the detectors that this machine supports for ``devices`` (this process's own) and for the host's CPU.
-    Repeated calls return the same kinds of detectors in the same order.
+    """Return the detectors of compilation, and those that this machine supports for its CPU and for ``devices``.
 
+    Repeated calls return the same kinds of detectors in the same order. ``devices``: this process's own devices.
     ``root_pid``: the job's root process; this process and all its descendants are the job's own processes. If
-    ``max_foreign_load`` is None, this process does not watch the CPU's load: one process per host and job is enough.
+    ``max_foreign_load`` is None, this process does not watch the CPU's load, because one process per host is enough.
     """
     of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
     return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

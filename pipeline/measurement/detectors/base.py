@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 MAX_THROTTLED_FRACTION = 0.05
-"""Largest accepted share of throttling in the measured windows: of the time on a CPU, of the queries on a GPU."""
+"""Largest accepted throttling in the measured windows. On a CPU it is a share of the time, on a GPU of the queries."""
 
 
 class Rejection(NamedTuple):
-    """Why numbers of the measured windows cannot be trusted. Every rejection voids the speeds and step times."""
+    """The reason why numbers of the measured windows cannot be trusted. Every rejection voids speeds and step times."""
 
     reason: str
-    """Says what happened, to what extent, and what to do."""
+    """Describes what happened, to what extent, and what to do."""
     voids_memory: bool = False
     """True if the peak memory cannot be trusted either."""
 
@@ -38,5 +38,5 @@ class Detector(ABC):
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over the counts that ``state`` returned."""
+        """Set the counts to those that the method ``state`` returned."""
         vars(self).update(state)

@@ -35,6 +35,6 @@ class Recompilation(Detector):
 
 
 def _compile_seconds() -> float:
-    """Return this process's compile time so far, for forward and backward passes, without loading the compiler."""
+    """Return this process's compile time so far, of forward and backward passes. This does not import the compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

@@ -52,11 +52,11 @@ class ForeignLoad(Detector):
     time. Time that the hypervisor took from the cores is added, in proportion to the job's share of their busy time.
 
     The sum is compared with the CPU time that the job would have had without these losses, or, if longer, with the
-    length of the windows. The length counts because a job that waits for its GPU uses little CPU time and can lose
-    half of it without harm.
+    length of the windows. The length counts because a job that waits for its GPU uses little CPU time, and can lose
+    half of this time without harm.
 
     Programs on other cores can still slow the job down through shared caches, memory and clocks. This detector does not
-    see such effects. The comparison of the baseline with itself shows how noisy the machine is.
+    see such effects. They appear as noise when the bench compares the baseline with itself.
     """
 
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:
@@ -108,7 +108,7 @@ class ForeignLoad(Detector):
         due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
         if not due or (share := self.taken_seconds / due) <= self._limit:
             return []
-        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share: the load differs between rounds
+        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
         return [
             Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
@@ -135,8 +135,8 @@ class ForeignLoad(Detector):
 class CpuThrottling(Detector):
     """The CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
 
-    A core at full load often reaches its thermal limit for a moment. Such moments are accepted as part of the core's
-    normal speed, like a GPU's power cap.
+    A core at full load often reaches its thermal limit for a moment. Such moments are accepted, because they belong to
+    the core's normal speed. A GPU's power cap is accepted for the same reason.
     """
 
     def __init__(self, totals: Sequence[Path]) -> None:

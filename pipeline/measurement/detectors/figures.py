@@ -12,11 +12,11 @@ MAX_ASIDE_FRACTION = 0.05
 """Largest accepted CPU time between an arm's turns, as a share of its measured seconds. Work between the turns is not
 measured, so it can make the arm seem faster by this share."""
 MAX_IDLE_FRACTION = 0.01
-"""CPU time accepted in addition, as a share of the seconds between the turns: gloo's idle threads take up to 0.3%."""
+"""This share of the seconds between the turns is accepted in addition, because gloo's idle threads take up to 0.3%."""
 
 
 def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> list[Rejection]:
-    """Return rejections for the step times of one rank. With ``max_input_wait`` None, any wait for input is allowed.
+    """Return the reasons to reject one rank's step times. If ``max_input_wait`` is None, any wait for input is allowed.
 
     ``resident``: the data set is on the device, so the device prepares the input.
     """
@@ -37,7 +37,7 @@ def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> l
 
 
 def of_memory(memory: Memory) -> list[Rejection]:
-    """Return a rejection of the rank's speeds and peak memory if its allocator had to retry; empty otherwise."""
+    """Return the reason to reject a rank's speeds and peak memory: a retry of its allocator. Empty without a retry."""
     if not memory.retries:
         return []
     return [
@@ -50,7 +50,7 @@ def of_memory(memory: Memory) -> list[Rejection]:
 
 
 def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[Rejection]:
-    """Return a rejection if an arm used too much CPU time between its turns, while other arms were measured.
+    """Return the reasons to reject an arm because of the CPU time that it used while other arms took their turns.
 
     ``aside_seconds``: CPU time used between the turns; ``waited_seconds``: total time between the turns."""
     if aside_seconds <= MAX_ASIDE_FRACTION * clock.measured_seconds + MAX_IDLE_FRACTION * waited_seconds:
@@ -67,7 +67,7 @@ def of_turns(aside_seconds: float, waited_seconds: float, clock: Clock) -> list[
 
 
 def of_steps(measured: Sequence[int], *, requested: int, warmup: int) -> list[Rejection]:
-    """Return rejections if ranks measured too few steps, or different numbers of steps.
+    """Return the reasons to reject a run whose ranks measured too few steps, or different numbers of steps.
 
     ``measured``: the number of measured steps of each rank; ``requested``: the smallest accepted number."""
     fewest = min(measured)

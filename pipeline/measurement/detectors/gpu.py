@@ -17,7 +17,7 @@ from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
 MPS_SERVER = "nvidia-cuda-mps"
-"""The process name nvidia-cuda-mps-server, of which the kernel keeps only 15 characters."""
+"""The first 15 characters of the process name nvidia-cuda-mps-server. The kernel keeps no more of a name."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -52,13 +52,13 @@ def gpu_detectors(devices: Sequence[torch.device], root_pid: int) -> list[Detect
 
 
 class GpuThrottling(Detector):
-    """The GPU was too hot or short of power and slowed down.
+    """The GPU slowed down because it was too hot or short of power.
 
     A separate thread asks the driver for the reasons of reduced clocks ten times a second and at a window's end. It
     does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives.
 
-    The driver's counters of throttled time are not used: some do not separate the reasons, and others have different
-    numbers and units in different drivers. As on a CPU, short throttling is accepted as part of normal speed.
+    The driver's counters of throttled time are not used: some do not separate the reasons, and the field
+    numbers and units of others differ between drivers. As on a CPU, short throttling belongs to normal speed.
     """
 
     def __init__(self, nvml: Any, handle: Any, name: str = "the GPU") -> None:
@@ -117,10 +117,10 @@ class GpuThrottling(Detector):
 
 
 class SharedGpu(Detector):
-    """Another process computes on this GPU, at the start or at the end of a window.
+    """Another process holds this GPU at the start or at the end of a measured window.
 
-    The driver always lists the host's process ids. In a container with its own ids, a process does not find its id in
-    the list. A job has one process per GPU, so in this case all listed processes except one count as foreign.
+    The driver always lists the host's process ids. In a container with its own ids, a process does not find its own
+    id in the list. Then all listed processes except one count as foreign, because a job has one process per GPU.
 
     Under MPS the list also holds the MPS server. The server works only for its clients, so it does not count as
     foreign. If no listed process has the server's name but MPS clients run, one of the processes is assumed to be the

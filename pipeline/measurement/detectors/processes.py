@@ -12,7 +12,7 @@ PROC = Path("/proc")
 
 
 def job_ticks(root_pid: int) -> dict[int, int]:
-    """Return the CPU time of each process of a job (``root_pid`` and all its descendants), in clock ticks, by id.
+    """Return process id -> CPU time in clock ticks, for ``root_pid`` and all its descendants.
 
     The ticks of a child that has ended count for its parent.
     """
@@ -24,7 +24,7 @@ def job_ticks(root_pid: int) -> dict[int, int]:
                 status = (directory / "stat").read_bytes()
             except OSError:  # the process has just ended
                 continue
-            fields = status.rpartition(b")")[2].split()  # after the name, which may hold any character
+            fields = status.rpartition(b")")[2].split()  # the fields after the name; a name may hold any character
             pid = int(directory.name)
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(int(field) for field in fields[11:15])  # utime stime cutime cstime
@@ -61,7 +61,7 @@ def thread_waits(pid: int) -> list[tuple[str, float]]:
     try:
         for thread in (PROC / str(pid) / "task").iterdir():
             _, wait, turns = (thread / "schedstat").read_bytes().split()
-            if turns != b"0":  # also 0 if the kernel does not count waits
+            if turns != b"0":  # turns are 0 before the first run, or if the kernel does not count
                 waits.append((thread.name, int(wait) / 1e9))
     except OSError:  # the process has just ended, or the kernel does not report waits
         pass

@@ -1,4 +1,4 @@
-"""Rehearse a training on fake tensors, to predict its memory before it runs."""
+"""Rehearse a training on fake tensors, to predict the memory that the real training will need."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 libraries' workspaces and fragmentation. On a CPU it is the free blocks between a process's tensors. These blocks take
 up to two thirds of the tensor memory, as ``rest_bytes`` in measured ledgers shows (``benchmarks/ledgers.py``)."""
 TRIED_SAMPLES = (16, 32)
-"""Sizes of the micro-batches on which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
-convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried itself."""
+"""Sizes of the micro-batches with which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
+convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried at its size."""
 CUDA_BLOCK_BYTES = 512
-"""torch's allocator for CUDA hands out multiples of this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp."""
+"""Sizes in torch's CUDA allocator are multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch allocates it with
 its own allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
@@ -66,9 +66,9 @@ class Estimate:
     - Fake tensors do not show the temporary memory of a kernel, such as oneDNN's reordered copies. For a plan on the
       CPU, each operation's temporary memory is measured in real steps with ``TRIED_SAMPLES`` samples, and extrapolated
       linearly to the micro-batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
-    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast also
-      keeps other operations in float32. The prediction does as on CUDA only for normalisations and softmax, which
-      matter most.
+    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast on CUDA also
+      computes other operations in float32. The prediction imitates this only for normalisations, softmax and
+      cross-entropy, which matter most.
     - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and gradients are copied into them.
     - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
       when memory is short.
@@ -139,7 +139,7 @@ class Estimate:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = faked(self._model, fake)
         with fake, tracker, CudaAutocast() if on_gpu else nullcontext():
-            # All micro-batches after the first need the same memory: they add to existing gradients.
+            # All micro-batches after the first need the same memory, because they add to existing gradients.
             micro_batches = min(2, plan.micro_batches)
             losses = DeviceLosses(ALONE) if on_gpu else UnreadLosses(ALONE)
             task = faked_task(self.task)
@@ -220,7 +220,7 @@ def _nothing() -> None:
 
 @contextmanager
 def _threads(processes: int) -> Iterator[None]:
-    """Use as many threads as each process of the job will have, because some kernels allocate memory per thread."""
+    """Use as many threads as a process of the job will have, because some kernels allocate memory for each thread."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(cores() / processes)))
@@ -239,7 +239,7 @@ def _make_optimizer_state(training: Training) -> None:
 
 
 def _cublas_bytes(call: Call) -> int:
-    """Return the known temporary memory of an operation on CUDA: the workspace of a matrix product, else 0."""
+    """Return the bytes of an operation's known temporary memory on CUDA: a matrix product's workspace, else 0."""
     return CUBLAS_WORKSPACE_BYTES if call[0] in _MATRIX_PRODUCTS and not _WORKSPACES_LAST else 0
 
 
@@ -274,7 +274,7 @@ def _buckets(training: Training) -> AbstractContextManager[None]:
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:
-    """Estimate the batch whose peak is the limit, from the line through the two known peaks nearest to the limit."""
+    """Estimate the micro-batch size whose peak is ``limit``, from the line through the two peaks nearest to it."""
     near = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
     if len(near) == 1:
         return 2 * near[0] if peaks[near[0]] <= limit else near[0] // 2

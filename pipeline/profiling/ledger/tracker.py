@@ -101,7 +101,8 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    # Each step begins with zero_grad, which frees memory. Within the trace, the CPU's allocator would not report this.
+    # A step begins with zero_grad, which frees memory. Within the trace, the CPU's allocator would not report that.
+    # So the gradients are cleared before the trace.
     step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
@@ -134,14 +135,14 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients that the step does not allocate: they always exist, as in DistributedDataParallel's buckets."""
+        """Gradients that always exist, so the step does not allocate them, as in DistributedDataParallel's buckets."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
     def parts(self, trace: AllocationTrace) -> dict[str, int]:
         """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
-        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them into these.
+        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them there.
         beside = trace.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),

@@ -39,12 +39,12 @@ __all__ = ["Profile", "annotated", "run", "window"]
 T = TypeVar("T")
 
 LEAD_STEPS = 3
-"""Steps under the profiler before its window: the first steps include the profiler's start-up."""
+"""Steps under the profiler before its window. They are left out because they include the profiler's start-up."""
 SNAPSHOT_STEPS = 2
 OPERATORS = 15
 """Number of operators that the profile names."""
 LONGEST_HISTORY = 200_000
-"""Most entries in the memory snapshot's history."""
+"""Largest number of entries in the memory snapshot's history."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -138,7 +138,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
 
 
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
-    """Profile a window in each process; the main one writes the files."""
+    """Profile a window in each process; the main process writes the files."""
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, plan.train.seeds[0]
@@ -182,7 +182,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
 
 
 def _long_enough(plan: Plan, profiled_steps: int, samples: int) -> Plan:
-    """Return ``plan`` with enough epochs for the steps of the profile, and no row of history inside its windows."""
+    """Return ``plan`` with enough epochs for the profile's steps, and without rows of history during these steps."""
     train = plan.train
     steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (profiled_steps + 1)
     epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit begins in the next epoch

@@ -25,7 +25,7 @@ class Facts:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all notable findings, the largest share first; if there are none, one finding that the device computes."""
+    """Return all notable findings, the largest share first. Without one, return the finding ``computes`` instead."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
 

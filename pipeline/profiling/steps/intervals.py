@@ -55,7 +55,7 @@ def length(spans: Spans) -> int:
 
 
 def partition(whole: Span, claims: Mapping[str, Spans], rest: str) -> dict[str, Spans]:
-    """Assign each instant of ``whole`` to the first of ``claims`` that covers it, else to ``rest``."""
+    """Assign each instant of ``whole`` to the first of ``claims`` that covers it, or to ``rest`` if none does."""
     left, shares = union([whole]), {}
     for name, claimed in claims.items():
         shares[name] = intersection(left, claimed)

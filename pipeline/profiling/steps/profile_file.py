@@ -21,7 +21,7 @@ class StepTimes(Record):
     backward_ms: float
     optimizer_ms: float
     rest_ms: float
-    """Other work of the step: gradients set to zero, a CUDA graph of the whole step."""
+    """Other work of the step, such as setting gradients to zero, or a CUDA graph of the whole step."""
     communication_ms: float
     """Exposed communication, during which the rank does no work."""
     input_ms: float

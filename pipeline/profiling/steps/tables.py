@@ -1,4 +1,4 @@
-"""A profile as a self-contained Markdown page."""
+"""Format a profile as a self-contained Markdown page."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from pipeline.profiling.steps.intervals import Span, Spans, difference, intersec
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
 )
-"""Names of the annotations around the parts of a step (``annotated``)."""
+"""Names of the annotations that ``annotated`` puts around the parts of a step."""
 
 WORK = ("optimizer", "forward", "backward", "rest")
 """The optimizer comes first, because a backward node's event also covers an optimizer step that runs inside it."""
@@ -124,7 +124,7 @@ class Trace:
 
         self.input = marked(INPUT)
         # An optimizer step inside the backward pass belongs to the optimizer. A pipeline schedule runs the passes
-        # itself and annotates none of them; then the autograd engine's events show which time is backward.
+        # without annotations. Then the autograd engine's events show when the backward pass runs.
         optimizer = union([*marked(OPTIMIZER, "Optimizer.step#"), *_named(events, "Optimizer.step#")])
         backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
         forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
@@ -236,7 +236,7 @@ def _named(events: Iterable[Event], prefix: str) -> list[Span]:
 
 def _own_times(events: list[Event]) -> Iterable[tuple[Event, int]]:
     """Yield each event of one thread with its time minus the time of the events nested directly in it."""
-    open_: list[tuple[Event, int]] = []  # each with the time of the events inside it
+    open_: list[tuple[Event, int]] = []  # each event, and the total time of the events directly inside it
 
     def close() -> tuple[Event, int]:
         event, inside = open_.pop()
