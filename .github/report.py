@@ -43,7 +43,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 
 def report(folder: Path, commit: str, run: str) -> str:
     """Return the comment in Markdown: the gate's decision, then the gate's text and the comparison, each folded. A
-    folded part with which the comment would be too long is left out."""
+    folded part is left out if the comment would be too long with it."""
     reports = folder / "reports"
     text = f"{MARKER}\n### On the GPU: {commit[:12]}\n\n"
     try:

@@ -43,7 +43,7 @@ def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -
 
 
 def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
-    """Samples a second with limited memory over samples a second without a limit. ``prepare`` has the limit too.
+    """Samples a second with limited memory, divided by those without a limit. The limit also applies to ``prepare``.
 
     ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that each limited training read from disk.
     """

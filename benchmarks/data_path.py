@@ -34,7 +34,7 @@ SAMPLES = 60_000
 BATCH_SIZE = 64
 PADDING = 4
 REFERENCE_BATCHES = 60
-"""Number of torchvision's batches that are timed; being slow, these are enough. Ours are timed over a whole epoch."""
+"""Number of torchvision's batches that are timed: few, because they are slow. Ours are timed over a whole epoch."""
 CASES = {
     "plain": (Augment(), [], 100.0),
     "augmented": (Augment(crop_padding=PADDING, flip=True), [RandomCrop(28, PADDING), RandomHorizontalFlip()], 30.0),
@@ -43,7 +43,7 @@ CASES = {
 
 
 def ratio_of(case: str, pairs: int = 10) -> dict[str, Any]:
-    """torchvision's seconds per sample over ours. Raises AssertionError if the two do not give the same tensors."""
+    """torchvision's seconds per sample divided by ours. Raises AssertionError if the two give different tensors."""
     augment, reference_augment, target = CASES[case]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

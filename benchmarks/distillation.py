@@ -63,7 +63,7 @@ class Job:
             return training.score.accuracy, {key: each.clone() for key, each in training.model_state.read().items()}
 
     def step_ratio(self, student: dict[str, Any]) -> dict[str, Any]:
-        """A step's seconds with the teacher over its seconds without the teacher."""
+        """A step's seconds with the teacher, divided by its seconds without the teacher."""
         with (
             assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as both,
             assembled(self._plan(student, 10**6), self.prepared) as one,

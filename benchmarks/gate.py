@@ -79,7 +79,7 @@ TrainingStep.__call__ = _slower(TrainingStep.__call__)
 ``SLOWDOWN_FRACTION``."""
 
 LOSSES = (0.03, 0.05, 0.10, 0.15)
-"""Losses of speed that ``simulate`` tries."""
+"""Slowdowns that ``simulate`` tries, as fractions of the speed."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
 CONTROL = (", A/A control", " again")
@@ -137,7 +137,7 @@ def error_rates(
 
     ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
     the same part. Blocks overlap: all trials together hold no more information than ``independent_blocks`` of them.
-    ``losses``: for each of these fractions, also decide ``trials`` gates whose equal head has its speeds lowered by it.
+    ``losses``: for each of these fractions, also decide ``trials`` gates of the equal head with speeds lowered by it.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -195,7 +195,7 @@ def gate_of_drawn_rounds(
 def power(
     recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
 ) -> dict[str, Any]:
-    """The decisions on losses of 3 to 12%, by ``error_rates``. Also draw these decisions into ``picture``, an SVG."""
+    """The decisions on slowdowns of 3 to 12%, by ``error_rates``. Also draw them into ``picture``, an SVG."""
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
@@ -297,7 +297,7 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 
 
 def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
-    """The decision of a gate on ``side``, whose speeds are lowered by ``loss``; and the number of rounds."""
+    """The decision of a gate on ``side`` with speeds lowered by the fraction ``loss``, and the number of rounds."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
     for looked in range(FEWEST_ROUNDS, rounds):
@@ -407,7 +407,7 @@ def main() -> None:
     recording.add_argument("--variants", nargs="*", default=[], help="default: all variants of params.yaml")
     rating = commands.add_parser("rates", help="print the error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
-    drawing = commands.add_parser("power", help="draw decisions on losses of 3 to 12%%, from the pool in FILE")
+    drawing = commands.add_parser("power", help="draw decisions on slowdowns of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
     simulating = commands.add_parser("simulate", help="add error rates of gates with drawn rounds to simulations.json")

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Shape, str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 def predictions() -> dict[str, Any]:
-    """For each case, the predicted peak over the measured peak tensor memory.
+    """For each case, the predicted peak of the tensors' memory divided by the measured peak.
 
     Every case is measured in fresh processes, as in the bench, and predicted in another process, which has no device.
     ``worst_ratio`` is the ratio farthest from 1, or its inverse if that is above 1: lower is better.

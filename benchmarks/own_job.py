@@ -38,7 +38,7 @@ IMAGES = {"train": 600, "test": 200}
 
 
 def decided() -> dict[str, Any]:
-    """The seconds of the whole stage over ``MOST_SECONDS``; each variant's ratios, decisions and raw samples."""
+    """The seconds of the whole stage divided by ``MOST_SECONDS``; each variant's ratios, decisions and raw samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_images(prepared.read(fashion_mnist(folder)[1]), folder / "images", IMAGES)

@@ -30,9 +30,9 @@ from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
 SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
-"""Set -> the settings of ``train`` that it needs: some techniques work on AdamW's state."""
+"""Set -> the settings of ``train`` that it needs, because some techniques work on AdamW's state."""
 LONG_ENOUGH = 60.0
-"""Minutes of a bench: so many that the number of rounds ends the bench, not the time."""
+"""Minutes of a bench. They are so many that the number of rounds ends the bench, and not the time."""
 FIELDS = (verdicts.THROUGHPUT.field, verdicts.MEMORY.field)
 
 

@@ -65,7 +65,7 @@ def farther_end(aa: Interval) -> float:
 
 
 def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
-    """The interval ``plain``, and the same widened in quadrature by three measures of the A/A interval ``aa``."""
+    """The interval ``plain``, and this interval widened in quadrature by each of three measures of the A/A interval."""
     doubts = {"half_width": half_width(aa), "with_offset": doubt_of(aa), "farther_end": farther_end(aa)}
     return {"plain": plain, **{name: widened(plain, each) for name, each in doubts.items()}}
 
@@ -74,8 +74,9 @@ def looking(
     truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
     trials: int = 600,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Results for a variant with the ratio ``truth``, by stopping rule: all ``rounds``, and for each of ``counts``,
-    until as many last rounds settle the variant and the control looks equal to the baseline in the same rounds.
+    """Results for a variant with the ratio ``truth``, by stopping rule. One rule measures all ``rounds``. For each of
+    ``counts``, another rule stops when that many last rounds settle the variant, and when the control looks equal to
+    the baseline in these rounds.
 
     Returns the fractions of trials whose interval holds the truth (``coverage``), whose decision is ``wrong``, and
     which are ``decided`` or ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, "better"
@@ -124,7 +125,7 @@ def _wrong(truth: float) -> list[str]:
 
 
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
-    """A control and a variant equal to the baseline, both faster by ``bias`` because of their place in the order.
+    """A control and a variant that equal the baseline but look faster by ``bias``, because of their place in the order.
 
     Returns the fraction of trials in which the control is trusted (``unseen``). For each of ``shapes``, it also returns
     the fraction in which the control is trusted and the variant's interval misses the truth (``beside``).

@@ -94,7 +94,7 @@ class Textbook:
 
 
 def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """Samples a second of the baseline stage over those of the textbook script, from process start to end."""
+    """Samples a second of the baseline stage divided by those of the textbook script, from process start to end."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, both.stage, pairs)
@@ -102,7 +102,7 @@ def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """The textbook script's speedup with its data in memory: the most that a faster data path can bring."""
+    """The textbook script's speedup if its data are in memory. No faster data path can bring more."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, lambda: both.script("in_memory"), pairs)
@@ -110,7 +110,7 @@ def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[str, Any]:
-    """The stage's steady throughput over that of a minimal hand-written loop over the same tensors.
+    """The stage's steady throughput divided by that of a minimal hand-written loop over the same tensors.
 
     Both train in one process, in turns of ``steps`` steps, with the same model, optimizer and data. The stage's arm is
     ``Training.run`` with its history written to a file, as in ``job``.

@@ -17,7 +17,7 @@ from pipeline.benchmark.server import ArmSpec, Server
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:
-    """The standard deviation of the A/A ratio's logarithm in rounds with turns, over that in rounds without turns.
+    """The standard deviation of the A/A ratio's logarithm in rounds with turns, divided by that in rounds without.
 
     Rounds of both kinds, with all variants of the default job, alternate, so that both run in the same conditions.
     ``samples_per_second``: turns per round -> arm -> one value per round, None if it was rejected.

@@ -4,9 +4,9 @@
     make peers ARGS="--job small-cnn --minutes 15"
 
 A round runs every arm once as a whole process, with the round's own seed and order; our pipeline runs twice, as its
-own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way; the
-``.md`` next to it has a table of all rounds. If a peer wins, ``--job NAME --why "PEER: reason"`` records the reason and
-measures nothing.
+own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way. The
+``.md`` file next to it has a table of all rounds. If a peer wins, ``--job NAME --why "PEER: reason"`` records the
+reason and measures nothing.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
 
 
 def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) -> dict[str, float]:
-    """The figures of a process that took ``seconds``, from its lines, each with the second at which it came."""
+    """The figures of a process that took ``seconds``, read from its output: each line, with the second when it came."""
     ends: dict[int, tuple[float, float]] = {}
     for at, line in lines:
         if found := STEP_TOLD.search(line):

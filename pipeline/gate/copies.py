@@ -25,11 +25,11 @@ class Copy(NamedTuple):
 
 @contextmanager
 def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
-    """Yield copies of the project at ``commit`` and in this work tree, without ignored files.
+    """Yield two copies of the project, without ignored files: one of ``commit``, one of this work tree.
 
-    Both sides are copies, so that neither has a better place on disk. Nothing that runs in a copy touches the work
-    tree, the index or a branch. The copies are not git worktrees, which an interrupted gate could leave behind. Both
-    copies use this checkout's DVC cache, so that DVC restores existing outputs and makes no output twice.
+    The work tree is copied too, so that neither side has a better place on disk. What runs in a copy never touches the
+    work tree, the index or a branch. The copies are not git worktrees, because an interrupted gate could leave
+    worktrees behind. Both use this checkout's DVC cache, so that DVC restores existing outputs instead of making them.
     """
     here = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")
@@ -73,7 +73,7 @@ def dvc(side: Copy, *arguments: str) -> None:
 
 
 def check_arms(side: Copy, label: str) -> None:
-    """Raise GateError if the code of ``side`` cannot measure itself."""
+    """Raise GateError if the code of ``side`` is older than the gate, so that it has no command ``arms``."""
     root, python = side
     command = [str(python), "-m", "pipeline", "arms", "--help"]
     own = (root / "pipeline").is_dir() or (root / "dvc.yaml").is_file()  # else the installed package would run
@@ -121,8 +121,8 @@ def _git(*arguments: str, **variables: str) -> str:
 def output(
     command: list[str], otherwise: str, *, root: Path = Path(), variables: Mapping[str, str] | None = None
 ) -> str:
-    """Run ``command`` in ``root`` and return its output. If it fails, raise GateError with ``otherwise`` and its error
-    output."""
+    """Run ``command`` in ``root`` and return its output. If it fails, raise GateError with ``otherwise`` and what the
+    command wrote to stderr."""
     given = {**_variables(), **(variables or {})}
     try:
         done = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True)

@@ -52,14 +52,14 @@ class Judged(Record):
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
-    """The ratios of the geometric mean over all variants, taken in each round. A change that affects all variants shows
-    here first. None if there is only one variant."""
+    """The ratios of geometric means: in each round, the mean over all variants. A change that affects all variants
+    shows here first. None if there is only one variant."""
     hidden: tuple[str, ...]
     """Quantities, in words, that most of the base's samples have and most of the head's samples lack. Such a quantity
     may be worse, so the gate does not pass."""
     unseen: tuple[str, ...]
-    """Quantities, in words, whose interval does not exclude a loss as large as ``gate.must_see``. If there is such a
-    quantity, the gate does not pass."""
+    """Quantities, in words, whose interval does not exclude that they are worse by ``gate.must_see``. If there is one,
+    the gate does not pass."""
 
 
 class Side(Record):
@@ -119,7 +119,8 @@ def judge(
     """Decide on the variants that both sides have. ``base``, ``head``: variant -> arm.
 
     Samples with the same index were measured side by side. ``noise``: the noise of throughput and of memory.
-    ``must_see``: the loss that an interval has to exclude, such as 0.1. ``confidence``: of the ratios' intervals.
+    ``must_see``: a fraction, such as 0.1. Every interval must exclude that the head is worse by this fraction.
+    ``confidence``: the confidence of the ratios' intervals.
     """
 
     def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
@@ -160,7 +161,7 @@ def judge(
     ]
     rows = [*held, together] if together else held
     unseen = [
-        f"{row.variant}: a loss of {must_see:.0%} of {quantity.noun} is neither shown nor excluded"
+        f"{row.variant}: it is unclear whether {quantity.noun} is worse by {must_see:.0%}"
         for row in rows
         for quantity, found in ((THROUGHPUT, row.throughput), (MEMORY, row.memory))
         if found and not _excludes(found, quantity, must_see)
@@ -209,9 +210,9 @@ def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
 
 
 def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
-    """True if the interval excludes a loss of ``loss``, or of the margin if the margin is larger.
+    """True if the interval excludes that the head is worse by ``loss``, or by the margin if the margin is larger.
 
-    Also True for untrusted and worse ratios, because these are reported anyway.
+    Also True for untrusted and worse ratios, because the gate reports these anyway.
     """
     if ratio.decision in ("untrusted", "worse"):
         return True
@@ -222,8 +223,8 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 def settled(judged: Judged) -> bool:
     """True if the gate may end early: something is worse, or the gate passes and every ratio is decided.
 
-    ``judged`` must have been computed with ``CONFIDENCE_OF_LOOKS``. Every ratio must be decided because an undecided
-    ratio could hide a loss smaller than ``gate.must_see``.
+    ``judged`` must have been computed with ``CONFIDENCE_OF_LOOKS``. Every ratio must be decided, because an undecided
+    ratio could still be worse by less than ``gate.must_see``.
     """
     ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
     decided = all(each.decision in ("same", "better") for each in ratios)
@@ -234,8 +235,8 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     """Return "worse" if anything is worse; else "untrusted" if ``hides``, or if a quantity is untrusted for all
     variants; else "undecided" if ``leaves_open``; else "passed".
 
-    ``hides``: the head hides a quantity (``Judged.hidden``). ``leaves_open``: an interval does not exclude a loss that
-    must be seen (``Judged.unseen``).
+    ``hides``: the head hides a quantity (``Judged.hidden``). ``leaves_open``: an interval does not exclude that the
+    head is worse by ``gate.must_see`` (``Judged.unseen``).
     """
     columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
@@ -262,7 +263,7 @@ def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tupl
     return of_head, of_base
 
 
-# The functions below serve both kinds of samples: measured side by side, and recorded.
+# The functions below serve both samples that are measured side by side and samples that were recorded earlier.
 
 
 def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> list[str]:
@@ -270,7 +271,7 @@ def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> lis
     names = list(base)
     if lacking := ", ".join(name for name in names if name not in set(head)):
         raise GateError(
-            f"variants: {against} has {lacking}, which was not measured here, so its losses would go unseen. "
+            f"variants: {against} has {lacking}, which was not measured here, so nobody would see if it got worse. "
             "Put it back into params.yaml and run `dvc repro`, or compare this work tree with a revision."
         )
     return names
@@ -286,8 +287,8 @@ def accuracy_of(correct: float, count: int, of: str) -> float:
 
 
 def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
-    """Raise GateError unless the head trains every seed of the base. With fewer seeds, fewer losses of accuracy could
-    be shown."""
+    """Raise GateError unless the head trains every seed of the base. With fewer seeds, a worse accuracy would
+    be found less often."""
     there, here = sorted(base), sorted(head)
     if not there or not set(there) <= set(here):
         raise GateError(
@@ -321,7 +322,7 @@ def own_modules(train: Mapping[str, Any]) -> list[str]:
 
 
 def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
-    """Return a line for each side that has variants which the other side lacks."""
+    """Return a line for each side that has variants that the other side lacks."""
     there, here = list(base), list(head)
     gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
     return [

@@ -19,7 +19,7 @@ BUILD_LOCK = "requirements-build.lock"
 """Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""Number of most recently used environments to keep. An environment with torch for CUDA takes about 6 GB."""
+"""Number of environments to keep, the most recently used ones. One with torch for CUDA takes about 6 GB."""
 NAMED = 12
 """Largest number of differing packages that a message names."""
 
@@ -28,8 +28,8 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
     """Return the Python of each of the two copies.
 
     If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
-    packages of its own lock file: it uses this Python if this Python has these packages. Otherwise it uses an
-    environment that is created and kept in ``CACHE``. Raises GateError if the environment cannot be created.
+    packages of its own lock file. A copy uses this Python if these packages are installed in it; if they are not, the
+    copy uses an environment that is created and kept in ``CACHE``. Raises GateError if this cannot be created.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
@@ -39,7 +39,7 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
 
 
 def packages(base: Path, head: Path) -> list[str]:
-    """Describe how the two lock files differ. Empty if they do not differ, or if one is missing."""
+    """Describe how the two lock files differ. Return an empty list if they are equal, or if one is missing."""
     if not all((root / LOCK).is_file() for root in (base, head)):
         return []
     there, here = ({each.name: str(each.specifier) for each in pins(root / LOCK)} for root in (base, head))

@@ -34,8 +34,8 @@ def markdown(gated: Gated) -> str:
         f"* The baseline against itself: throughput {_interval(gated.noise_throughput)}, peak memory "
         f"{_interval(gated.noise_memory)}.",
         "* Measured in one session: in other sessions the ratios may differ by an unknown amount.",
-        "* Median ratios with 95% intervals; accuracy: mean difference over seeds, with the interval of two one-sided "
-        "tests at 5%. Worse or better: the whole interval lies beyond the margin, "
+        "* The ratios are medians with 95% intervals. The accuracy is the mean difference over seeds, with the "
+        "interval of two one-sided tests at 5%. Worse or better means that the whole interval lies beyond the margin: "
         f"{100 * margins.throughput:g}% of throughput, {100 * margins.memory:g}% of memory{of_memory}, "
         f"{advice.percentage_points(margins.accuracy)} of accuracy.",
     ]
@@ -88,7 +88,7 @@ def _decided(rows: Sequence[Held], decision: str) -> str:
 
 
 def _open(gated: Gated, rows: Sequence[Held]) -> Iterator[str]:
-    """Yield why figures are untrusted or undecided. If something is worse, undecided ratios are left out."""
+    """Yield the reasons why figures are untrusted or undecided. If something is worse, leave out undecided ratios."""
     cost = RoundCost(gated.budget, len(gated.base.arms[0].samples), gated.seconds)
     everybodys = {gated.noise_throughput.why_untrusted, gated.noise_memory.why_untrusted}
     told = ("untrusted",) if gated.outcome == "worse" else ("untrusted", "undecided")

@@ -26,9 +26,10 @@ COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")
 """Stages whose code and settings make a comparison."""
 RATES = (
-    "The ratios are of medians that were recorded at different times, so a change of the machine in between looks like "
-    "a change of the code. In trials, decisions from the spread of such rounds found a slowdown of 10% in 40% of cases "
-    "and called equal code worse in 1.7%. If you give a revision instead, both sides are measured side by side."
+    "Each ratio compares medians that were recorded at different times, so a change of the machine in between looks "
+    "like a change of the code. In trials that decided by the spread of such rounds, a slowdown of 10% was found in "
+    "40% of cases, and equal code was called worse in 1.7%. If you give a revision instead, both sides are measured "
+    "side by side."
 )
 
 
@@ -87,8 +88,8 @@ def _ratio(base: Arm, head: Arm, quantity: Quantity) -> str:
 
 
 def check_current(config: Config, names: Sequence[str]) -> None:
-    """Raise GateError unless the comparison was made from the present code, settings and files. Whether files changed
-    is asked of `dvc status`."""
+    """Raise GateError unless the comparison was made from the present code, settings and files. `dvc status` says
+    whether files changed."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
     described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
     changed = [
@@ -122,7 +123,7 @@ def _changed(change: Any) -> list[str]:
 
 
 def _stale(head: Comparison) -> list[str]:
-    """Return a sentence if the commit that is checked out is not the measured commit."""
+    """Return a sentence if the comparison was measured at another commit than the one that is checked out."""
     here = checked_out()
     if here == head.bench.commit:
         return []
@@ -141,8 +142,9 @@ def _environment_problems(base: Comparison, head: Comparison, names: Sequence[st
     if there == here:
         return []
     return [
-        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: numbers of different "
-        "machines or software are not compared. Give a revision instead, and the gate measures both sides here.",
+        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: the machines or "
+        "the software differ, so the numbers cannot be compared. If you give a revision instead, the gate measures "
+        "both sides here.",
         *differing(_depended_on(base.environment, names), _depended_on(head.environment, names), "environment"),
     ]
 
@@ -159,4 +161,6 @@ def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
         *differing(base.train | {"seeds": None}, head.train | {"seeds": None}, "train"),
         *differing(base.dataset.model_dump(), head.dataset.model_dump(), "dataset"),
     ]
-    return [f"{path} and {COMPARISON_FILE} are of different jobs, which are not compared.", *found] if found else []
+    return (
+        [f"{path} and {COMPARISON_FILE} come from different jobs, so they cannot be compared.", *found] if found else []
+    )

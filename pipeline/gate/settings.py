@@ -1,4 +1,4 @@
-"""Choose the stricter value of base and head for each setting, so that no change loosens its own gate."""
+"""For each setting, choose the stricter of the base's and the head's values, so that no change loosens its own gate."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> the rule that picks the base's or the head's value. ``bench.hard_limit`` needs no rule: if it
-ends the rounds too soon, the gate does not pass."""
+"""Key of params.yaml -> the rule that picks the base's or the head's value. ``bench.hard_limit`` needs no rule,
+because the gate does not pass if this limit ends the rounds too soon."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def measured(config: Config, revision: str) -> Gated:
         unit = Unit()
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # DVC does not see these differences, and would reuse one side's training for the other: packages that no
-            # fingerprint names, and the user's own code if a side's version does not make digests of code.
+            # There are two differences that DVC does not see, so it would reuse one side's training for the other:
+            # packages that no fingerprint names, and the user's own code if a side's version makes no digests of code.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
@@ -222,7 +222,7 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
 
 
 def _other_rulers(base: Path, head: Path) -> list[str]:
-    """Return a sentence that names the ``RULERS`` that differ; empty if all are equal."""
+    """Return a sentence that names the ``RULERS`` that differ; an empty list if all are equal."""
     roots = base, head
     found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
     texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}

@@ -25,7 +25,7 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
 
     The files are ``comparison.{json,md,html}``; ``verdicts.json``, the data of ``dvc metrics show`` and ``diff``;
     ``metrics/<variant>.json``, all figures of a variant; ``accuracy.csv``, ``loss.csv`` and ``ratios.csv``, the data of
-    ``dvc plots show``. Files in ``metrics/`` of variants that are no longer compared are removed.
+    ``dvc plots show``. Removes the files in ``metrics/`` whose variants are no longer compared.
     """
     values: dict[str, object] = {f"metrics/{each.variant}.json": metrics(each) for each in comparison.variants}
     values["verdicts.json"] = verdicts(comparison)

@@ -116,12 +116,12 @@ def interval(ratio: Ratio | Noise) -> str:
 
 
 def ends(low: float, high: float) -> str:
-    """The ends of a ratio's interval that is only shown: nothing is decided from it."""
+    """The ends of a ratio's interval that is shown, but from which nothing is decided."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """Return 2 decimals, or 3 if the interval is so narrow that its ends could look the same with 2."""
+    """The number of decimals: 2, or 3 if the interval is so narrow that its ends could look the same with 2."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 

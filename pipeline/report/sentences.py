@@ -29,7 +29,8 @@ from pipeline.report.formats import (
 from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
-"""With fewer test samples, the accuracy depends much on their choice. An interval over seeds does not show this."""
+"""With fewer test samples than this, the accuracy depends strongly on which samples were chosen. An interval over seeds
+does not show this dependence."""
 
 BETWEEN_SESSIONS = 1.2
 """The speeds of two sessions on one machine differ by 10 to 20%. The speeds of two trainings that run one after the
@@ -171,7 +172,7 @@ def banner(comparison: Comparison) -> list[str]:
 
 
 def reasons(each: Compared, comparison: Comparison) -> list[str]:
-    """Why a variant's verdict is untrusted or undecided, without the reasons that the banner gives."""
+    """The reasons why a variant's verdict is untrusted or undecided, except the reasons that the banner gives."""
     noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
     everybodys = [each.why_untrusted for each in noises if each]
     stopped = interrupted(comparison.bench)
@@ -213,8 +214,8 @@ _BETWEEN = {"better": "ahead", "worse": "behind"}
 
 
 def champion(comparison: Comparison) -> str:
-    """Name the best of the variants that pay, its gain, and whether it is ahead of the next. Empty if fewer than two
-    pay."""
+    """Name the best of the variants that pay, its gain, and whether it is ahead of the second best. Return an empty
+    text if fewer than two variants pay."""
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
@@ -276,9 +277,9 @@ def basis(comparison: Comparison) -> list[str]:
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
         "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
-        *([f"Settled early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure in one of ten trainings "
-        f"goes unseen in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        *([f"Ended early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure of one training in ten "
+        f"is missed in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
@@ -288,12 +289,13 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def _not_new(dataset: Dataset) -> list[str]:
-    """How many test samples are also training samples, and how many repeat another test sample; empty if none."""
+    """Say how many test samples are also training samples, and how many repeat another test sample. Return an empty
+    list if there are none."""
     known, twice = dataset.test_in_train_count, dataset.test_repeated_count
     if not (known or twice):
         return []
     return [
-        f"Of the {dataset.test_count:,} test samples, {known:,} also occur among the training samples, where a model "
+        f"Of the {dataset.test_count:,} test samples, {known:,} also occur among the training samples, so a model "
         f"may have memorised them, and {twice:,} repeat another test sample (byte for byte)."
     ]
 
@@ -311,8 +313,8 @@ def noise_text(noise: Noise) -> str:
 
 
 def remarks(each: Compared) -> list[str]:
-    """Skipped techniques, the decisions that techniques made, whether the variant trains a different job than the other
-    variants, and the processes whose memory is not counted."""
+    """Remarks on skipped techniques, on decisions that techniques made, on a job or a model that differs from the
+    baseline's, on a teacher, and on processes whose memory is not counted."""
     found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
@@ -339,10 +341,11 @@ def remarks(each: Compared) -> list[str]:
 
 
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
-    """A sentence if the speed ratios of a variant's trainings and of its bench differ by more than the noise of both.
+    """Return a sentence if a variant's speed ratio in its trainings differs from the ratio in the bench by more than
+    the noise of both.
 
-    The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Empty if the ratios agree, or
-    if there are fewer than two seeds, which show no noise.
+    The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Returns an empty list if the
+    ratios agree, or if there are fewer than two seeds, because one seed shows no noise.
     """
     both, ratio = (each.runs, baseline.runs), each.throughput
     ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)
@@ -359,7 +362,8 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """The seeds whose training times are not trusted because a sample was rejected; empty if there is none."""
+    """Name the seeds whose training times are not trusted because a sample was rejected; empty if there is no such
+    seed."""
     seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 

@@ -31,7 +31,7 @@ class Table(NamedTuple):
 
 
 def decided_first(comparison: Comparison) -> Comparison:
-    """``comparison`` with its variants in the order: the baseline, decided variants, the others."""
+    """``comparison`` with its variants in this order: the baseline, variants with a decided verdict, the others."""
     baseline, *others = comparison.variants
     ordered = sorted(others, key=lambda each: each.verdict in ("undecided", UNTRUSTED))
     return comparison.model_copy(update={"variants": (baseline, *ordered)})
@@ -89,9 +89,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     equal_times = Column(
         "At equal time",
         "Only for a variant with another model or a teacher: the scores of the variant and the baseline at the time "
-        "when the faster training ends, at the bench's throughputs. Each score is from the last evaluation before this "
-        "time, mean over seeds. At this time, the slower training has not finished its learning-rate schedule. To "
-        "finish both trainings in equal time, give the slower variant fewer epochs.",
+        "when the faster of their trainings ends. Times follow from the bench's throughputs. Each score is from the "
+        "last evaluation before this time, mean over seeds. At this time, the slower training has not finished its "
+        "learning-rate schedule. To finish both trainings in equal time, give the slower variant fewer epochs.",
         alongside,
     )
     energies = Column(
@@ -112,9 +112,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Peak memory",
-            "Measured in the same rounds (on a CPU in an earlier window), with the same statistics. On GPUs: the most "
-            "bytes that PyTorch had allocated in one process, because each GPU has its own memory. On a CPU: the peak "
-            "resident set minus the resident set after the imports, summed over all processes, because they share "
+            "Measured in the throughput's rounds (on a CPU in an earlier window), with the same statistics. On GPUs: "
+            "the most bytes PyTorch had allocated in one process, because each GPU has its own memory. On a CPU: the "
+            "peak resident set minus the resident set after the imports, summed over all processes, because they share "
             "memory.",
             memory,
         ),
@@ -159,7 +159,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
     return (
         Column(
             "Step p50 / p90 / p99",
-            "Percentiles of an optimizer step's time in the bench's windows; medians over the rounds.",
+            "Percentiles of an optimizer step's time in the bench's windows; medians over rounds.",
             steps,
         ),
         Column(
@@ -180,7 +180,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "First step",
-            "First step of the first seed, with compilation, autotuning and allocation; no throughput includes it.",
+            "Time of the first seed's first step, with compilation, autotuning and allocation; it is in no throughput.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )

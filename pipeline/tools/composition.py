@@ -68,7 +68,7 @@ def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
 
 
 def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
-    """The lines about what the training applies, and what was decided when it was set up."""
+    """The lines about the techniques that the training applies, and about the decisions made when it was set up."""
     applied, made = acting(plan.applied), {each.name: each for each in techniques}
     lines = ["applied, in this order:" if applied else "applied: no technique, so this is the plain step"]
     width = max((len(each.name) for each in applied), default=0)

@@ -1,4 +1,4 @@
-"""Evidence: the files behind a comparison in one archive. Others can check it without the data, torch or the machine.
+"""Evidence: one archive of the files behind a comparison. Others can check it without the data, torch or the machine.
 
 The archive is a zip without compression. So the same files give the same bytes with every version of zlib, and no file
 unpacks to more bytes than the archive has.
@@ -58,7 +58,7 @@ def write(file: Path = FILE) -> None:
     """Write the comparison and the files that it was made from into ``file``, whole or not at all.
 
     User names, passwords and queries are removed from addresses. Raises EvidenceError if such an address is in a file
-    whose checksum another file holds, or if the report does not follow from the files.
+    whose checksum is in another file, or if the report does not follow from the files.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
@@ -239,7 +239,7 @@ def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:
-    """A remark that the code here differs from the code that made the evidence; empty if it does not."""
+    """A remark if the code here differs from the code that made the evidence; else an empty text."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
             return " (Other code or another Python made the evidence: check it with the commit that it names.)"

@@ -48,8 +48,8 @@ AT_THE_TOP = (".github/report.py", ".github/session", ".github/workflows/gpu.yml
 ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
-"""File -> how a line of the shipped file begins. Of this line and all later lines, those that the user's file lacks are
-added to it."""
+"""File -> the beginning of a line of the shipped file. From this line on, each shipped line that the user's file lacks
+is added to the user's file."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "language_model": {"optimizer": "adamw", "learning_rate": 0.001},
     "regression": {"learning_rate": 0.01},
@@ -118,8 +118,8 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         print(
             f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
             f"{_least(config, len(config.variants))}\n"
-            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` tells whether each "
-            "variant trains, and `dvc repro` tells which variants pay."
+            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
+            "variant trains, and `dvc repro` shows which variants pay."
         )
 
 
@@ -174,7 +174,7 @@ def _whole(top: str, folder: str) -> dict[str, str]:
 
 
 def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
-    """True if the user changed, created or deleted the file: it has neither ``text`` nor what ``init`` wrote."""
+    """True if the user changed, created or deleted the file: it holds neither ``text`` nor what ``init`` wrote."""
     there = _text(name)
     return name in record if there is None else there != text and _digest(there) != record.get(name)
 
@@ -218,8 +218,8 @@ def _agreed() -> bool:
 
 
 def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
-    """The shipped params.yaml; with ``data`` or ``model``, changed to a job with these, and with variants that this
-    machine can run.
+    """The shipped params.yaml. With ``data`` or ``model``, its job is changed to use them, and its variants are
+    replaced by variants that this machine can run.
 
     Raises ConfigError if the data or the model do not exist.
     """
@@ -278,8 +278,8 @@ def _with(text: str, key: str, value: object) -> str:
 def _variants(
     machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The variants that this machine can run, of the shipped variants and the ready-made variants that most often make
-    steps faster; and the reasons why some are left out."""
+    """The variants that this machine can run, and the reasons why others are left out. The candidates are the shipped
+    variants, and the ready-made variants that most often make steps faster."""
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
     found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
     why = []

@@ -114,7 +114,7 @@ def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
 
 
 def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
-    """Text that says whether this machine can run the technique, and why not."""
+    """Say whether this machine can run the technique and, if it cannot, why."""
     described = _described(entry, machine, on_gpu)
     if described["why_not_here"]:
         return f"no: {described['why_not_here']}."

@@ -27,7 +27,7 @@ NULL_TAG = "tag:yaml.org,2002:null"
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
     """Print all sets or, if a ``name`` is given, this set's variants and whether each can run here. With ``add``, also
-    add those that can run here to params.yaml.
+    add the variants that can run here to params.yaml.
 
     Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
     """
@@ -71,8 +71,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machine) -> tuple[bool, str]:
-    """True and a remark if this machine can run the variant with at least one of its techniques, or if the variant has
-    no technique; else False and the reason."""
+    """Return False and the reason if the variant cannot run here, or if it has techniques and all are skipped.
+    Otherwise return True and a remark."""
     variant = _parsed(name, values)
     try:
         made = plan(config.model_copy(update={"variants": {name: variant}}), name, machine)

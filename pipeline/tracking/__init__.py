@@ -1,4 +1,4 @@
-"""The only package that uses MLflow. MLflow mirrors the result files, so a store that is lost or down loses no result.
+"""The only package that uses MLflow. MLflow mirrors the result files, so no result is lost if a store is lost or down.
 
 ``follow``, in a process of its own, shows a running training; ``publish`` makes the store agree with the files.
 Both turn MLflow's errors into one warning. ``promote`` names the registry's champion, and raises PromotionError.

@@ -22,7 +22,7 @@ REPORT_LAYOUT = 5
 """Increase this number when the layout of the logged report changes: only the parent run is then written again."""
 
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
-"""The files of a profile that are logged. Other files in its directory are not."""
+"""The files of a profile that are logged. Other files in its directory are not logged."""
 
 COMPARISON = "pipeline.comparison"
 """Tag of a comparison's parent run and of its children: the key of the comparison."""

@@ -26,7 +26,7 @@ VERDICT = "verdict"
 COLUMNS = (VERDICT, "speed", "memory", "accuracy")
 """Tags of a child: the comparison's figures for its variant, shown in a table."""
 REJECTIONS = "rejections"
-"""Tag of a child: which of its numbers were rejected, and why. A parent has one tag ``rejections.<variant>`` per
+"""Tag of a child: which of the run's numbers were rejected, and why. A parent has one tag ``rejections.<variant>`` per
 variant."""
 FINDING = "finding"
 """Tag ``finding.<variant>`` of a parent: the findings of the variant's profile."""
@@ -132,7 +132,7 @@ def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
 
 
 def stale(wanted: Wanted, root: Path) -> list[str]:
-    """The inputs of comparison.json, files and settings, that differ from the present ones."""
+    """The files and settings from which comparison.json was made and which have changed since then."""
     runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
             for child in wanted.children.values()}  # fmt: skip
     content = _comparison(root)
@@ -222,7 +222,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
-    """The origin of a result, without its commit: machine, container image and the digest of dvc.lock."""
+    """The origin of a result, except for its commit: the machine, the container image and the digest of dvc.lock."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}

@@ -27,7 +27,7 @@ FINISHED = b"finished\n"
 
 def follow(config: Config, variant: str, root: Path = Path()) -> int:
     """Mirror ``variant``'s history and system samples into one live run per seed, until a line arrives on standard
-    input or standard input ends.
+    input, or until standard input ends.
 
     After the line ``finished``, the live runs are marked as finished; after any other line, or the end, as killed.
     Returns 0, or 1 if the last update failed. MLflow's errors are not raised; the first error prints a warning.
@@ -68,7 +68,7 @@ class _Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def update(self, status: str | None = None) -> bool:
-        """Log the new rows of the files. With a ``status``, end the runs with this status. False if MLflow failed."""
+        """Log the files' new rows. With a ``status``, also end the runs with it. Return False if MLflow failed."""
         try:
             self._read()
             for seed, live in self._live.items():

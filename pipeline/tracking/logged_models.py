@@ -37,7 +37,7 @@ EXAMPLES = 2
 
 
 class NotLoggable(Exception):
-    """This model cannot be logged; the message says why. The run is complete without it."""
+    """This model cannot be logged; the message says why. The run is complete without the model."""
 
 
 def log(store: Store, run_id: str, child: Child) -> LoggedModel:

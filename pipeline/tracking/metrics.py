@@ -51,7 +51,7 @@ def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
 
 
 def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
-    """The known figures of the result."""
+    """Metrics from those figures of the run that are known."""
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
@@ -158,7 +158,7 @@ def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _samples(child: Child) -> list[dict[str, str]]:
-    """The rows of system.csv that belong to this seed; empty without the file."""
+    """The rows of system.csv that belong to this seed; an empty list if the file does not exist."""
     if not child.system_file.exists():
         return []
     with child.system_file.open(newline="", encoding="utf-8") as file:

@@ -25,9 +25,9 @@ GATE = (REPORTS / "gate.json", REPORTS / "gate.md")
 ALIAS = "champion"
 GATE_AGAIN = "Run `python -m pipeline gate --against REVISION`."
 FEWEST_SESSIONS = 3
-"""The number of sessions that a promotion needs: fewer sessions say too little about whether a gain lasts."""
+"""The number of sessions that a promotion needs, because fewer sessions say too little about whether a gain lasts."""
 TOO_FEW = 3
-"""Exit code: nothing was promoted, as more sessions are needed."""
+"""Exit code: nothing was promoted, because more sessions are needed."""
 
 
 class PromotionError(PipelineError):
@@ -39,14 +39,15 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
     The model is logged anew, from the local weights whose digest the result names, because somebody else may have
     logged the model in the store. The version's tags and description hold the evidence: the gate's decision and
-    commits, the verdict, the gain (from measurements that did not choose the variant), links to its run and to the
-    comparison. The gate's report is added to the comparison's run. Each call makes another version.
+    commits, the verdict, the gain (from measurements that were not used to choose the variant), and links to its run
+    and to the comparison. The gate's report is added to the comparison's run. Each call makes another version.
 
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison, and ResultError for files that do not match their record.
 
-    Returns 0. If too few sessions measured the gain, prints a message, changes nothing and returns ``TOO_FEW``; also if
-    the gain is not decided when some sessions choose the best variant and the other sessions measure its gain.
+    Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: if too few
+    sessions measured the gain; or if the gain is not decided when some sessions choose the best variant and the other
+    sessions measure its gain.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)

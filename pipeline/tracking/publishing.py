@@ -33,7 +33,7 @@ class Published:
     deleted: int = 0
     """Deleted runs: half-written, duplicate or superseded ones, and live runs that the new runs replace."""
     failed: bool = False
-    """True if MLflow failed, which a warning reported; the store may lack runs."""
+    """True if MLflow failed. A warning has reported the failure, and the store may lack runs."""
 
 
 def publish(config: Config, root: Path = Path()) -> Published:
@@ -93,7 +93,7 @@ def _show(wanted: Wanted, store: Store) -> None:
 
 
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
-    """Make ``changes``, in an order that lets the next call repair whatever an interruption leaves."""
+    """Make ``changes``, in such an order that after an interruption the next call can finish the work."""
     for run_id in changes.delete:
         store.delete(run_id)
     parent_id = changes.parent.run_id if changes.parent else _create_parent(wanted, store)

@@ -10,7 +10,7 @@ from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, RE
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What ``reconcile`` needs about a run in the store. A deleted run is not in the store."""
+    """What ``reconcile`` needs to know about a run in the store. There is no such record for a deleted run."""
 
     run_id: str
     status: str
@@ -46,10 +46,10 @@ class Changes:
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
     """Return the changes. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
 
-    Runs of other comparisons are history and stay. A live run of this checkout is deleted if its seed has a result, and
-    if it has ended or started before the result was written. A live run that started later and has not ended stays,
-    because its training still runs. A live run whose seed has no result yet stays, as the record of an interrupted
-    training.
+    Runs of other comparisons are history and stay. A live run of this checkout is deleted if its seed has a result and
+    if, in addition, the live run has ended, or started before the result was written. A live run that started later and
+    has not ended stays, because its training still runs. A live run whose seed has no result yet stays, as the record
+    of an interrupted training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
     parents = [run for run in ours if RUN not in run.tags]

@@ -16,9 +16,9 @@ from pipeline.tracking.stores import SQLITE, Store
 
 
 def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
-    """The experiment's id, if the store has not changed since it was made to hold ``wanted``.
+    """Return the experiment's id if the record shows that the store holds ``wanted`` and has not changed since then.
 
-    Returns None if this is not known; MLflow must then be asked.
+    Otherwise return None; MLflow must then be asked.
     """
     try:
         found = json.loads(_file(uri).read_text(encoding="utf-8"))

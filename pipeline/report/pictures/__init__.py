@@ -1,7 +1,7 @@
 """The page's pictures, as positions: percentages of a plot's width from its left edge, or of its height from its top.
 
 The template draws the positions as SVG in the page's own colours and fonts. So the same picture works at every width,
-in dark mode and on paper. Each meaning of a colour is repeated by a shape, a dash pattern, a number or a name.
+in dark mode and on paper. Whatever a colour means is also shown by a shape, a dash pattern, a number or a name.
 """
 
 from __future__ import annotations

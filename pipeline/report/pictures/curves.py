@@ -20,7 +20,7 @@ class Line(NamedTuple):
     points: str
     """x,y pairs in the format of SVG's polyline."""
     thick: bool
-    """True for the line over all seeds, False for the line of one seed."""
+    """True for the line that combines all seeds, False for the line of one seed."""
 
 
 class Chart(NamedTuple):
@@ -119,8 +119,8 @@ def _chart(
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """The median of x and the mean of y at the steps that all lines have. The tables, too, show the median of times and
-    the mean of accuracies."""
+    """The median of x and the mean of y, at each step that all lines have. The tables also show medians of times and
+    means of accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [

@@ -42,7 +42,7 @@ class Forest(NamedTuple):
     band: tuple[float, float]
     """Left end and width of the band that shows the margin."""
     none: float
-    """Position of no difference."""
+    """Position that means no difference."""
 
 
 class _Estimate(NamedTuple):
@@ -129,7 +129,7 @@ def _share_row(share: Share, added: Ratio | None, stacked: Ratio | None) -> _Row
 
 
 def _forest(title: str, rows: Sequence[_Row], margin: float, *, ratios: bool) -> Forest:
-    """Draw ``rows`` on a common scale. No difference is at 1 for ratios, and at 0 for percentage points."""
+    """Draw ``rows`` on a common scale. No difference is a ratio of 1, or 0 percentage points."""
     none, band = (1.0, (1 / (1 + margin), 1 + margin)) if ratios else (0.0, (-margin, margin))
     known = [*band, none]
     for _, estimates, _ in rows:

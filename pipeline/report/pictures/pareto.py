@@ -42,7 +42,8 @@ class Front(NamedTuple):
 
 
 def front(comparison: Comparison) -> Front | None:
-    """Plot ratios to the baseline, which is at (1, 1). Untrusted variants are left out; None if all are untrusted."""
+    """Plot ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out; the result is
+    None if all verdicts are untrusted."""
     placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
     for number, each in enumerate(comparison.variants[1:], 2):
         if each.verdict != UNTRUSTED:

@@ -36,7 +36,7 @@ class Unanswered(Exception):
 class Answer(NamedTuple):
     found: dict[str, Any]
     failure: str = ""
-    """Why the answer is not complete; empty if it is."""
+    """Why facts are missing; empty if the answer is complete."""
 
     def told(self, name: str) -> Any:
         """The fact ``name``. Raises Unanswered if the probe did not report it."""
@@ -51,7 +51,7 @@ class Job:
 
     config: params.Config | None = None
     mistakes: str = ""
-    """Why params.yaml gives no config."""
+    """Why params.yaml is not valid; empty if it is."""
     plans: dict[str, plans.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Variant -> why it cannot run here."""

@@ -85,7 +85,7 @@ warning, problem = partial(Finding, "warning"), partial(Finding, "problem")
 
 
 def enough(holds: bool, found: str, wants: str, remedy: str, short: Callable[..., Finding] = warning) -> Finding:
-    """An ok finding if the condition ``holds``; else a ``short`` finding, whose text adds ``wants``."""
+    """An ok finding if the condition ``holds``; else the finding made by ``short``, whose text ends with ``wants``."""
     return ok(found) if holds else short(f"{found}; {wants}", remedy)
 
 

@@ -139,7 +139,7 @@ def forms_on(
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     batches = _Batches(task, max(trained.batch_sizes))
-    torch.compiler.reset()  # another device's graphs would count towards the recompile limit
+    torch.compiler.reset()  # graphs made for another device would count towards the recompile limit
     made: dict[str, tuple[Made, float, torch.Tensor, tuple[str, ...]]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():

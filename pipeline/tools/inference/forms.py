@@ -33,7 +33,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained model, and all else that a form is made from."""
+    """The trained model, and everything else from which a form is made."""
 
     model: nn.Module
     """The model in float32 and evaluation mode on the device; it maps preprocessed inputs to outputs."""

@@ -19,7 +19,7 @@ class Latency(Record):
     """``p50_low_ms`` and ``p50_high_ms``: the smallest and the largest of the rounds' medians."""
     p50_high_ms: float
     p99_ms: float | None
-    """None if there were fewer than ``FEWEST_FOR_P99`` calls: their slowest hundredth would be less than one call."""
+    """None if there were fewer than ``FEWEST_FOR_P99`` calls, because one hundredth of them is less than one call."""
     calls: int
 
 

@@ -1,5 +1,5 @@
-"""Measure latency and throughput of several forms on one device. The forms are warm and take turns, and each time ends
-when the device has finished."""
+"""Measure latency and throughput of several forms on one device. The forms are warm and take turns. Each measured
+time ends when the device has finished."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
 def _batches(
     predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
 ) -> tuple[int, float]:
-    """Number of samples, and seconds, of successive calls. The device is synchronised only after every
+    """The number of samples in successive calls, and the calls' seconds. The device is synchronised only after every
     ``MOST_UNSEEN_BYTES`` of batches and at the end.
 
     The energy needs one window around all calls, so it includes the energy of making the batches: one copy for each.

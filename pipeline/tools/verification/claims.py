@@ -42,9 +42,9 @@ LEAST = 2.0**11 * FLOAT32
 roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). Here k,
 samples times pixels, is about 10^5, and terms of opposite sign partly cancel."""
 KERNEL_ROUNDOFFS = 2.0**5
-"""Largest difference between two kernels of the same layer, in float32 roundoffs; on CPUs it is about 10."""
+"""Largest difference expected between two kernels of the same layer, in float32 roundoffs. On CPUs it is about 10."""
 DRAWS = 2
-"""How often the reference is trained with noise of the size of the expected rounding; the largest difference counts."""
+"""How often the reference is trained with noise as large as the expected rounding. The largest difference counts."""
 FACTOR = 2.0
 """Rounding may change a training by at most this many times the change that this noise causes."""
 CLEAR = 2.0
@@ -85,7 +85,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Expected:
-    """The plan of a variant's reference training."""
+    """The plan of a variant's reference training; None, with the reason, if there is no such plan."""
 
     plan: Plan | None
     why_not: str = ""
@@ -97,9 +97,9 @@ class _Against:
 
     plan: Plan
     noise: float
-    """Size of the expected rounding, as ``Task.noise``. 0: nothing is promised."""
+    """Size of the expected rounding, as in ``Task.noise``. 0: no bound is promised."""
     parts: int
-    """Number of parts of a batch, of which one could be lost; at least two."""
+    """Number of parts into which a batch is divided, at least two. A fault could lose one of them."""
     note: str
 
 
@@ -208,13 +208,13 @@ class Verifier:
         return self._natures[file]
 
     def count(self, plan: Plan) -> int:
-        """The number of claims of the plan's variant, if all can be tried."""
+        """The number of claims that ``claims`` yields for the plan if all of them can be tried."""
         changes = {each.changes for each in params.requested(plan.applied)}
         idle = sum(each.without_effect is not None for each in params.requested(plan.applied))
         return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
-        """The claims of the plan's variant. A claim that cannot be tried here says so."""
+        """The claims of the plan's variant. The note of a claim that cannot be tried here says why."""
         name = plan.name
         for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is skipped", note=reason, undecided=UNTRIED)
@@ -328,7 +328,7 @@ class Verifier:
         ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
-        """Claim that the variant ends in the same weights without its techniques that change nothing."""
+        """Claim that the final weights stay the same if the techniques that should change nothing are left out."""
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return

@@ -1,8 +1,8 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. To show other differences, the model is made per-sample: both reasons are
-removed.
+differs from a single device's by design. To show other differences, the model is made per-sample, which removes
+both reasons.
 """
 
 from __future__ import annotations

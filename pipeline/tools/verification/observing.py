@@ -40,11 +40,11 @@ TRIED_SAMPLES = 32
 STATISTICS_BATCHES = 4
 """Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is made per-sample."""
 TIE = 2.0**-16
-"""Two logits that differ by less, relative to the sample's largest logit, can change places by rounding."""
+"""Two logits that differ by less than this, relative to the sample's largest logit, can change places by rounding."""
 
 RATE = 2.0**20
-"""Learning rate of a single step. It is so large that the rounding of the weights is negligible against their change,
-and a power of two, so that multiplying by it does not round."""
+"""Learning rate of a single step. It is so large that the weights change by far more than their rounding. It is a power
+of two, so that multiplying by it does not round."""
 PLAIN_SGD: dict[str, Any] = {
     "optimizer": "sgd",
     "learning_rate": RATE,
@@ -68,11 +68,11 @@ class Task:
     per_sample: bool = False
     """True if the model is made per-sample; see ``natures``."""
     noise: float = 0.0
-    """For a single device: the relative error (root mean square) that is put on each initial parameter and each value
-    that a layer returns. It imitates rounding, in the forward pass and, through the same products, in the backward
-    pass; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
+    """For a single device: the relative error (root mean square) that is added to each initial parameter and to each
+    value that a layer returns. It imitates rounding, in the forward pass and, through the same products, in the
+    backward pass; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
     draw: int = 0
-    """Number of the noise's random draw."""
+    """Number of the random draw of the noise, which seeds it."""
     forgets: int = 0
     """For a single device: the number of parts of each batch; the gradient lacks the last part. 0: it lacks none."""
     rate: float = 1.0
@@ -238,7 +238,7 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
 
 
 def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
-    """Put ``task.noise`` on the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
+    """Add ``task.noise`` to the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
     gradient lacks the last part as long as the block runs."""
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
