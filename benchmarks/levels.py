@@ -1,4 +1,4 @@
-"""Measure how much of a ratio's variance lies between servers, processes and turns, and what each level costs.
+"""Measure how much of a ratio's variance comes from servers, processes and turns, and how long each level takes.
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
@@ -6,8 +6,8 @@
 
 Arms of a bench are forked from one server, so they share its random properties: the memory layout and the hash seed.
 The design is nested: each server opens fresh processes a few times, and the processes take turns. The components of
-variance are those of a balanced nested analysis of variance, from the mean squares of the logarithms of the turns'
-ratios to the baseline.
+variance come from a balanced nested analysis of variance: from the mean squares of logarithms, each of a turn's ratio
+to the baseline.
 Source of the question: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
 """
 

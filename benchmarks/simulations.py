@@ -158,9 +158,9 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
     """How often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
 
-    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. Returns the fraction of
-    forecasts after which as many more pairs gave a decision, the fraction after which twice as many gave one, and the
-    number of forecasts.
+    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. Returns the number of
+    forecasts, the fraction of them after which the forecast number of pairs gave a decision, and the fraction after
+    which twice this number gave one.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []

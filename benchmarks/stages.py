@@ -1,4 +1,4 @@
-"""Measure what the stages cost. Most benchmarks here divide a stage's speed or time by that of a simpler reference.
+"""Measure how fast the stages are. Most benchmarks here divide a stage's speed or time by that of a simpler reference.
 
 The references are a textbook script, a minimal loop, a training without tracking, a process that only imports torch,
 and `dvc status`. The default job's time is divided by ten minutes.

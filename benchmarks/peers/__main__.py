@@ -74,7 +74,7 @@ STEP_TOLD = re.compile(r"a step took ([\d.]+) microseconds")
 
 
 def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
-    """The job with its data in ``folder``; the directory of the prepared data; and the seconds of the preparation."""
+    """Return the job with its data in ``folder``, the directory of the prepared data, and the preparation's seconds."""
     raw, theirs, packed = folder / "listing", folder / "theirs", folder / "packed"
     sections: dict[str, Any] = {}
     if job.data == "ready":

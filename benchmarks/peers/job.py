@@ -147,8 +147,8 @@ class Job:
 
 
 class Ready:
-    """Batches of a split in memory, made with the fewest operations. After a long epoch it prints the mean time from
-    one request for a batch to the next, which is the time of a step in any peer's loop."""
+    """Batches of a split in memory, made with the fewest operations. After a long epoch they print the mean time from
+    one request for a batch to the next. In any peer's loop, this is the time of a step."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

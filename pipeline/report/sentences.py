@@ -313,8 +313,8 @@ def noise_text(noise: Noise) -> str:
 
 
 def remarks(each: Compared) -> list[str]:
-    """Remarks on skipped techniques, on decisions that techniques made, on a job or a model that differs from the
-    baseline's, on a teacher, and on processes whose memory is not counted."""
+    """Remarks on skipped techniques, on the techniques' decisions, and on all that makes the variant hard to compare:
+    another job, another model, a teacher, or processes whose memory is not counted."""
     found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
@@ -341,8 +341,8 @@ def remarks(each: Compared) -> list[str]:
 
 
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
-    """Return a sentence if a variant's speed ratio in its trainings differs from the ratio in the bench by more than
-    the noise of both.
+    """Return a sentence if a variant's speed ratio in the trainings contradicts the ratio in the bench, which means
+    that they differ by more than the noise of both.
 
     The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Returns an empty list if the
     ratios agree, or if there are fewer than two seeds, because one seed shows no noise.
@@ -362,8 +362,8 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """Name the seeds whose training times are not trusted because a sample was rejected; empty if there is no such
-    seed."""
+    """A line that names the seeds whose training times are not trusted because a sample was rejected, if there are
+    any."""
     seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 

@@ -57,8 +57,8 @@ class Difference(Exception):
 def write(file: Path = FILE) -> None:
     """Write the comparison and the files that it was made from into ``file``, whole or not at all.
 
-    User names, passwords and queries are removed from addresses. Raises EvidenceError if such an address is in a file
-    whose checksum is in another file, or if the report does not follow from the files.
+    User names, passwords and queries are removed from addresses. Raises EvidenceError if the report does not follow
+    from the files, or if such an address is in a file that must not change because another file holds its checksum.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}

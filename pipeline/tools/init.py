@@ -307,8 +307,8 @@ def _variants(
 def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
     """Keys for an image folder, the number of training images, and reasons.
 
-    The side in pixels to train on is the median shorter side of about a hundred images, rounded down to a multiple of
-    8, from 8 to 224. Raises ConfigError if no image can be read.
+    The training images are squares. Their side, in pixels, is the median shorter side of about a hundred images,
+    rounded down to a multiple of 8, and at least 8 and at most 224. Raises ConfigError if no image can be read.
     """
     from PIL import Image
 

@@ -127,7 +127,7 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
 
 
 def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """The content of comparison.json; empty if this file does not exist or is ``stale``."""
+    """The content of comparison.json; an empty dict if this file does not exist or is ``stale``."""
     return {} if stale(wanted, root) else _comparison(root)
 
 

@@ -43,8 +43,8 @@ class NotLoggable(Exception):
 def log(store: Store, run_id: str, child: Child) -> LoggedModel:
     """Log the model of ``child`` under its run.
 
-    Raises NotLoggable, MLflow's errors, OSError if the disk for temporary files has no room for the model, and
-    ResultError if the weights here are not those that the result names.
+    Raises NotLoggable and MLflow's errors. Raises OSError if the disk for temporary files has no room for the model,
+    and ResultError if the weights here are not those that the result names.
     """
     weights = checkpoints.weights(child.result, child.run.seed, child.root / results.MODELS)
     client = store.client

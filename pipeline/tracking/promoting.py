@@ -37,13 +37,14 @@ class PromotionError(PipelineError):
 def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
-    The model is logged anew, from the local weights whose digest the result names, because somebody else may have
-    logged the model in the store. The version's tags and description hold the evidence: the gate's decision and
-    commits, the verdict, the gain (from measurements that were not used to choose the variant), and links to its run
-    and to the comparison. The gate's report is added to the comparison's run. Each call makes another version.
+    The model is logged anew, because somebody else may have logged the model that is in the store. The new one comes
+    from the local weights, whose digest the result names. The version's tags and description hold the
+    evidence: the gate's decision and commits, the verdict, the gain (from measurements that were not used to choose the
+    variant), and links to the variant's run and to the comparison. The gate's report is added to the comparison's run.
+    Each call makes another version.
 
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
-    for this very commit and MLflow holds the comparison, and ResultError for files that do not match their record.
+    for this very commit and MLflow holds the comparison. Raises ResultError for files that do not match their record.
 
     Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: if too few
     sessions measured the gain; or if the gain is not decided when some sessions choose the best variant and the other

@@ -46,10 +46,10 @@ class Changes:
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
     """Return the changes. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
 
-    Runs of other comparisons are history and stay. A live run of this checkout is deleted if its seed has a result and
-    if, in addition, the live run has ended, or started before the result was written. A live run that started later and
-    has not ended stays, because its training still runs. A live run whose seed has no result yet stays, as the record
-    of an interrupted training.
+    Runs of other comparisons are history and stay. Live runs of this checkout are treated as follows. If the seed has a
+    result, a live run is deleted when it has ended, or when it started before the result was written. A live run that
+    started later and has not ended stays, because its training still runs. A live run whose seed has no result yet
+    stays, as the record of an interrupted training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
     parents = [run for run in ours if RUN not in run.tags]

@@ -32,7 +32,7 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines (x1, y1, x2, y2) along the edge of the area where a variant is slower, and needs more memory, than some
+    """Lines (x1, y1, x2, y2) that bound an area. A variant in this area is slower, and needs more memory, than some
     variant on the front."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]

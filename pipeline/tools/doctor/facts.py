@@ -51,7 +51,7 @@ class Job:
 
     config: params.Config | None = None
     mistakes: str = ""
-    """Why params.yaml is not valid; empty if it is."""
+    """Why params.yaml is not valid; empty if it is valid."""
     plans: dict[str, plans.Plan] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Variant -> why it cannot run here."""

@@ -68,9 +68,9 @@ def in_rounds(
     """Measure every form in each round: about ``seconds`` with single samples, and as long with each batch size.
 
     ``inputs`` [n, ...]: raw inputs with values from 0 to ``values`` - 1; n must be at least the largest batch size. The
-    forms must be warm: each must have been called with every size. The forms take turns within a round, and their order
-    is reversed every other round, so that a disturbance of some seconds affects all forms. No sample is used twice.
-    ``devices``: devices whose energy is measured.
+    forms must be warm: each must have been called with every size. The forms take turns within a round, so that a
+    disturbance of some seconds affects all forms. Their order is reversed in every other round. No sample is used
+    twice. ``devices``: devices whose energy is measured.
     """
     unseen = Unseen(inputs, values)
     found = {name: Slices(rates={size: [] for size in batch_sizes}) for name in forms}
@@ -126,8 +126,8 @@ def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> 
 
 
 def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
-    """Batch size -> noise: the ratio of the plain form, measured twice in each round, to itself; and if ratios are not
-    trusted, the reason."""
+    """Batch size -> noise. The plain form is measured twice in each round; the noise holds its ratio to itself and, if
+    ratios are not trusted, the reason."""
     found = {}
     for size, rates in again.rates.items():
         narrow = paired_ratio(rates, plain.rates[size])

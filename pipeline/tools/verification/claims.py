@@ -1,7 +1,7 @@
 """The claims that a comparison rests on: each with a measured difference and the bound up to which the claim holds.
 
-A variant's claims, and their bounds, follow from the catalogue's entries of its techniques (``Entry.changes``,
-``roundoff`` and ``repeats``), so a new technique is verified against the promises of its entry.
+A variant's claims and their bounds follow from what the catalogue's entries of its techniques promise
+(``Entry.changes``, ``roundoff`` and ``repeats``). So a new technique is verified against its own entry.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Claim:
     bound: float | None = None
     """None: no bound is promised."""
     holds: bool | None = None
-    """None: undecided; ``undecided`` says in which way, and ``note`` why."""
+    """None: this is not decided; ``undecided`` says in which way, and ``note`` says why."""
     unit: str = ""
     note: str = ""
     undecided: str = ""

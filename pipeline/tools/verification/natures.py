@@ -1,8 +1,8 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
-Each process draws its own numbers, and BatchNorm normalises by the samples of the process, so a distributed training
-differs from a single device's by design. To show other differences, the model is made per-sample, which removes
-both reasons.
+Each process draws its own random numbers, and BatchNorm normalises by the samples of one process. So a distributed
+training differs by design from a training on a single device. To show other differences, the model is
+made per-sample, which removes both reasons.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _MIXED = 1e-3
-"""Samples influence each other if a sample's logits in the whole batch and in a part of the batch differ by more than
-this, relative to the largest logit. Rounding stays far below."""
+"""Samples influence each other if a sample's logits in the whole batch differ by more than this from its logits in a
+part of the batch, relative to the largest logit. Rounding causes far smaller differences."""
 
 
 @dataclass(frozen=True)
