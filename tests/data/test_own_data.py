@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import platform
+import re
 import struct
 import sys
 import tracemalloc
