@@ -38,7 +38,7 @@ def said(error: BaseException) -> str | None:
     if isinstance(error, PipelineError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
-        return f"{error.filename or 'the output, or a file'}: {error.strerror}; {_REMEDIES[error.errno]}."
+        return f"{error.filename or 'standard output or an unnamed file'}: {error.strerror}; {_REMEDIES[error.errno]}."
     # The module tempfile raises this OSError.
     if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):
         return (

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.advice import ODDS, accuracy_reasons, certain, ratio_reasons
 from pipeline.comparison.planning import RoundCost
@@ -120,5 +122,5 @@ def test_undecided_accuracy_says_how_many_seeds_would_decide() -> None:
         margin = planning.margin_of_seeds(some.mean_fraction, half, 3, 23)
         assert reason(some.model_copy(update={"more_seeds": more_seeds})) == (
             "accuracy is undecided with 3 seeds at the margin of 1 percentage point; with 20 more seeds, a margin "
-            f"of {100 * margin:.2g} points allows a decision (compare.margins.accuracy)"
+            f"of {math.ceil(1e4 * margin) / 100:g} points allows a decision (compare.margins.accuracy)"
         )

@@ -138,7 +138,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
         f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; with {MOST_SEEDS} more seeds, a "
-        f"margin of {100 * margin:.2g} points allows a decision (compare.margins.accuracy)"
+        f"margin of {math.ceil(1e4 * margin) / 100:g} points allows a decision (compare.margins.accuracy)"
     ]
 
 

@@ -172,9 +172,9 @@ class Noise(Record):
 
     @property
     def doubt(self) -> float:
-        """How far equal arms may differ, on the logarithmic scale. This adds half the interval's width and the
-        estimate's distance from 1 in quadrature. The width alone is not enough, because an undetected bias shifts the
-        estimate. The doubt is 0 if the interval has no bounds."""
+        """How far equal arms may differ: half the interval's width and the estimate's distance from 0, added in
+        quadrature, on the logarithmic scale. The width alone is not enough, because an undetected bias shifts the
+        estimate. 0 if the estimate or a bound is unknown."""
         if not (self.estimate and self.low and self.high):
             return 0.0
         return math.hypot(math.log(self.high / self.low) / 2, math.log(self.estimate))

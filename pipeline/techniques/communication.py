@@ -166,7 +166,7 @@ class PowerSGD(_Hook):
         return {"error": parameter.new_zeros(parameter.numel()), "q": factor.to(parameter)}
 
     def _shape(self, place: int) -> tuple[int, int, int]:
-        """Return a parameter's rows and columns in torch's PowerSGD, and the rank of its factors."""
+        """Return the shape (rows, columns) of the matrix that PowerSGD makes of a parameter, and its factors' rank."""
         parameter = self._parameters[place]
         rows = len(parameter)
         columns = parameter.numel() // rows

@@ -11,7 +11,7 @@ _MEANINGS = {
     "forward": "the forward pass and the loss",
     "backward": "the backward pass, including recomputation",
     "optimizer": "the update of the parameters",
-    "rest": "other work of the step: gradients set to zero, a CUDA graph of the whole step",
+    "rest": "other work in the step, such as clearing gradients; or a CUDA graph of the whole step",
     "communication": "exposed communication: the device does nothing else; this includes waits for a slower process",
     "input": "the step waits for its batch, or the device only prepares the batch",
     "idle": "none of these: {idle}",
