@@ -199,13 +199,14 @@ def sessions(comparison: Comparison) -> str:
             "session, run `python -m pipeline bench --again`, then `dvc repro`."
         )
         return said + others
-    first, last = (each[:16].replace("T", " ") for each in (starts[0], starts[-1]))
+    shown = comparison.bench.session.start_utc
+    first, last, present = (each[:16].replace("T", " ") for each in (starts[0], starts[-1], shown))
     boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
     of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
         f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC{of_boots}. A ratio is the "
         "mean of the sessions' ratios, and its interval covers the differences between sessions. All other figures "
-        f"come from the session of {comparison.bench.session.start_utc[:10]}.{others}"
+        f"come from the session of {present}.{others}"
     )
 
 
