@@ -29,9 +29,9 @@ A_GPU = "needs a GPU"
 APART = "exclude each other"
 RECORDED = ("reduce-overhead", "max-autotune")
 KEPT: list[tuple[dict[str, Any], str]] = [
-    ({"gradient_accumulation": 2}, "gradient_accumulation 2 would keep"),
-    ({"gradient_accumulation": "auto"}, "gradient_accumulation auto would keep"),
-    ({"set_to_none": False}, "set_to_none false would keep"),
+    ({"gradient_accumulation": 2}, "gradient_accumulation 2 needs these gradients longer"),
+    ({"gradient_accumulation": "auto"}, "gradient_accumulation auto needs these gradients longer"),
+    ({"set_to_none": False}, "set_to_none false needs these gradients longer"),
 ]
 
 
@@ -89,7 +89,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("train.batch_size", "into 4 processes x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
         case("train.batch_size", "1 replica x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
         # Of each other: several processes
-        case("gradient_accumulation", "best is 16", parallelism="pipeline", processes=4, gradient_accumulation=2),
+        case("gradient_accumulation", "with 16, stages", parallelism="pipeline", processes=4, gradient_accumulation=2),
         case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "more; allowed: 1, 2.", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "divide 8 processes into", parallelism="pipeline", processes=8, replicas=3),
