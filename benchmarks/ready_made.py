@@ -91,8 +91,7 @@ def ratios(
         noises.append(noise)
         for arm in bench.arms:
             if arm.role == "variant" and arm is not baseline:
-                doubt = verdicts.doubt_of(noise, quantity, arm, baseline)
-                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, doubt=doubt)
+                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, widen=True)
                 found.setdefault(arm.variant, {})[quantity.field] = ratio
     return noises, found
 

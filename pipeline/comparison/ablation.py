@@ -84,9 +84,7 @@ def _ratios(
         return None, None
 
     def ratio(quantity: Quantity, margin: float) -> Ratio:
-        machine = noise(quantity, len(arm.samples))
-        doubt = verdicts.doubt_of(machine, quantity, arm, reference)
-        return verdicts.ratio(arm, reference, quantity, margin, machine, doubt=doubt)
+        return verdicts.ratio(arm, reference, quantity, margin, noise(quantity, len(arm.samples)), widen=True)
 
     return ratio(THROUGHPUT, margins.throughput), ratio(MEMORY, margins.memory)
 

@@ -123,8 +123,7 @@ def _head_to_head(
     def of(session: PooledSession, rounds: Bench) -> Ratio:
         above, below = (arm_of(rounds, "variant", name) for name in (first, second))
         noise = session.noise(quantity, first, second)
-        doubt = verdicts.doubt_of(noise, quantity, above, below)
-        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, doubt=doubt)
+        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, widen=True)
 
     shared = [(each, each.rounds_of(first, second)) for each in pooled if each.start_utc in starts]
     found = [(each.start_utc, of(each, rounds)) for each, rounds in shared if rounds]

@@ -40,8 +40,7 @@ def judge(
             return None
         arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
         noise = session.noise(quantity, result.variant)
-        doubt = verdicts.doubt_of(noise, quantity, arm, reference)
-        return verdicts.ratio(arm, reference, quantity, margin, noise, doubt=doubt)
+        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
 
     def over_sessions(quantity: Quantity, margin: float) -> Ratio:
         found = {each.start_utc: ratio for each in pooled if (ratio := in_session(each, quantity, margin))}

@@ -188,14 +188,16 @@ def ratio(
     noise: Noise,
     confidence: float = 0.95,
     *,
-    doubt: float = 0.0,
+    widen: bool = False,
 ) -> Ratio:
     """Return the ratio of ``arm`` to ``reference``.
 
-    The ratio is untrusted if the machine was too noisy, or if too many rounds were rejected. ``doubt`` (``doubt_of``)
-    widens the interval on each side, in quadrature on the logarithmic scale.
+    The ratio is untrusted if the machine was too noisy, or if too many rounds were rejected. ``widen``: add
+    ``doubt_of`` the two arms to each side of the interval, in quadrature on the logarithmic scale.
     """
     pairs = _pairs(arm, reference, quantity)
+    doubt = doubt_of(noise, quantity, arm, reference) if widen else 0.0
+    fixed = _heap_doubt(quantity, arm, reference) if widen else 0.0
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
@@ -204,7 +206,6 @@ def ratio(
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     low, high = _bounds(interval)
-    fixed = min(doubt, _heap_doubt(quantity, arm, reference))
     return Ratio(
         estimate=interval.estimate if interval else None,
         low=low,

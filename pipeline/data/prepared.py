@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -165,14 +166,16 @@ def read(directory: Path) -> Dataset:
             array: _open(directory / f"{name}_{array}.npy", form.dtype, (count, *form.shape))
             for array, form in description.arrays.items()
         }
-        return Split(
-            {array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()},
-            {
-                array: RowFile(directory / f"{name}_{array}.npy", rows.offset, rows.nbytes // len(rows))
-                for array, rows in opened.items()
-                if exceeds_cache(rows.nbytes)
-            },
-        )
+        files = {
+            array: RowFile(directory / f"{name}_{array}.npy", rows.offset, rows.nbytes // len(rows))
+            for array, rows in opened.items()
+            if hasattr(os, "posix_fadvise") and _exceeds_cache(rows.nbytes)
+        }
+        for array in files:
+            memory = opened[array].base
+            assert isinstance(memory, mmap.mmap)
+            memory.madvise(mmap.MADV_RANDOM)
+        return Split({array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()}, files)
 
     return Dataset(
         name=description.name,
@@ -236,8 +239,6 @@ def _describe(directory: Path) -> Description:
 
 
 def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.dtype[Any]]:
-    import mmap
-
     from numpy.lib.format import open_memmap
 
     try:
@@ -247,12 +248,10 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.d
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
-    if isinstance(array.base, mmap.mmap) and exceeds_cache(array.nbytes) and hasattr(mmap, "MADV_RANDOM"):
-        array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 
-def exceeds_cache(size: int) -> bool:
+def _exceeds_cache(size: int) -> bool:
     """Whether an array of ``size`` bytes may not stay in the page cache."""
     import psutil
 

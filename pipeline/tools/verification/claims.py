@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -300,8 +299,7 @@ class Verifier:
             try:
                 theirs, *others = self._observe(against.plan, [task, *spoilt])
             except WorkerError as error:
-                note = f"{_NO_REFERENCE}: {_unnamed(str(error))}"
-                return [Claim(plan.name, names[0], note=note, undecided=UNTRIED)]
+                return [Claim(plan.name, names[0], note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)]
             judged = [
                 _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
                 for name, apart in zip(names, distances.values(), strict=True)
@@ -311,7 +309,7 @@ class Verifier:
         slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
         note = "; ".join(filter(None, [against.note, slower]))
         if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-            note = f"the reference, {_unnamed(theirs.not_finite or 'on a single device: its values are not finite')}"
+            note = f"the reference, {theirs.not_finite or 'on a single device: its values are not finite'}"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         try:
             (ours,) = self._observe(plan, [task])
@@ -417,12 +415,6 @@ class Verifier:
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
         return json.dumps(values, sort_keys=True)
-
-
-def _unnamed(error: str) -> str:
-    """A reference's error without a variant's name. Equal references are trained once, under the first variant's
-    name, which would mislead in another variant's claim."""
-    return re.sub(r"\bvariant [\w.-]+, (?=seed )", "", error)
 
 
 def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:

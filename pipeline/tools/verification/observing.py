@@ -160,7 +160,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
             try:
                 losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
             except NonFiniteLoss as error:
-                not_finite = str(error)
+                # Without the name, because variants that train in the same way share this training.
+                not_finite = str(error).removeprefix(f"variant {training.plan.name}, ")
         after = _copied(training)
         overflowed = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
         unsteady = training.plan.decided.get(DETERMINISTIC, "")
