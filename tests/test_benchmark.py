@@ -170,6 +170,18 @@ def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no
     assert (len(found.arms[0].samples), shown) == (count, [3])
 
 
+def reject(server: FakeServer, refused: dict[str, Sequence[int]]) -> None:
+    """Reject the samples of two arms in the rounds of ``refused``: arm -> rounds, counted from 0."""
+    closed = server.close
+
+    def spoiled(name: str) -> dict[str, Any]:
+        answer, number = closed(name), (len(server.asked) - 1) // 2
+        reasons = ("another process took half of the CPU",) if number in refused.get(name, ()) else ()
+        return answer | {"window": answer["window"] | {"rejections": reasons}}
+
+    server.close = spoiled  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("refused", "max_rounds", "rounds"),
     [
@@ -188,19 +200,31 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     max_rounds: int | None,
     rounds: int,
 ) -> None:
-    closed = slow.close
-
-    def spoiled(name: str) -> dict[str, Any]:
-        answer, number = closed(name), (len(slow.asked) - 1) // 2
-        reasons = ("another process took half of the CPU",) if number in refused.get(name, ()) else ()
-        return answer | {"window": answer["window"] | {"rejections": reasons}}
-
-    slow.close = spoiled  # type: ignore[method-assign]
+    reject(slow, refused)
     found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
     assert out.count("minutes are over after 1 round; the bench goes on until it has 6 rounds without a rejected") == 1
     assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
+
+
+def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
+    slow: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: dict[str, float] = {}
+
+    class Watched(tqdm):  # type: ignore[type-arg]
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            shown[s.split(",")[0]] = self.total
+            super().set_postfix_str(s, refresh)
+
+    monkeypatch.setattr(rounds, "tqdm", Watched)
+    reject(slow, {"a": [0, 2]})
+    found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1, fewest=6)
+    assert len(found.arms[0].samples) == 8
+    # A round takes 22 s. The rounds 1 and 3 are rejected, which the round after each of them knows.
+    assert shown["round 2"] == shown["round 3"] == 7 * 22
+    assert {shown[f"round {number}"] for number in range(4, 9)} == {8 * 22}
 
 
 MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}

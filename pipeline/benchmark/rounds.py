@@ -112,14 +112,14 @@ def measure(
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
 
         def show(doing: str) -> None:
-            bar.total = round(max(limit, fewest * longest))
+            bar.total = round(max(limit, began - started + _missing(rounds, fewest) * longest))
             bar.n = min(bar.total, round(time.monotonic() - started))
             bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
 
         try:
             while len(rounds) != max_rounds:
                 began = time.monotonic()
-                if rounds and began - started + longest > limit and _enough(rounds, fewest):
+                if rounds and began - started + longest > limit and not _missing(rounds, fewest):
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
@@ -179,12 +179,15 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
     return window
 
 
-def _enough(rounds: Sequence[dict[str, Window]], fewest: int) -> bool:
-    """True if ``fewest`` rounds have no rejected sample, or if there are twice as many rounds in all. Arms that were
-    rejected in every round do not count."""
+def _missing(rounds: Sequence[dict[str, Window]], fewest: int) -> int:
+    """Return how many rounds must still be measured, if no sample in them is rejected.
+
+    ``fewest`` rounds without a rejected sample are needed, but no more than twice as many rounds in all. Arms that were
+    rejected in every round do not count.
+    """
     rejected = [{name for name, window in each.items() if window.rejections} for each in rounds]
-    always = set.intersection(*rejected)
-    return sum(each <= always for each in rejected) >= fewest or len(rounds) >= 2 * fewest
+    always = set.intersection(*rejected) if rejected else set()
+    return max(0, min(fewest - sum(each <= always for each in rejected), 2 * fewest - len(rounds)))
 
 
 def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
