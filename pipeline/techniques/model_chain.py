@@ -1,4 +1,4 @@
-"""Split a model into a chain of units that can be cut anywhere: each unit passes only one tensor to the next unit."""
+"""Split a model into a chain of units, each of which passes only one tensor to the next unit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
     operation. The model is split between two operations if all later operations need only one of the tensors computed
     so far, so it is never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
 
-    Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
+    Raises NotAChain, whose message says why, if the model has no such chain.
     """
     _check_hooks(model)
     try:

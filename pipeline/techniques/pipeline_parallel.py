@@ -191,7 +191,8 @@ class Pipeline(Technique):
             return
         if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
             raise PipelineError(
-                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently; remove the checkpoint."
+                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently, and this run cannot repeat "
+                "that cut; remove the checkpoint to train from the start."
             )
         self._split(self._cut._replace(costs=tuple(state["costs"]), ends=ends))
         self._optimizer.state.clear()
@@ -246,7 +247,7 @@ class Pipeline(Technique):
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
     def _places(self) -> dict[int, int]:
-        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's."""
+        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's optimizer."""
         names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
@@ -260,7 +261,7 @@ class Pipeline(Technique):
             self._index,
             self._stages,
             self.world.device,
-            input_args=entering.detach() if self._index == 0 else entering,  # images need no gradient
+            input_args=entering.detach() if self._index == 0 else entering,  # the batch needs no gradient
             output_args=leaving,
             group=self._pipeline,
         )

@@ -87,7 +87,7 @@ def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None
 
 
 def _gathered(joined: World) -> dict[str, Any]:
-    """What is gathered between forward and backward pass, in which precision products are, and collectives counted."""
+    """Return what a rank holds between its two passes, the dtypes, and when gradients are reduced."""
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     seen: dict[str, Any] = {}
     for name, options in (
