@@ -26,7 +26,8 @@ class ExpandableSegments(Technique):
     @classmethod
     def prepare_process(cls) -> None:
         requested = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        _tell_cuda_allocator(",".join(filter(None, [requested, "expandable_segments:True"])))
+        settings = ",".join(filter(None, [requested, "expandable_segments:True"]))
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class ReleaseCache(Technique):
@@ -75,7 +76,3 @@ class ReleaseCache(Technique):
             return torch.cuda.memory_reserved(self.world.device)
         memory = psutil.Process().memory_info()
         return memory.rss - memory.shared
-
-
-def _tell_cuda_allocator(settings: str) -> None:
-    torch._C._accelerator_setAllocatorSettings(settings)

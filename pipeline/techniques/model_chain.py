@@ -66,8 +66,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
-    >>> balanced([3, 1, 1, 1, 2], 2)
-    [2, 5]
+    >>> balanced([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    [5, 7, 9]
     """
     count = len(costs)
     if not 1 <= parts <= count:

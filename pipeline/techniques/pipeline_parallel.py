@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, pairwise
@@ -233,7 +233,8 @@ class Pipeline(Technique):
                             placed[id(tensor)] = self._placed(tensor, stage)
                         tensors[key] = placed[id(tensor)]
         begin, end = self._bounds
-        self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
+        units = joined(chain(self._model), cut.joins)  # with the model's new tensors
+        self._module.units = nn.Sequential(*units[begin:end])
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Return ``tensor`` on the device if ``stage`` is this rank's stage, else on the meta device.
@@ -283,9 +284,6 @@ class _Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.units = nn.Sequential()
-
-    def hold(self, units: Sequence[nn.Module]) -> None:
-        self.units = nn.Sequential(*units)
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.units(passing)

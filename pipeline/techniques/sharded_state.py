@@ -42,10 +42,6 @@ class Layout:
     shape: torch.Size
     """Shape of the whole tensor."""
 
-    @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
-        return cls(tensor.device_mesh, tensor.placements, tensor.shape)
-
     def dtensor(self, part: torch.Tensor) -> DTensor:
         """Return this rank's ``part``, a plain tensor, as a DTensor over the same memory."""
         stride = torch.empty(self.shape, device="meta").stride()

@@ -185,7 +185,7 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
     layouts: dict[str, Layout] = {}
     for name, parameter in list(linear.named_parameters()):
         assert isinstance(parameter, DTensor)
-        layouts[name] = Layout.of(parameter)
+        layouts[name] = Layout(parameter.device_mesh, parameter.placements, parameter.shape)
         part = parameter.to_local().detach().clone()  # the part may be a view of the whole
         linear.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 

@@ -11,7 +11,6 @@ import torch
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, GPU, make_plan
 from tests.ranks import run_ranks
@@ -65,7 +64,7 @@ def test_what_the_user_told_the_allocator_stays(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(allocators, "_tell_cuda_allocator", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -18,7 +18,7 @@ from pipeline.params import Variant
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.techniques import cutting, of_plan
-from pipeline.techniques.cutting import Cut, bubble_fraction
+from pipeline.techniques.cutting import Cut
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
@@ -388,9 +388,3 @@ def test_gradient_accumulation_is_the_schedule_s() -> None:
     asked = Variant(parallelism="pipeline", gradient_accumulation=4)
     staged = accumulating.model_copy(update={"applied": asked})
     assert [each.__name__ for each in of_plan(staged)] == ["Pipeline"]
-
-
-def test_the_bubble() -> None:
-    assert bubble_fraction(1, 4) == 0
-    assert bubble_fraction(2, 8) == pytest.approx(1 / 9)
-    assert bubble_fraction(4, 16) < 0.2

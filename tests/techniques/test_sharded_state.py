@@ -18,6 +18,7 @@ from pipeline.training.evaluation import Score, evaluate
 from tests.nets import conv_net, stopped, task_of
 from tests.parallel import TRAIN, copied, make_training
 from tests.ranks import run_ranks
+from tests.techniques.test_ddp import Spare
 from tests.techniques.test_tensor import headed_net
 
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
@@ -75,24 +76,12 @@ def test_more_ranks_and_replicas_are_scored_so_too(digits: Dataset) -> None:
     _check(digits, cases, size=4)
 
 
-class _Spare(nn.Module):
-    """A model with parameters that no step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.spare = conv_net(), nn.Linear(2, 2)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images)
-        return logits
-
-
 def _resumed(joined: World, dataset: Dataset, changes: dict[str, Any]) -> tuple[str, str]:
     train = TRAIN.model_copy(update=changes)
-    straight = make_training(dataset, joined, _Spare, train, **FSDP)
+    straight = make_training(dataset, joined, Spare, train, **FSDP)
     stopped(straight, 6)
-    resumed = make_training(dataset, joined, _Spare, train, **FSDP)
-    resumed.restore(stopped(make_training(dataset, joined, _Spare, train, **FSDP), 3))
+    resumed = make_training(dataset, joined, Spare, train, **FSDP)
+    resumed.restore(stopped(make_training(dataset, joined, Spare, train, **FSDP), 3))
     stopped(resumed, 3)
     return state_sha256(straight.model_state.read()), state_sha256(resumed.model_state.read())
 
