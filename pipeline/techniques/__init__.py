@@ -1,4 +1,4 @@
-"""The techniques. Each technique is a class, which its entry in the catalogue names."""
+"""The classes of the techniques. If a technique has a class, its entry in the catalogue names the class."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Setup", "Stored", "Technique", "of_plan"]
 
 
 def of_plan(plan: Plan) -> list[type[Technique]]:
-    """Return the classes of the techniques that the plan applies, in order.
+    """Return the classes of the techniques that the plan applies, in the order in which the techniques apply.
 
-    Raises ConfigError for a broken entry point.
+    Raises ConfigError if another package's technique cannot be loaded, or is not a class derived from ``Technique``.
     """
     return [
         _own(each.implementation) if each.implementation else _from_outside(each.name)
@@ -25,8 +25,8 @@ def of_plan(plan: Plan) -> list[type[Technique]]:
     ]
 
 
-def _own(hooks: str) -> type[Technique]:
-    module, _, attribute = hooks.partition(".")
+def _own(implementation: str) -> type[Technique]:
+    module, _, attribute = implementation.partition(".")
     found: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
     return found
 

@@ -39,7 +39,7 @@ _KEPT = _operations(
 
 
 class ActivationCheckpointing(Technique):
-    """Every block of the model (see ``blocks``) keeps only its input, and runs again when its gradient is needed.
+    """Every block of the model (see ``blocks``) keeps only its input, and runs again in the backward pass.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same as without
     checkpointing, to the last bit. The second forward pass of a block repeats the random draws of the first, and does
@@ -53,11 +53,12 @@ class ActivationCheckpointing(Technique):
         found = list(blocks(model))
         if not found:
             raise ConfigError(
-                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its parts has parts of "
-                "its own. Put layers that belong together into an nn.Sequential, or remove activation_checkpointing."
+                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its submodules has "
+                "submodules of its own. Put layers that belong together into an nn.Sequential, or remove "
+                "activation_checkpointing."
             )
         for block in self.choice(setup, found):
-            block.forward = _recomputed(block, self.contexts())  # only this instance's: names in the state dict stay
+            block.forward = _recomputed(block, self.contexts())  # a wrapper would change names in the state dict
 
     @property
     def where(self) -> str:
@@ -100,8 +101,8 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     A module that contains a sequence of blocks is not a block. A ModuleList or ModuleDict is not a block either,
     because a model calls its elements, not the container.
 
-    In a ResNet the blocks are the residual blocks; in a vision transformer, the encoder blocks; in a plain stack of
-    Sequentials, each Sequential of layers.
+    In a ResNet the blocks are the residual blocks; in a vision transformer, the encoder blocks and the head; in a plain
+    stack of Sequentials, each Sequential of layers.
     """
     for child in model.children():
         if _holds_a_sequence_of_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -129,7 +130,7 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
         # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's batches. So
-        # the statistics need not be held. Besides, the compiler accepts only the contexts of selective checkpointing.
+        # the statistics would not change. Besides, the compiler accepts only the contexts of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
@@ -145,7 +146,7 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 @contextmanager
 def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
-    """Inside the ``with`` block, in which a model's block runs again, norms do not update their running statistics."""
+    """Keep ``norms`` from updating their running statistics while a block of the model runs again."""
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None

@@ -41,23 +41,23 @@ class ActivationOffload(Technique):
 
 @dataclass(frozen=True)
 class _Away:
-    """A tensor that waits in pinned memory."""
+    """A tensor's copy in pinned host memory, which waits for the backward pass."""
 
     waiting: torch.Tensor
     device: torch.device
     copied: torch.cuda.Event
-    """The end of the copy to the host."""
+    """Marks the end of the copy to the host."""
 
 
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
-    """Inside the block, move the tensors that autograd keeps to the host, unless their storage is in ``staying``."""
-
+    """While the context is active, autograd saves tensors in host memory, except tensors whose storage is in
+    ``staying`` and small tensors."""
     leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 
     def let_go() -> None:
         copied, tensor = leaving.popleft()
-        torch.cuda.current_stream(tensor.device).wait_event(copied)  # its memory is reused only after the copy
+        torch.cuda.current_stream(tensor.device).wait_event(copied)  # so that its memory is not reused during the copy
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Away:
         if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or _storage(tensor) in staying:

@@ -1,4 +1,4 @@
-"""Settings of the allocators for CUDA and the CPU, about memory that they hold but do not use."""
+"""Reduce the memory that the allocators for CUDA and the CPU hold but that no tensor uses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class ExpandableSegments(Technique):
     @classmethod
     def prepare_process(cls) -> None:
         requested = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        _tell_cuda_allocator(",".join(filter(None, [requested, "expandable_segments:True"])))
+        settings = ",".join(filter(None, [requested, "expandable_segments:True"]))
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class ReleaseCache(Technique):
-    """Between training and evaluation, memory that no tensor uses goes back to the system.
+    """Returns unused memory to the system after each epoch's training, and again after each evaluation.
 
     On CUDA this is the caching allocator's unused memory (``torch.cuda.empty_cache``), on a CPU the free pages of the C
-    library's heap (``malloc_trim``). The result says how many bytes were given back, and how long this took.
+    library's heap (``malloc_trim``). The result says how many bytes were returned, and how long this took.
     """
 
     name = "release_cache"
@@ -41,7 +42,7 @@ class ReleaseCache(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         self.given_back: list[int] = []
-        """Bytes given back after each phase."""
+        """Bytes returned to the system after each phase: an epoch's training, or an evaluation."""
         self.seconds = 0.0
 
     def between_phases(self) -> None:
@@ -69,13 +70,9 @@ class ReleaseCache(Technique):
         self.given_back, self.seconds = list(state["given_back"]), state["seconds"]
 
     def _held(self) -> int:
-        """Return the bytes that this process holds: on CUDA, reserved memory; on a CPU, memory without pages of
-        files."""
+        """Return the bytes that this process holds: on CUDA, the memory that the allocator has reserved; on a CPU, the
+        resident memory without the pages that are shared or belong to files."""
         if self.world.device.type == "cuda":
             return torch.cuda.memory_reserved(self.world.device)
         memory = psutil.Process().memory_info()
         return memory.rss - memory.shared
-
-
-def _tell_cuda_allocator(settings: str) -> None:
-    torch._C._accelerator_setAllocatorSettings(settings)

@@ -32,8 +32,8 @@ class Attention(Technique):
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
         kernel = plan.applied.attention
-        # A CPU has only one fused kernel. A memory prediction on the CPU uses it in place of each fused kernel of a
-        # GPU.
+        # A CPU has only one fused kernel. A memory prediction, which runs on the CPU, uses this kernel in place of any
+        # fused kernel of a GPU.
         self._kernel = _KERNELS["flash" if world.device.type == "cpu" and kernel != "math" else kernel]
 
     @classmethod
@@ -70,8 +70,8 @@ class Attention(Technique):
             if "No available kernel" not in str(error):
                 raise
             raise ConfigError(
-                f"{self._where}, but this kernel cannot compute the model's attention here (PyTorch's warnings above "
-                "say why); allowed: 'auto', or another kernel."
+                f"{self._where}, but this kernel cannot compute the model's attention on this device (PyTorch's "
+                "warnings above say why); allowed: 'auto', or another kernel."
             ) from error
 
 

@@ -23,7 +23,8 @@ from pipeline.step import TrainingStep
 
 @dataclass(frozen=True)
 class Stored:
-    """Reads and loads one part of the training for a checkpoint. All ranks must call each function together."""
+    """Reads and loads one part of a training's state, for checkpoints. All ranks must call ``read`` together, and
+    ``load`` together."""
 
     read: Callable[[], dict[str, Any]]
     """Returns the whole state on every rank, in the form of a single device's state. A tensor of which each rank holds
@@ -132,7 +133,8 @@ class Technique:
         do so if ranks hold parts, or different copies, of the model or of the optimizer's state."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned."""
+        """Restore ``state``, which the method ``state`` returned on this rank before the run was interrupted. The model
+        and the optimizer are already restored."""
 
     def between_phases(self) -> None:
         """Act after an epoch's training, and again after the evaluation that follows, outside measured windows."""

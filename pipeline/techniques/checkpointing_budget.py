@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -44,9 +45,10 @@ class CheckpointingBudget(ActivationCheckpointing):
         if not everything:
             raise ConfigError(f"{self.where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least > fraction * everything:
+            smallest = math.ceil(1000 * least / everything) / 1000
             raise ConfigError(
-                f"{self.where}, but with all {len(found)} blocks checkpointed {type(model).__name__} still keeps "
-                f"{least / everything:.3f} of its activations' bytes; allowed: a fraction from this value to 1."
+                f"{self.where}, but with all {len(found)} blocks checkpointed, {type(model).__name__} still keeps "
+                f"{smallest} of its activations' bytes; allowed: a fraction from this value to 1."
             )
         chosen = kept.cheapest(fraction)
         self._findings = {
@@ -73,7 +75,7 @@ class Kept:
     inputs: list[set[int]] = field(default_factory=list)
     """Storages that each block would keep instead if it were checkpointed."""
     flops: list[int] = field(default_factory=list)
-    """Number of operations in each block's forward pass, which checkpointing would repeat."""
+    """Floating-point operations of each block's forward pass, which checkpointing would repeat."""
 
     def bytes(self, checkpointed: Iterable[int]) -> int:
         """Return the bytes kept if these blocks are checkpointed; a storage that blocks share counts once."""
@@ -84,10 +86,11 @@ class Kept:
         return sum(self.sizes[storage] for storage in storages)
 
     def cheapest(self, fraction: float) -> set[int]:
-        """Choose blocks to checkpoint so that at most ``fraction`` of the bytes is kept and few operations run again.
+        """Return the indices of blocks to checkpoint, so that at most ``fraction`` of the bytes is kept.
 
-        The choice is greedy. Until the budget is met, the block that saves most bytes per operation is added. Then each
-        block without which the budget is still met is removed, the block with the most operations first.
+        The choice is greedy, so that few operations run again. Until the budget is met, the block that saves the most
+        bytes per operation is added. Then each block without which the budget is still met is removed, the block with
+        the most operations first.
         """
         budget, chosen = fraction * self.bytes(()), set[int]()
 
@@ -110,9 +113,10 @@ def measured(
     autocast: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Kept:
-    """Measure on fake tensors which storages a forward pass of ``model`` keeps, for inputs of ``shape`` and ``dtype``.
+    """Return the storages that a forward pass of ``model`` keeps, measured on fake tensors.
 
-    Parameters, buffers and the inputs do not count. ``autocast``: the dtype of autocast; None: no autocast.
+    ``shape`` and ``dtype``: of the model's inputs. ``autocast``: the dtype of autocast; None: no autocast. Parameters,
+    buffers and the inputs do not count.
     """
     kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks], flops=[0] * len(blocks))
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
@@ -162,8 +166,8 @@ def measured(
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. The caller must have set fake
-    mode."""
+    """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. The caller must have entered
+    the fake mode."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -35,8 +35,9 @@ class ChunkedLoss(Technique):
         found = head(setup)
         if found is None:
             raise ConfigError(
-                f"{self._where}, but {type(setup.model).__name__} does not return the outputs of an nn.Linear; "
-                "allowed: 1, or a model that returns the outputs of its last linear layer unchanged."
+                f"{self._where}, but {type(setup.model).__name__} does not return the outputs of an nn.Linear "
+                "that it calls only once; allowed: 1, or a model that calls its last linear layer once and returns the "
+                "layer's outputs unchanged."
             )
         self._head = found
         found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same

@@ -24,7 +24,7 @@ RANK = 2
 """The rank of PowerSGD's factors, as in the paper's image classifiers."""
 DENSE_STEPS = 2
 """Smallest number of steps before PowerSGD begins. torch requires two, because DDP rebuilds its buckets after the
-first."""
+first step."""
 NEVER_ZERO = 1e-8
 """Added to the norms of PowerSGD's columns, so that no norm is zero even if a gradient is all zeros."""
 
@@ -80,7 +80,7 @@ class PowerSGD(_Hook):
             orthogonalization_epsilon=NEVER_ZERO,
         )
         self._buckets: dict[int, list[int]] = {}
-        """Bucket -> the places of its parameters in the model, in the order of ``torch_state``'s memory."""
+        """Index of a bucket -> the places of its parameters in the model, in the order of ``torch_state``'s memory."""
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         """Place of a parameter -> its error and Q, for parameters that are in no bucket yet."""
 
@@ -130,7 +130,7 @@ class PowerSGD(_Hook):
         self._memory = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state["memory"])
 
     def _put_memory_into(self, bucket: GradBucket) -> None:
-        """Put the memory of the bucket's parameters into ``torch_state``, unless this memory is already there."""
+        """Put the error and Q of the bucket's parameters into ``torch_state``, unless they are already there."""
         state, index = self.torch_state, bucket.index()
         places = [self._places[id(parameter)] for parameter in bucket.parameters()]
         if self._buckets.get(index) == places:

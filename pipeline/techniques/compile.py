@@ -18,7 +18,7 @@ from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Technique
 
 CACHE = Path(".cache/inductor")
-"""Folder, inside the checkout, of code that TorchInductor and Triton generate; later processes reuse this code."""
+"""Folder in the checkout for the code that TorchInductor and Triton generate. Later processes reuse this code."""
 
 
 class Compile(Technique):
@@ -32,9 +32,9 @@ class Compile(Technique):
     model must be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails
     with the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. There,
-    max-autotune tunes only the kernels of batched matrix products, such as those in attention, because its other
-    kernels need constant weights.
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. It then
+    tunes only the kernels of batched matrix products, such as those in attention, because the other kernels that it
+    could tune need constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.
@@ -50,12 +50,12 @@ class Compile(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # read at its first use
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # before torch reads the variable
         import torch._inductor.compile_fx  # noqa: F401
 
     def change_model(self, setup: Setup) -> None:
         self.prepare_process()
-        torch._dynamo.reset()  # otherwise earlier seeds' compilations count for torch's limit of recompilations
+        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit of recompilations
         if isinstance(setup.model, DistributedDataParallel):
             setup.model.module = self._compiled(setup.model.module)
         else:
@@ -66,7 +66,8 @@ class Compile(Technique):
         from torch._inductor import list_mode_options
 
         options = dict(list_mode_options(self.mode))
-        # On a GPU another thread compiles the backward pass. This thread gets the options, but not torch's own switch.
+        # On a GPU, another thread compiles the backward pass. That thread gets these options, but not the setting that
+        # torch.use_deterministic_algorithms makes for TorchInductor, because the setting holds for one thread only.
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         return cast("nn.Module", torch.compile(model, options=options, fullgraph=True, dynamic=False))
 

@@ -92,7 +92,7 @@ class CudaGraph(Technique):
 
     def _set_capturable(self, values: list[bool]) -> None:
         """Set AdamW's ``capturable`` per group. The option is on only during a recording, because at other times it
-        would cause a warning. It may be switched, because a fused AdamW always keeps its state on the device."""
+        would cause a warning. Switching it is safe, because a fused AdamW always keeps its state on the device."""
         groups = [group for group in self._optimizer.param_groups if "capturable" in group]
         for group, value in zip(groups, values, strict=True):
             group["capturable"] = value

@@ -1,4 +1,4 @@
-"""Choose where a pipeline cuts its model, by the time that each unit of the model's chain takes on the device."""
+"""Choose where a pipeline cuts its model, from the time that each unit of the model's chain takes on the device."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def best_cut(
     world: World,
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Cut:
-    """Cut the model into ``stages`` stages so that the slowest stage is as fast as possible.
+    """Return the cut of the model into ``stages`` stages for which the slowest stage is as fast as possible.
 
-    Each unit is timed alone on this rank's device. ``images`` float32 [b, C, H, W]: a micro-batch. ``autocast``: the
-    step's precision, which decides the dtypes of the tensors between stages. The model and the random state stay
+    Each unit is timed alone on this rank's device. ``images``: the inputs of a micro-batch. ``autocast``: makes the
+    step's autocast, which decides the dtypes of the tensors between stages. The model and the random state stay
     unchanged. Raises NotAChain if the model cannot be cut into so many stages.
     """
     device = world.device
@@ -100,8 +100,8 @@ def parts(
 ) -> tuple[list[nn.Sequential], tuple[int, ...]]:
     """Return the units between which ``model`` can be cut, and their ``joins`` (see ``Cut``).
 
-    ``images`` float32 [b, C, H, W], on the model's device. The model and the random state stay unchanged. Raises
-    NotAChain if the model cannot be cut.
+    ``images``: inputs of the model, on its device. The model and the random state stay unchanged. Raises NotAChain if
+    the model cannot be cut.
     """
     units, device = chain(model), images.device
     with _unchanged(model, device), torch.no_grad(), autocast():
@@ -141,9 +141,9 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Run the chain; return its output, and the indices of the units after the first that change their input in place.
+    """Run the chain; return its output, and the indices of all units but the first that change their input in place.
 
-    A unit that changes its input cannot begin a stage: autograd could not compute the gradient of the stage's input.
+    Such a unit cannot begin a stage, because autograd could not compute the gradient of the stage's input.
     """
     found = []
     for index, unit in enumerate(units):
@@ -152,6 +152,6 @@ def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tupl
         if index and passing._version != version:
             found.append(index)
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            raise NotAChain("one of its parts does not return a tensor of floating-point numbers")
+            raise NotAChain("a part of the model does not return a tensor of floating-point numbers")
         passing = output
     return passing, tuple(found)

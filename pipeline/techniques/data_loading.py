@@ -1,6 +1,6 @@
-"""Choose where a variant's batches come from, which overrides ``train.placement``. See ``pipeline.data.batches``.
+"""Read a variant's batches through PyTorch's DataLoader, whatever ``train.placement`` is.
 
-The samples, their order and their augmentation do not depend on the choice, to the last bit.
+The samples, their order and their augmentation are the same with every placement of the data, to the last bit.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from pipeline.techniques.base import Technique
 
 
 class DataLoaderData(Technique):
-    """PyTorch's DataLoader with worker processes (``pipeline.data.loader``).
+    """Reads the batches with PyTorch's DataLoader and its worker processes (``pipeline.data.loader``).
 
-    On a CPU, the training process's peak memory does not include the workers' memory. The memory prediction does not
-    include the queue of batches that the training process has taken from the workers.
+    The measured peak memory does not include the workers' memory.
     """
 
     name = "dataloader"

@@ -1,4 +1,4 @@
-"""DataParallel, superseded by DDP: one process drives all GPUs, and copies the model to each in every forward pass."""
+"""DataParallel, superseded by DDP: one process uses all GPUs, and copies the model to each GPU in a forward pass."""
 
 from __future__ import annotations
 

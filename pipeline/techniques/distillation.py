@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import shorten
 
 import torch
 from torch import Tensor
 
-from pipeline.errors import PipelineError, first_line
+from pipeline.errors import PipelineError
 from pipeline.techniques.base import Setup, Technique
 
 
@@ -58,6 +59,6 @@ class Distillation(Technique):
         except RuntimeError as error:
             raise PipelineError(
                 f"students.{self.plan.name}.distillation.teacher: the weights of {self._settings.teacher} do not fit "
-                f"its model {self._settings.model}: {first_line(error)} Name the model that has these weights: "
+                f"the model {self._settings.model}: {shorten(str(error), 250)} Name the model that has these weights: "
                 "distillation: {model: ..., model_options: ...}."
             ) from None

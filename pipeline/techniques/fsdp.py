@@ -48,7 +48,7 @@ class FSDP(Technique):
         units = list(blocks(model))
         self._check(model, units)
         model.to(memory_format=torch.contiguous_format)  # FSDP shards only this format; inputs can be channels_last
-        # With None, FSDP reshards blocks but not the model's other parameters: the backward pass begins with these.
+        # With None, FSDP reshards blocks, but not the model's other parameters, which the backward pass needs first.
         reshard = None if self.plan.applied.reshard_after_forward else False
         inside = outside = MixedPrecisionPolicy()
         if self.plan.applied.parameter_precision == "bf16":

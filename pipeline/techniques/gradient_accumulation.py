@@ -10,7 +10,7 @@ from pipeline.techniques.base import Setup, Technique
 class GradientAccumulation(Technique):
     """Divides the loss of each of N micro-batches by N, so their gradients add up to the batch's mean gradient.
 
-    N is ``Plan.micro_batches``: ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
+    N is ``Plan.micro_batches``. ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
     class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. A pipeline
     accumulates its micro-batches itself.
     """
@@ -27,6 +27,6 @@ class GradientAccumulation(Technique):
 
 
 class AutoMicroBatch(GradientAccumulation):
-    """Gradient accumulation with the N that ``Assembly.fitted`` found: the smallest N for which a step fits."""
+    """Gradient accumulation with the smallest N for which a step fits into memory; ``Assembly.fitted`` finds N."""
 
     name = "auto_micro_batch"

@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW, whose state takes one byte per value instead of float32's four."""
+"""bitsandbytes' AdamW, whose moments take one byte per value instead of float32's four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split a model into a chain of units that can be cut anywhere: each unit passes only one tensor to the next unit."""
+"""Split a model into a chain of units, each of which passes only one tensor to the next unit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
     operation. The model is split between two operations if all later operations need only one of the tensors computed
     so far, so it is never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
 
-    Raises NotAChain if the model cannot be recorded, or uses a parameter in two units.
+    Raises NotAChain, whose message says why, if the model has no such chain.
     """
     _check_hooks(model)
     try:
@@ -66,8 +66,8 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
-    >>> balanced([3, 1, 1, 1, 2], 2)
-    [2, 5]
+    >>> balanced([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    [5, 7, 9]
     """
     count = len(costs)
     if not 1 <= parts <= count:

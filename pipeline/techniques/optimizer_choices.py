@@ -1,4 +1,4 @@
-"""Techniques that give the job's optimizer other kernels, other state or other gradient handling."""
+"""Techniques that change the optimizer's kernels or its state, or how it clears the gradients."""
 
 from __future__ import annotations
 

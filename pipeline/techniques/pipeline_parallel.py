@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, pairwise
@@ -191,7 +191,8 @@ class Pipeline(Technique):
             return
         if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
             raise PipelineError(
-                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently; remove the checkpoint."
+                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently, and this run cannot repeat "
+                "that cut; remove the checkpoint to train from the start."
             )
         self._split(self._cut._replace(costs=tuple(state["costs"]), ends=ends))
         self._optimizer.state.clear()
@@ -232,7 +233,8 @@ class Pipeline(Technique):
                             placed[id(tensor)] = self._placed(tensor, stage)
                         tensors[key] = placed[id(tensor)]
         begin, end = self._bounds
-        self._module.hold(joined(chain(self._model), cut.joins)[begin:end])  # from the model's new tensors
+        units = joined(chain(self._model), cut.joins)  # with the model's new tensors
+        self._module.units = nn.Sequential(*units[begin:end])
 
     def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """Return ``tensor`` on the device if ``stage`` is this rank's stage, else on the meta device.
@@ -246,7 +248,7 @@ class Pipeline(Technique):
         return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
     def _places(self) -> dict[int, int]:
-        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's."""
+        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's optimizer."""
         names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {index: names[id(parameter)] for index, parameter in enumerate(held)}
@@ -260,7 +262,7 @@ class Pipeline(Technique):
             self._index,
             self._stages,
             self.world.device,
-            input_args=entering.detach() if self._index == 0 else entering,  # images need no gradient
+            input_args=entering.detach() if self._index == 0 else entering,  # the batch needs no gradient
             output_args=leaving,
             group=self._pipeline,
         )
@@ -282,9 +284,6 @@ class _Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.units = nn.Sequential()
-
-    def hold(self, units: Sequence[nn.Module]) -> None:
-        self.units = nn.Sequential(*units)
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.units(passing)

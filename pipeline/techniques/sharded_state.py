@@ -42,10 +42,6 @@ class Layout:
     shape: torch.Size
     """Shape of the whole tensor."""
 
-    @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
-        return cls(tensor.device_mesh, tensor.placements, tensor.shape)
-
     def dtensor(self, part: torch.Tensor) -> DTensor:
         """Return this rank's ``part``, a plain tensor, as a DTensor over the same memory."""
         stride = torch.empty(self.shape, device="meta").stride()
@@ -59,13 +55,12 @@ Layouts = Mapping[nn.Parameter, Layout]
 
 
 def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> None:
-    """Make checkpoints read each rank's parts of ``model`` and of its optimizer's state. A checkpoint is loaded from
-    whole tensors, which are sent to the ranks one after the other.
+    """Make checkpoints read each rank's parts of ``model`` and of its optimizer's state. When a checkpoint is loaded,
+    the main rank sends the whole tensors to all ranks, one tensor after the other.
 
     Optimizer state that is split like its parameter, such as momentum, is a DTensor or has the shape of the rank's
     part. Other state, such as the count of steps, is the same on every rank.
     """
-
     parameters, optimizer = dict(model.named_parameters()), setup.step.optimizer
 
     def part(name: str, held: Any) -> Any:

@@ -66,7 +66,8 @@ class Tensor(Replicated):
                     vars(module)["inplace"] = False
                 if isinstance(module, nn.Dropout):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
-            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())  # a copy, not a view
+            # The second layer's output is such a view too, but later modules may change a copy in place.
+            pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )
@@ -100,8 +101,8 @@ def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
         return None
     if widths:
         return (
-            f"{type(model).__name__} has {', '.join(map(str, widths))} values between its linear layers, or heads, "
-            f"which {ranks} processes cannot share evenly; allowed: a number of processes (per replica) that divides "
+            f"{type(model).__name__} has {', '.join(map(str, widths))} values or heads between linear layers, which "
+            f"{ranks} processes cannot share evenly; allowed: a number of processes (per replica) that divides "
             "one of these numbers"
         )
     return (
@@ -184,7 +185,7 @@ def _with_plain_parameters(linear: nn.Linear) -> dict[nn.Parameter, Layout]:
     layouts: dict[str, Layout] = {}
     for name, parameter in list(linear.named_parameters()):
         assert isinstance(parameter, DTensor)
-        layouts[name] = Layout.of(parameter)
+        layouts[name] = Layout(parameter.device_mesh, parameter.placements, parameter.shape)
         part = parameter.to_local().detach().clone()  # the part may be a view of the whole
         linear.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pipeline.errors import ConfigError
-from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques.base import Setup, Stored
 from pipeline.techniques.ddp import DDP
 
@@ -35,11 +36,7 @@ class Zero1(DDP):
 
     def change_optimizer(self, setup: Setup) -> None:
         choice = setup.optimizer_choice
-
-        def make(parameters: Iterable[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
-            return _SharedOut(parameters, choice.cls, **options)
-
-        setup.optimizer_choice = OptimizerChoice(make, choice.options)
+        setup.optimizer_choice = replace(choice, cls=partial(_SharedOut, make=choice.cls))
 
     def change_step(self, setup: Setup) -> None:
         super().change_step(setup)

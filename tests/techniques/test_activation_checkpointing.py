@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.techniques.activation_checkpointing import (
@@ -18,6 +16,7 @@ from pipeline.techniques.activation_checkpointing import (
     blocks,
 )
 from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan
+from tests.techniques.test_optimizer_choices import Counts
 
 PLAN = make_plan(activation_checkpointing=True)
 KINDS = [ActivationCheckpointing, SelectiveCheckpointing]
@@ -95,19 +94,11 @@ def test_it_keeps_fewer_activations() -> None:
 
 def test_selective_checkpointing_repeats_no_product_but_what_is_between_them() -> None:
     model, (images, _) = conv_net(norm=True), batch(32)
-    calls: Counter[str] = Counter()
-
-    class Counts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls[func.overloadpacket.__name__] += 1
-            return func(*args, **(kwargs or {}))
-
     seen = []
     for each in (model, _checkpointed(model, SelectiveCheckpointing), _checkpointed(model)):
-        calls.clear()
-        with Counts():  # type: ignore[no-untyped-call]
+        with Counts() as counts:
             each(images).sum().backward()
-        seen.append(calls.copy())
+        seen.append(counts.calls)
     plain, selective, full = seen
     assert plain["convolution"] == selective["convolution"] == 2
     assert full["convolution"] == 4

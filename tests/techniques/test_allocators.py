@@ -11,7 +11,6 @@ import torch
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.techniques import allocators
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, GPU, make_plan
 from tests.ranks import run_ranks
@@ -31,7 +30,7 @@ def _given_back(joined: World) -> tuple[list[int], dict[str, Any]]:
 
 
 def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
-    """In a process of its own: free pages between live ones, which free() alone does not give back."""
+    """free() alone does not return free pages between used pages. A new process has no other free pages."""
     [((first, second), findings)] = run_ranks(_given_back, size=1)
     assert first > 24 * MIB
     assert second < 8 * MIB
@@ -65,7 +64,7 @@ def test_what_the_user_told_the_allocator_stays(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(allocators, "_tell_cuda_allocator", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -75,7 +74,7 @@ def test_what_the_user_told_the_allocator_stays(
 
 
 def test_the_allocator_takes_the_setting() -> None:
-    """Also where there is no GPU to use it on; in a process of its own, because it stays."""
+    """This works without a GPU too. The setting lasts as long as the process, so the test starts one."""
     run_ranks(_prepare_process, size=1)
 
 

@@ -1,4 +1,4 @@
-"""As many micro-batches as the memory asks for: with a model that runs out of it above so many samples, on one rank."""
+"""The number of micro-batches that fits into memory, for a model that runs out of memory above a number of samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.workspaces import PREPARED
 
 
 class Greedy(nn.Module):
-    """Runs out of memory in training: with more than ``most`` samples, on rank 1 alone; and in the call ``calls``."""
+    """Runs out of memory in training: on rank 1 with more than ``most`` samples, on any rank in call ``calls``."""
 
     def __init__(
         self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int, compares: bool
@@ -83,7 +83,7 @@ def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> C
 Try = tuple[dict[str, Any], Any, int]
 """Options of the model, gradient_accumulation, global batch."""
 Outcome = tuple[str, int, dict[str, str]] | str
-"""Weights at the end, micro-batches, what was decided; or the message of what went wrong."""
+"""Weights at the end, number of micro-batches, decisions; or the error message."""
 
 
 def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
@@ -128,7 +128,7 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
 
 
 def test_the_batch_is_divided_no_further_than_batchnorm_can_train_with(digits: Dataset) -> None:
-    """With one sample rank 1 is out of memory before it comes to the layer that rank 0 fails in."""
+    """With one sample, rank 1 runs out of memory before it reaches the layer in which rank 0 fails."""
     tries: list[Try] = [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
     main, other = run_ranks(_train, digits, tries)
     assert main == other

@@ -20,7 +20,7 @@ def _technique(fraction: float) -> CheckpointingBudget:
 
 
 def _kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
-    """Return the bytes that a real forward pass saves, beside parameters, buffers and the images."""
+    """Return the bytes that a real forward pass saves, apart from parameters, buffers and the images."""
     standing = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images)}
     found: dict[int, int] = {}
 

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
 NUMEL = 8 * 9 + 8 + 16 * 72 + 16 + 10 * 64 + 10
-"""Of ``conv_net``'s parameters, three of which are matrices to PowerSGD."""
+"""Number of values in ``conv_net``'s parameters, three of which PowerSGD compresses as matrices."""
 FACTORS = RANK * (8 + 16 + 10), RANK * (9 + 72 + 64)
 WARMUP = 3
 HOOKED = TRAIN.model_copy(update={"epochs": 1, "warmup_fraction": WARMUP / 44})
@@ -52,7 +52,7 @@ def _overheard(sent: Sent) -> Iterator[None]:
 
 
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
-    """Return what each of the first steps sent, its gradients, and all ranks' weights. Losses are kept as on a GPU."""
+    """Return what each step sent, its gradients, and all ranks' weights. Losses are added up as on a GPU."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
     training.step.losses = DeviceLosses(joined)
     found = []

@@ -86,7 +86,7 @@ def test_each_mode_learns_the_same_on_a_gpu(digits: Dataset, mode: str, more: di
 
 @contextmanager
 def _counted_replays(replays: list[int]) -> Iterator[None]:
-    """Grows by one whenever a CUDA graph is replayed."""
+    """Append to ``replays`` whenever a CUDA graph is replayed."""
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:

@@ -45,7 +45,7 @@ def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
 
 
 def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], steps: int) -> list[str]:
-    """The weights after so many steps, whichever way the data are read."""
+    """Return digests of the weights after ``steps`` steps, for each of the variants ``applied``."""
     found = []
     for choice in applied:
         training = make(dataset, joined, **choice)

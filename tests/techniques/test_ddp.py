@@ -93,7 +93,7 @@ def test_options_are_in_effect_and_change_no_gradient_of_two_ranks() -> None:
         assert [name for name, each in found.items() if each["static"]] == ["static"]
 
 
-class _Spare(nn.Module):
+class Spare(nn.Module):
     """A model with a parameter that no step uses."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _Spare(nn.Module):
 
 
 def _unused(joined: World, dataset: Dataset, static_graph: bool) -> int:
-    training = make_training(dataset, joined, model=_Spare(), static_graph=static_graph)
+    training = make_training(dataset, joined, model=Spare(), static_graph=static_graph)
     training.advance(5)
     return training.steps
 

@@ -42,8 +42,7 @@ def test_two_ranks_train_as_one_device_with_half_of_everything_each(digits: Data
         for rank in ranks:
             assert rank.parameter_bytes == alone.parameter_bytes / 2
             assert rank.optimizer_bytes == alone.optimizer_bytes / 2
-    for ranks in found[1:2]:  # when parameters are gathered changes no bit
-        assert ranks[0].straight_sha256 == found[0][0].straight_sha256
+    assert found[1][0].straight_sha256 == found[0][0].straight_sha256  # when parameters are gathered changes no bit
 
 
 @pytest.mark.slow
@@ -87,7 +86,7 @@ def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None
 
 
 def _gathered(joined: World) -> dict[str, Any]:
-    """What is gathered between forward and backward pass, in which precision products are, and collectives counted."""
+    """Return what a rank holds between its two passes, the dtypes, and when gradients are reduced."""
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     seen: dict[str, Any] = {}
     for name, options in (

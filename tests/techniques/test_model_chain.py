@@ -22,22 +22,6 @@ def parts_of(costs: list[float], ends: list[int]) -> list[float]:
     return [sum(costs[begin:end]) for begin, end in pairwise((0, *ends))]
 
 
-@pytest.mark.parametrize(
-    ("costs", "parts", "ends"),
-    [
-        ([1, 1, 1, 1], 2, [2, 4]),
-        ([5, 1, 1, 1], 2, [1, 4]),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 3, [5, 7, 9]),  # Skiena's example: 15, 13, 17
-        ([1, 1, 1, 1, 1, 1, 1, 1, 1], 3, [3, 6, 9]),
-        ([0, 0, 9, 0], 3, [1, 2, 4]),
-        ([7], 1, [1]),
-        ([2, 8, 3], 3, [1, 2, 3]),
-    ],
-)
-def test_known_best_cuts(costs: list[float], parts: int, ends: list[int]) -> None:
-    assert balanced(costs, parts) == ends
-
-
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
 def test_no_other_cut_has_a_cheaper_costliest_part(costs: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))

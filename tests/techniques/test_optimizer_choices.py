@@ -14,7 +14,7 @@ from tests.test_training import TRAIN, make_training, resumes_exactly, weights
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
 
 
-class _Counts(TorchDispatchMode):
+class Counts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
@@ -30,7 +30,7 @@ def _update(dataset: Dataset, kernel: str) -> tuple[Counter[str], int]:
     training.advance(2)
     for parameter in training.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with _Counts() as counts:
+    with Counts() as counts:
         training.optimizer.step()
     return counts.calls, len(list(training.model.parameters()))
 

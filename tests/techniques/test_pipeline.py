@@ -18,7 +18,7 @@ from pipeline.params import Variant
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.techniques import cutting, of_plan
-from pipeline.techniques.cutting import Cut, bubble_fraction
+from pipeline.techniques.cutting import Cut
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     """Of parameters and buffers, and of the optimizer's state."""
     cut: Cut | None
     in_flight: int
-    """Most micro-batches of which the stage had done the forward and not the backward pass."""
+    """Largest number of micro-batches between their forward and their backward pass through the stage."""
 
 
 def technique_of(training: Training) -> Pipeline | None:
@@ -99,7 +99,7 @@ def _run(joined: World, dataset: Dataset, case: str, extra: dict[str, Any]) -> S
 
 
 def _watch_flights(technique: Pipeline) -> list[int]:
-    """Grows by the number of micro-batches between their forward and backward pass, whenever it changes."""
+    """Return a list to which the number of micro-batches between their two passes is appended when it changes."""
     flying = [0]
     technique._module.register_forward_hook(lambda *_: flying.append(flying[-1] + 1))
     first = next(technique._module.parameters())
@@ -171,7 +171,7 @@ def test_the_cut_is_the_same_on_both_ranks_and_passes_16_bits_under_bf16(staged:
 
 
 def test_two_pipelines_of_two_stages_train_what_one_device_trains(digits: Dataset, alone: dict[str, Seen]) -> None:
-    """Each of the pipelines has half of the batch, in as many micro-batches: no BatchNorm, or they would differ."""
+    """Each pipeline takes half of the batch, so its micro-batches are smaller. BatchNorm would make a difference."""
     extra = {"replicas": 2}
     expected = alone["no norm"]
     ranks = [rank["no norm"] for rank in run_ranks(_run_all, digits, ["no norm"], extra, size=4)]
@@ -191,7 +191,7 @@ def test_two_pipelines_of_two_stages_train_what_one_device_trains(digits: Datase
 
 
 class _Costly(nn.Linear):
-    """Takes as long as it says, by a clock of its own."""
+    """A layer that takes ``cost`` seconds, by a clock of its own."""
 
     clock = 0.0
 
@@ -245,7 +245,8 @@ def _cuts(joined: World, dataset: Dataset) -> list[tuple[int, ...]]:
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be(digits: Dataset) -> None:
-    """Units: the first layer, the costly ones, the last. One that writes into its input stays with the one before."""
+    """The units are the first layer, the costly layers and the last layer. A layer that changes its input in place is
+    joined to the unit before it."""
     expected = [(2, 7), (5, 7), (4, 7), (2, 4)]
     assert run_ranks(_cuts, digits) == [expected, expected]
 
@@ -254,8 +255,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(digits: Dataset) -> None:
 
 
 def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, list[str], tuple[Any, Any]]:
-    """A run with dropout, and one that takes up its checkpoint in a process that would cut elsewhere."""
-
+    """Compare a run with a run that is resumed from its checkpoint in a process that would cut elsewhere."""
     few = replace(dataset, train=dataset.train[: 20 * TRAIN.batch_size])
 
     def made(seed: int) -> Training:
@@ -318,7 +318,7 @@ def test_the_whole_state_is_a_single_device_s(digits: Dataset) -> None:
 
 
 class _Breaks(nn.Module):
-    """Passes on what it gets, and NaN when it is told to."""
+    """Returns its input, or NaN if ``broken``."""
 
     broken = False
 
@@ -383,15 +383,8 @@ def test_the_measured_ledger_shows_what_the_rank_holds(digits: Dataset) -> None:
 
 
 def test_gradient_accumulation_is_the_schedule_s() -> None:
-    """What a step shares out is shared out once."""
     accumulating = make_plan(gradient_accumulation=4)
     assert [each.name for each in chosen(accumulating, ALONE)] == ["gradient_accumulation"]
     asked = Variant(parallelism="pipeline", gradient_accumulation=4)
     staged = accumulating.model_copy(update={"applied": asked})
     assert [each.__name__ for each in of_plan(staged)] == ["Pipeline"]
-
-
-def test_the_bubble() -> None:
-    assert bubble_fraction(1, 4) == 0
-    assert bubble_fraction(2, 8) == pytest.approx(1 / 9)
-    assert bubble_fraction(4, 16) < 0.2

@@ -1,4 +1,4 @@
-"""What techniques cannot be: with each other, with the job, on a machine. Named by key, with what would be allowed."""
+"""Refusals of techniques that exclude each other, the job or the machine. Messages name the key and what is allowed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planned(machine: Machine, train: dict[str, Any], tried: dict[str, Any], laun
 
 
 def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | None = None, **tried: Any) -> Any:
-    """``key``: of the variant, or with a point of params.yaml; empty: of two keys."""
+    """``key``: a key of the variant, or, if it has a point, of params.yaml; empty if two keys exclude each other."""
     path = key if "." in key else f"variants.tried.{key}".removesuffix(".")
     return pytest.param(path, says, machine, train or {}, tried, id=f"{path}: {says}, {tried}")
 
@@ -209,7 +209,7 @@ MIXED = nn.Sequential(*conv_net(), nn.Linear(10, 10), nn.Linear(10, 10).double()
 POWERSGD = {"communication_hook": "powersgd", "parallelism": "ddp"}
 MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": True}, nn.Linear(2, 2), "Linear has no blocks"),
-    ({"activation_checkpointing": True}, FLAT, "none of its parts has parts of its own"),
+    ({"activation_checkpointing": True}, FLAT, "none of its submodules has submodules of its own"),
     ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
     ({"attention": "math"}, conv_net(), "Sequential does not call scaled_dot_product_attention; allowed: 'auto'"),
@@ -223,7 +223,8 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"parallelism": "fsdp"}, tied(), "in several of its blocks; allowed: 'ddp' or 'zero1'"),
     ({"parallelism": "fsdp"}, scaled(), "'scale', without dimensions; allowed: shape [1]"),
     ({"parallelism": "tensor"}, conv_net(), "no two linear layers"),
-    ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values between"),
+    ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)),
+     "15 values or heads between"),
     ({"parallelism": "pipeline"}, FLAT, "1 part at most; allowed: fewer processes"),
     ({"parallelism": "pipeline"}, LooksAtValues(), "torch.fx cannot record LooksAtValues"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is evaluated and saved of a model that ranks hold in parts: exactly the whole model, which no rank holds."""
+"""Evaluation and checkpoints of a model that ranks hold in parts: exactly those of the whole model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from pipeline.training.evaluation import Score, evaluate
 from tests.nets import conv_net, stopped, task_of
 from tests.parallel import TRAIN, copied, make_training
 from tests.ranks import run_ranks
+from tests.techniques.test_ddp import Spare
 from tests.techniques.test_tensor import headed_net
 
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 COUNTS = [97, 33, 1]
-"""Test samples: shares of other sizes, of other numbers of batches, and of nothing."""
+"""Numbers of test samples: ranks get shares of other sizes, other numbers of batches, or no samples."""
 
 
 def attending_net() -> nn.Module:
-    """One layer of a transformer over the rows of the images; without gradients torch has a faster way through it."""
+    """A transformer layer over the rows of the images. Without gradients, torch computes it with another kernel."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Flatten(1, 2), layer, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
@@ -36,7 +37,7 @@ def attending_net() -> nn.Module:
 def _scores(
     joined: World, dataset: Dataset, cases: list[tuple[Any, dict[str, Any]]]
 ) -> list[tuple[list[Score], dict[str, torch.Tensor]]]:
-    """The scores of each case on test sets of ``COUNTS`` samples, and the weights that have them."""
+    """Return the scores of each case on test sets of ``COUNTS`` samples, and the weights that were scored."""
     found = []
     for net, applied in cases:
         training = make_training(dataset, joined, net, **applied)
@@ -75,24 +76,12 @@ def test_more_ranks_and_replicas_are_scored_so_too(digits: Dataset) -> None:
     _check(digits, cases, size=4)
 
 
-class _Spare(nn.Module):
-    """A model with parameters that no step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.spare = conv_net(), nn.Linear(2, 2)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images)
-        return logits
-
-
 def _resumed(joined: World, dataset: Dataset, changes: dict[str, Any]) -> tuple[str, str]:
     train = TRAIN.model_copy(update=changes)
-    straight = make_training(dataset, joined, _Spare, train, **FSDP)
+    straight = make_training(dataset, joined, Spare, train, **FSDP)
     stopped(straight, 6)
-    resumed = make_training(dataset, joined, _Spare, train, **FSDP)
-    resumed.restore(stopped(make_training(dataset, joined, _Spare, train, **FSDP), 3))
+    resumed = make_training(dataset, joined, Spare, train, **FSDP)
+    resumed.restore(stopped(make_training(dataset, joined, Spare, train, **FSDP), 3))
     stopped(resumed, 3)
     return state_sha256(straight.model_state.read()), state_sha256(resumed.model_state.read())
 

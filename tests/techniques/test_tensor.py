@@ -114,7 +114,7 @@ def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> No
 
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:
-    """The next random numbers of a rank, and the hidden values of one sample that dropout leaves of ones."""
+    """Return a rank's next random numbers, and its part of the hidden values of ones after dropout."""
     training = make_training(dataset, joined, headed_net, **TENSOR, replicas=joined.size // 2)
     head: Any = training.model.get_submodule("2")
     return torch.rand(2).tolist(), head[3](torch.ones(1, 24))

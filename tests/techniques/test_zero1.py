@@ -41,7 +41,8 @@ def _made(technique: Technique, net: nn.Module, choice: OptimizerChoice) -> Any:
 
 
 def _left_out(joined: World) -> tuple[bool, bool, bool]:
-    """Whether a step with ``found_inf`` changes nothing, one without does, and a loss scale is taken up."""
+    """Return whether ``found_inf`` skips a step, whether the next step changes weights, and whether its loss scale
+    counts."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -68,7 +69,7 @@ def _left_out(joined: World) -> tuple[bool, bool, bool]:
 
 
 def _left_out_unfused(joined: World) -> tuple[bool, bool]:
-    """The first two of the above for an optimizer without a fused kernel."""
+    """Return whether each of two steps changes the weights; the first step's gradient is infinite."""
     net = nn.Linear(8, 8)
     (technique,) = chosen(make_plan(parallelism="zero1", processes=joined.size), joined)
     optimizer = _made(technique, net, OptimizerChoice(torch.optim.SGD, {"lr": 0.1, "foreach": True}))
