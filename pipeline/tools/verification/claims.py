@@ -198,10 +198,16 @@ class Verifier:
         self.nature, _ = self._natures_of(config.train)
 
     def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
-        """The nature of the job's model as it is, and of the model made per-sample."""
+        """Return the nature of the job's model as it is, and of the model made per-sample. Raises ModelError."""
         file = self.folder / statistics_file(train)
         if file not in self._natures:
-            as_it_is, made_per_sample, found = natures_of(replace(self._small, train=train))
+            task = replace(self._small, train=train)
+            batches = first_inputs(task, STATISTICS_BATCHES)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(train.seeds[0])
+                model = task.model()
+                as_it_is, found = nature(model, batches[0]), statistics(model, batches)
+                made_per_sample = nature(make_per_sample(model, found), batches[0])
             torch.save(found, file)
             self._natures[file] = as_it_is, made_per_sample
         return self._natures[file]
@@ -415,17 +421,6 @@ class Verifier:
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
         return json.dumps(values, sort_keys=True)
-
-
-def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """The natures of the job's model as it is and of the model made per-sample, and the statistics that make it
-    per-sample. Raises ModelError."""
-    batches = first_inputs(task, STATISTICS_BATCHES)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(task.train.seeds[0])
-        model = task.model()
-        as_it_is, found = nature(model, batches[0]), statistics(model, batches)
-        return as_it_is, nature(make_per_sample(model, found), batches[0]), found
 
 
 def said(found: Nature) -> str:
