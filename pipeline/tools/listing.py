@@ -1,4 +1,5 @@
-"""The catalogue of techniques: in a terminal, as a page of the documentation, or as JSON."""
+"""The command ``techniques``: print the catalogue of techniques in a terminal or as JSON, or write its page of the
+documentation."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
 
 
 def markdown() -> str:
-    """The content of ``docs/techniques.md``."""
+    """Return the content of ``docs/techniques.md``."""
     parts = [
         "# Techniques",
         "",
@@ -73,7 +74,8 @@ def markdown() -> str:
 
 
 def _name(entry: Entry, quote: str = "") -> str:
-    """The name, in brackets, by which other techniques exclude this one; empty if the setting contains it."""
+    """Return, in brackets, the name by which other techniques exclude this one; empty if the setting contains the
+    name."""
     return "" if entry.name in entry.setting else f" ({quote}{entry.name}{quote})"
 
 
@@ -111,7 +113,7 @@ def _described(entry: Entry, machine: Machine) -> dict[str, Any]:
 
 
 def _here(entry: Entry, machine: Machine) -> str:
-    """Say whether this machine can run the technique and, if it cannot, why."""
+    """Return whether this machine can run the technique and, if it cannot, why."""
     described = _described(entry, machine)
     if described["why_not_here"]:
         return f"no: {described['why_not_here']}."
@@ -122,7 +124,7 @@ def _here(entry: Entry, machine: Machine) -> str:
 
 
 def _overview(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
-    """A line for each technique: its name, whether it runs here, and what it does."""
+    """Return one line for each technique: its name, whether this machine can run it, and what it does."""
     lines: list[str] = []
     column = max(len(entry.name) for entry in found)
     for group in dict.fromkeys(entry.group for entry in found):
