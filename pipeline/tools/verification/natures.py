@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
 _MIXED = 1e-3
 """Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of the
@@ -65,13 +66,9 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     With its initial statistics (mean 0, variance 1) a BatchNorm would not normalise, and a deep model would diverge.
     The model changes, but not the random state.
     """
+    with torch.random.fork_rng(devices=[]):
+        update_bn(batches, model)
     norms = _norms(model)
-    for norm in norms.values():
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for inputs in batches if norms else ():
-            model.train()(inputs)
     return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
 
 
