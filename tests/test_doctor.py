@@ -537,7 +537,7 @@ def test_the_store_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert facts.ask("store") == Answer(tracking.health(Path(), "training")._asdict())
 
 
-# all of it
+# probes, and the whole report
 
 
 def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

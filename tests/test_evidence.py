@@ -165,7 +165,7 @@ def test_it_holds_no_secret(members: Members) -> None:
     assert not [secret for secret in SECRETS for each in members.values() if secret.encode() in each]
 
 
-# Made.
+# Writing the evidence.
 
 
 def test_a_report_of_other_files_is_no_evidence(
@@ -223,7 +223,7 @@ def test_a_full_disk_is_no_difference(made: bytes, checked: Checked, monkeypatch
     assert checked(made)[0] == 2
 
 
-# Changed.
+# Changes to the evidence.
 
 
 def test_a_changed_byte_of_any_file_is_found_and_named(members: Members, checked: Checked) -> None:
@@ -421,7 +421,7 @@ def test_where_other_code_compares_it_says_so(members: Members, checked: Checked
     assert "the commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
 
 
-# Made to do harm.
+# Archives that would do harm.
 
 
 def test_nothing_in_it_speaks_to_the_terminal(members: Members, checked: Checked) -> None:

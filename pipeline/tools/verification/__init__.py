@@ -1,4 +1,5 @@
-"""Train every variant in miniature on the user's own model and data, and verify the claims behind a comparison."""
+"""The command ``verify``: train every variant in miniature, with the user's own model and data, and verify the claims
+on which a comparison rests."""
 
 from __future__ import annotations
 

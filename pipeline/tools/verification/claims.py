@@ -1,6 +1,6 @@
-"""The claims that a comparison rests on: each with a measured difference and the bound up to which the claim holds.
+"""The claims on which a comparison rests. A claim compares a measured difference with the bound up to which it holds.
 
-A variant's claims and their bounds follow from what the catalogue's entries of its techniques promise
+A variant's claims and their bounds follow from what its techniques promise in their entries of the catalogue
 (``Entry.changes``, ``roundoff`` and ``repeats``). So a new technique is verified against its own entry.
 """
 
@@ -74,7 +74,7 @@ class Claim:
     bound: float | None = None
     """None: no bound is promised."""
     holds: bool | None = None
-    """None: this is not decided; ``undecided`` says in which way, and ``note`` says why."""
+    """None: the claim is not decided. ``undecided`` says in which way, and ``note`` says why."""
     unit: str = ""
     note: str = ""
     undecided: str = ""
@@ -187,7 +187,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
 class Verifier:
     """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder``: the directory for the trainings' files, one per training.
+    ``folder``: the directory for the files of the trainings, one per training.
     """
 
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
