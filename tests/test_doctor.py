@@ -2,7 +2,7 @@
 
 The sentences are in one golden file, ``tests/data/doctor.txt``: doctor's output for made-up machines. After an
 intended change, renew the file with ``RENEW=1 python -m pytest tests/test_doctor.py -k golden`` and read the diff. The
-other tests check a finding's level and subject.
+other tests check a finding's status and subject.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def job(machine: Machine = LAPTOP, variants: str = "baseline ddp", **train: Any)
 
 
 def known(**different: Any) -> Facts:
-    """The facts of a laptop without problems, except for ``different``."""
+    """Return the facts of a laptop without problems, except for ``different``."""
     answers = {"driver": NO_DRIVER, "parts": PARTS, "torch": CPU_TORCH, "git": GIT, "store": WELL, "dvc": DVC}
     return replace(Facts(Path("/"), job(), planned_gpus=0, **answers), **different)
 
@@ -94,7 +94,7 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    """``play(cores=2, ...)``: what is looked at cheaply is as told; sizes in GiB."""
+    """Return ``play(cores=2, ...)``, which replaces what the checks read from the system. Sizes are in GiB."""
 
     def play(
         *, cores: float = 8, load: float = 1, free: float = 64, limit: float | None = None, disk: float = 100,
@@ -119,7 +119,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def test_a_report_is_as_in_the_golden_file(play: Play) -> None:
-    """See the top of this file for how to renew it."""
+    """The top of this file says how to renew the golden file."""
     skipped = {"bf16": "this CPU has no native bf16", "GPU": "CUDA's error 802", "ema": "it needs what is not there"}
     fewer = {"1 of 3 GPUs": "train.batch_size 256 is shared out evenly among 2 at most"}
     plan = job().plans["baseline"]
@@ -211,7 +211,7 @@ OVERLAY = {"mounts": {"/": "ext4", "/proc": "overlay"}}
         (doctor.driver, "problem", "reboot the host", {"driver": MISMATCH}),
         (doctor.driver, "problem", "make repro", {"driver": NO_TORCH}),
         (doctor.driver, "problem", "start a new container", {"driver": UNKNOWN}),
-        (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # with the compatibility package
+        (doctor.driver, "ok", "CUDA up to 12.2", {**ON_TWO, "driver": OLD}),  # CUDA's compatibility package
         (doctor.cpu, "ok", "2 of 8 cores", {"played": {"cores": 2}}),
         (doctor.memory, "ok", "64.0 GiB free", {"played": {"limit": 100}}),
         (doctor.load, "ok", "4.0 threads used or awaited the 8 cores in the last minute", {"played": {"load": 4}}),
@@ -518,7 +518,7 @@ def test_a_remote_behind_a_server(code: int, status: str, subject: str, reposito
         ),
         ("echo the reason >&2; exit 3", Answer({}, "the reason")),
         ("exit 3", Answer({}, "the process ended with 3")),
-        ('echo "$1 $2" >&2; exit 3', Answer({}, f"-m {facts.__name__}")),  # as a rehearsal knows what to play GPUs for
+        ('echo "$1 $2" >&2; exit 3', Answer({}, f"-m {facts.__name__}")),  # by which a rehearsal recognises a probe
     ],
 )
 def test_a_probe_that_hangs_or_crashes(
@@ -532,12 +532,12 @@ def test_a_probe_that_hangs_or_crashes(
 
 
 def test_the_store_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without params.yaml."""
+    """The probe answers even without params.yaml."""
     monkeypatch.chdir(tmp_path)
     assert facts.ask("store") == Answer(tracking.health(Path(), "training")._asdict())
 
 
-# all of it
+# probes, and the whole report
 
 
 def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +572,7 @@ def test_the_job_s_own_parts_are_tried(tmp_path: Path, monkeypatch: pytest.Monke
     shutil.rmtree(tmp_path / "shots/test")
     for name in ("2.png", "3.png", "4.png", "5.png"):
         (tmp_path / "shots/train/a" / name).touch()
-    assert "5 training samples" in parts().found["data"], "one of a's five is for testing"
+    assert "5 training samples" in parts().found["data"], "one of the five images of class a is held out for testing"
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
@@ -619,7 +619,8 @@ def test_a_torch_that_fails_says_why(
 
 
 def test_where_everything_is_broken_each_thing_is_a_line(tmp_path: Path) -> None:
-    """No params.yaml, torch, NVML, git or DVC repository, and a server that is down: a report, not a traceback."""
+    """Without params.yaml, torch, NVML, git and a DVC repository, and with a server that is down, doctor prints a
+    report, not a traceback."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("torch", "pynvml", "dvc"):
@@ -659,7 +660,7 @@ def test_a_failure_that_nobody_foresaw_is_a_line(monkeypatch: pytest.MonkeyPatch
     assert found["memory"].status == "warning"
     assert "ZeroDivisionError: a bug" in found["memory"].found
     assert "://***@host" in found["memory"].found
-    assert found["disk"].status in ("ok", "warning"), "the others go on"
+    assert found["disk"].status in ("ok", "warning"), "the other checks still run"
 
 
 def test_a_machine_that_cannot_be_looked_at_is_planned_for_by_nobody(
@@ -677,7 +678,7 @@ def test_a_machine_that_cannot_be_looked_at_is_planned_for_by_nobody(
 
 
 def report(monkeypatch: pytest.MonkeyPatch, finding: Finding) -> None:
-    """Let this be all that doctor finds, of the disk unless it says of what."""
+    """Make ``finding`` the only finding of doctor, by the check "disk"."""
     monkeypatch.setattr(doctor, "look", lambda _: known())
     monkeypatch.setattr(doctor, "CHECKS", {"disk": lambda _: finding})
 

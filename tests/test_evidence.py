@@ -35,7 +35,8 @@ ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().
 SECRETS = ("me:hunter2", "s1gned")
 MIRROR = f"file://{SECRETS[0]}@mirror/raw?key={SECRETS[1]}"
 OF_ANOTHER_PYTHON = {"pipeline/training/loop.py": "0" * 16}
-"""Digests of code are of syntax trees, which another Python writes otherwise than that of who checks."""
+"""Digests of code as another version of Python computes them. They are digests of syntax trees, which Python's versions
+write differently."""
 Members = dict[str, bytes]
 Checked = Callable[[bytes], tuple[int, str]]
 
@@ -98,7 +99,8 @@ def members(made: bytes, tmp_path: Path) -> Members:
 
 @pytest.fixture
 def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
-    """Check a file with this content from the command line; the function returns the exit code and the output."""
+    """Return a function that checks a file with the given content from the command line, and returns the exit code and
+    the output."""
 
     def run(content: bytes) -> tuple[int, str]:
         file = tmp_path / "evidence.zip"
@@ -118,7 +120,7 @@ def zipped_anew(members: Members) -> bytes:
 
 
 def compared_anew(members: Members, name: str, edit: Callable[[bytes], bytes]) -> bytes:
-    """Edit one file and make the evidence anew, as somebody who had these files would."""
+    """Edit one file, and make the evidence anew, as somebody who has all files could."""
     inputs = {each: content for each, content in members.items() if not re.match("reports/|manifest", each)}
     inputs[name] = edit(inputs[name])
     return zipped_anew(inputs | evidence._compared(inputs))
@@ -163,7 +165,7 @@ def test_it_holds_no_secret(members: Members) -> None:
     assert not [secret for secret in SECRETS for each in members.values() if secret.encode() in each]
 
 
-# Made.
+# Writing the evidence.
 
 
 def test_a_report_of_other_files_is_no_evidence(
@@ -221,11 +223,11 @@ def test_a_full_disk_is_no_difference(made: bytes, checked: Checked, monkeypatch
     assert checked(made)[0] == 2
 
 
-# Changed.
+# Changes to the evidence.
 
 
 def test_a_changed_byte_of_any_file_is_found_and_named(members: Members, checked: Checked) -> None:
-    """Also if the zip's own checksum was recomputed."""
+    """It is found even if the zip's own checksum was recomputed."""
     for name, content in members.items():
         flipped = bytearray(content)
         flipped[len(content) // 2] ^= 1
@@ -243,7 +245,7 @@ def test_no_changed_byte_anywhere_passes(data: st.DataObject, made: bytes, tmp_p
     )
     file = tmp_path / "changed.zip"
     file.write_bytes(changed)
-    if changed == made:  # from its first byte on
+    if changed == made:  # the whole file was drawn
         return
     with contextlib.suppress(evidence.EvidenceError):
         assert evidence.check(file) == 1
@@ -419,7 +421,7 @@ def test_where_other_code_compares_it_says_so(members: Members, checked: Checked
     assert "the commit" not in checked(zipped_anew(members | {"reports/comparison.md": b""}))[1]
 
 
-# Made to do harm.
+# Archives that would do harm.
 
 
 def test_nothing_in_it_speaks_to_the_terminal(members: Members, checked: Checked) -> None:

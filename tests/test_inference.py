@@ -33,7 +33,7 @@ from tests.workspaces import PREPARED, furnish
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10
-"""Of small_cnn for digits."""
+"""Number of parameters of small_cnn for the digits."""
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_a_model_without_finite_logits_is_no_result(trained: Trained, digits: Da
     def not_finite(trained: Trained) -> Made:
         return Made(lambda images: trained.deployed()(images) * torch.nan, 0)
 
-    with pytest.raises(PipelineError, match="no plain form to compare with: its outputs are not finite"):
+    with pytest.raises(PipelineError, match="eager, with which all others are compared, fails: its outputs are"):
         measure(trained, digits, {"eager": Kind("is not finite", not_finite)})
 
 
@@ -241,8 +241,8 @@ def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Da
     with torch.no_grad():
         logits = batches.outputs(predict)
     assert torch.allclose(logits, whole, atol=1e-5)
-    assert seen == {7}, "a compiled form meets no other size"
-    assert len(inference._Batches(task_of(digits), 1000).first) == 1000, "more than there are"
+    assert seen == {7}, "a compiled form is made for one size"
+    assert len(inference._Batches(task_of(digits), 1000).first) == 1000, "a batch may be larger than the test set"
 
 
 def test_bytes_are_those_of_the_weights() -> None:
@@ -296,13 +296,13 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
     found = timing.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
     assert order[:4] == ["slow", "fast", "slow", "fast"]
     assert order.count("slow") >= 9
-    assert len(set(seen)) == len(seen), "what a model remembers is no speed"
+    assert len(set(seen)) == len(seen), "no sample is used twice"
     latency = timing.latency_of(found["slow"])
     assert latency.p50_ms == 15.625
     assert latency.calls == 6 * 32
     assert latency.p99_ms == 15.625
     few = timing.latency_of(timing.Slices(latencies=[[0.02] * 50]))
-    assert few.p99_ms is None, "of 50 calls the slowest hundredth is none"
+    assert few.p99_ms is None, "50 calls are too few for a 99th percentile"
     quiet = timing.noise_of(found["slow"], found["slow"], 0.15, "cpu")
     assert [each.refused for each in quiet.values()] == [None, None]
     single, batch = timing.throughput_of(found["fast"], found["slow"], quiet)
@@ -314,7 +314,9 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
     loud = timing.noise_of(noisy, timing.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
     assert loud[8].refused
     assert "a spread of" in loud[8].refused
-    assert timing.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, "refused, not reported"
+    assert timing.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, (
+        "a ratio that is not trusted is not reported"
+    )
 
 
 # The stage.
@@ -322,7 +324,7 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A directory in which the baseline has been trained; the current one."""
+    """Make a directory with prepared data the current one, and return the job to train in it."""
     monkeypatch.chdir(tmp_path)
     config = parse(
         {
@@ -350,7 +352,9 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
     assert values["model_sha256"] == run.model_sha256
     plain, half, exported = values["forms"]
-    assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], "the plain form always is"
+    assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], (
+        "the plain form is always measured"
+    )
     assert plain["measured"]["agreement"]["correct_count"] == run.test_correct, "the accuracy that training saw"
     assert plain["measured"]["model_bytes"] == 4 * PARAMETERS + 4 * 3
     assert half["measured"] is None

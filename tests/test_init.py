@@ -32,7 +32,7 @@ def git(*arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty git repository; the current directory."""
+    """Make an empty git repository the current directory."""
     path = tmp_path / "repository"
     path.mkdir()
     monkeypatch.chdir(path)
@@ -42,7 +42,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of a later version, which ``init`` takes from now on."""
+    """Let ``init`` take its files from a copy, which a test can change into a later version."""
     later = tmp_path / "later"
     for name in (*NAMES, *init.ONCE, *init.LINES, "params.yaml", "variants/speed.yaml"):
         (later / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert subprocess.run(["git", "check-ignore", *kept], capture_output=True).stdout == b""
     before, said = contents(repository), capsys.readouterr().out
     assert said.startswith("init: wrote params.yaml, .dvc/config, ")
-    assert "3 variants, 2.5 minutes of bench" in said
+    assert "3 variants, and 2.5 minutes for the bench" in said
     init.run(LAPTOP)
     assert contents(repository) == before
     assert capsys.readouterr().out == "init: wrote nothing: all files are as this version writes them\n"
@@ -98,7 +98,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     assert "+/results" in capsys.readouterr().out
     init.run(LAPTOP, model="nets:net", yes=True)
     assert {name: (repository / name).read_text(encoding="utf-8") for name in theirs} == theirs
-    assert beside or not (repository / ".dockerignore").exists(), "it would change what their Dockerfile is built from"
+    assert beside or not (repository / ".dockerignore").exists(), "it would change what their Dockerfile copies"
     ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert ignored[:2] == ["/mine", "/data"]
     assert ignored.count("/data") == 1
@@ -106,7 +106,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     before = contents(repository)
     init.run(LAPTOP)
     assert contents(repository) == before
-    assert "@@" not in capsys.readouterr().out, "their differences were shown"
+    assert "@@" not in capsys.readouterr().out, "the differences of their files were shown once already"
 
 
 def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
@@ -235,12 +235,12 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert (config.prepare.image_size, config.train.batch_size) == ([64, 64], 8)
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
-    assert text.count("#") > 40, "its comments stay"
-    assert "#   batch_size 8: about 20 steps an epoch of 161 samples" in text
+    assert text.count("#") > 40, "the comments of params.yaml stay"
+    assert "#   batch_size 8: about 20 steps per epoch of 161 samples" in text
     least = {2.5: 0.6, 5.0: 1.2}[minutes]  # 6 rounds of 4 or 8 arms, 1.5 s each
     told = f"at least 6 rounds are measured, so the bench takes at least {least} minutes, plus the time for"
     assert f"#   {told}" in text
-    assert f"{minutes:g} minutes of bench; {told}" in capsys.readouterr().out
+    assert f"{minutes:g} minutes for the bench; {told}" in capsys.readouterr().out
     assert ("#   no ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
@@ -352,7 +352,7 @@ def test_what_is_in_the_way_is_named(
     assert ".dvc/init.json is damaged; delete it" in refused()
     (repository / ".dvc/init.json").unlink()
     assert cli.main(["init", "--model", "resnet18"]) == 2
-    assert "params.yaml exists already; set fetch and train.model in this file instead" in capsys.readouterr().err
+    assert "params.yaml exists, and init does not change it; set fetch and train.model there" in capsys.readouterr().err
     (repository / "two words").mkdir()
     monkeypatch.chdir("two words")
     assert "found the folder 'two words'" in refused()

@@ -22,7 +22,7 @@ SETS = sorted((ROOT / "variants").glob("*.yaml"))
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """params.yaml and a set of three variants, of which one needs a GPU."""
+    """Make a directory with params.yaml and a set of three variants, one of which needs a GPU, the current one."""
     (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     (tmp_path / "variants").mkdir()
     (tmp_path / "variants/tried.yaml").write_text(
@@ -108,7 +108,7 @@ def test_a_variant_of_that_name_that_differs_is_not_overwritten(checkout: Path) 
 
 @pytest.mark.usefixtures("checkout")
 def test_an_unknown_set_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"found 'tired'; there are: tried\. Did you mean 'tried'"):
+    with pytest.raises(ConfigError, match=r"found 'tired'; expected the name of a set: tried\. Did you mean 'tried'"):
         variant_sets.show(LAPTOP, "tired", add=False)
 
 

@@ -239,7 +239,7 @@ NAMES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with models and faulty techniques of a user's own."""
+    """Make a directory with a user's own models and faulty techniques, from which they can be imported."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_nets.py").write_text(OWN_NETS)
     (folder / "faulty.py").write_text(FAULTS)
@@ -278,7 +278,7 @@ def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset,
         "bf16": {"precision": "bf16"},
     }
     claims = claimed(digits_folder, digits, variants, ["baseline", *variants], tmp_path)
-    # What 16 bits do to 20 steps is no clear bound, and few steps at a small rate hardly change the losses.
+    # In 20 steps, rounding to 16 bits hides a fault, and a few steps at a small rate hardly change the losses.
     undecided = [each for each in claims if not each.holds]
     assert {(each.variant, each.undecided) for each in undecided} <= {("bf16", UNMEASURABLE)}, undecided
     assert {(each.variant, each.claim.split(":")[0]) for each in claims if each not in undecided} >= {
@@ -290,7 +290,7 @@ def test_the_claims_of_sound_variants_hold(digits_folder: Path, digits: Dataset,
         ("stack", "evaluation by 2 processes"),
         ("bf16", "evaluation by one process"),
     }
-    for name in variants:  # nothing is compared with itself, and no bound is hollow
+    for name in variants:  # a training compared with itself would differ by 0
         for beginning in ("gradients", "losses", "weights after 20 steps: equal to those of a single device")[
             : 1 if name == "bf16" else 3
         ]:
@@ -325,7 +325,7 @@ def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_noth
     claim = of(claims, "parts", "gradients")
     assert (claim.bound, claim.holds, claim.undecided) == (None, None, UNPROMISED)
     assert claim.measured is not None
-    assert claim.measured > LEAST, "a false alarm otherwise"
+    assert claim.measured > LEAST, "with a bound, this would be a false alarm"
     assert "only statistically equal, because the model still mixes the samples of a batch" in claim.note
     assert of(claims, "parts", "the same seed").holds
 
@@ -355,11 +355,11 @@ def test_planted_faults_are_found(digits_folder: Path, digits: Dataset, tmp_path
         ("explodes", "losses of 20 steps"),
         ("explodes", "weights after 20 steps"),
         ("forgets-decay", "weights after 20 steps"),
-        *(broken & {("forgets-decay", "losses of 20 steps")}),  # which a small rate hides
+        *(broken & {("forgets-decay", "losses of 20 steps")}),  # a small rate can hide the missing decay
         ("forgets-dropout", "weights after 20 steps"),
         ("nearly-nothing", "weights after 20 steps"),
         ("differs-by-process", "the same seed in new processes"),
-        *((variant, claim) for variant, claim in broken if variant == "differs-by-process"),  # by how much is chance
+        *((variant, claim) for variant, claim in broken if variant == "differs-by-process"),  # chance decides how many
         ("refuses-to-train", "the variant trains"),
     }
     assert "not today" in of(claims, "refuses-to-train", "the variant trains").note
@@ -492,7 +492,7 @@ def write(path: Path, **values: torch.Tensor) -> Path:
 
 def test_a_gradient_s_difference_is_relative_to_its_norm(tmp_path: Path) -> None:
     expected = write(tmp_path / "a", weight=torch.tensor([3.0, 4.0]), bias=torch.tensor([0.0]))
-    # sqrt(25 / 3) is the root mean square; of it, a tenth a value is added to each norm
+    # The root mean square is sqrt(25 / 3). A tenth of it, per value, is added to each norm.
     found = write(tmp_path / "b", weight=torch.tensor([3.0, 4.5]), bias=torch.tensor([0.0]))
     assert tensor_difference(found, expected) == pytest.approx(0.5 / (5 + 0.1 * math.sqrt(25 * 2 / 3)))
     found = write(tmp_path / "c", weight=torch.tensor([3.0, 4.0]), bias=torch.tensor([0.1]))
@@ -671,13 +671,13 @@ def test_words() -> None:
         "nothing to hold it against:", "RuntimeError: not today", "nor tomorrow",
     ]  # fmt: skip
     assert words.summary(claims, 3.4) == (
-        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. No claim of b could be tried. 3 s"
+        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. No claim of b was decided. 3 s"
     )
     assert words.tested(113, 120) == "113 test samples (of 120; 113 is prime, so no number of processes divides it)"
     assert words.tested(113, 113) == "113 test samples"
     assert not words.hold(claims)
     assert words.hold(claims[:1])
-    assert not words.hold([claims[0], claims[3]])  # b shows nothing
+    assert not words.hold([claims[0], claims[3]])  # no claim of b is decided
     assert words.hold([claims[0], Claim("a", "left out", undecided=UNTRIED)])
     answer = json.loads(words.as_json(claims, {}))
     assert answer["holds"] is False

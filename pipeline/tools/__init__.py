@@ -1,1 +1,1 @@
-"""Commands that are independent of each other, and that no other package needs."""
+"""The commands that only ``cli.py`` imports."""

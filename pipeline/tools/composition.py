@@ -1,4 +1,4 @@
-"""Show how a variant's training is composed on this machine."""
+"""The command ``plan``: print which techniques a variant applies on this machine, and what each of them changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
 
 PRELOAD = ("pipeline.tools.composition", "torch._dynamo")
-"""Modules that every process needs; torch imports the second one with the first optimizer."""
+"""Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
+torch imports ``torch._dynamo`` when it creates the first optimizer."""
 HOOKS = {
     "prepare_process": "process",
     "change_model": "model",
@@ -25,16 +26,16 @@ HOOKS = {
     "change_checkpoint": "checkpoint",
     "for_evaluation": "evaluation",
 }
-"""Hook -> the part of a training that it changes. For ``change_step``, see ``Training.step_changes``."""
+"""Hook of a technique -> the part of a training that it changes. ``Training.step_changes`` names the parts that
+``change_step`` changes."""
 
 
 def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> None:
-    """Print the plan of ``variants.<name>`` and its techniques in the order in which they apply.
-
-    Without a name, list the variants.
+    """Print the plan of ``variants.<name>`` and its techniques in the order in which they apply. If ``name`` is None,
+    list the variants.
 
     If ``prepared`` holds a data set, set up the training in the processes that the variant needs, and print which parts
-    of the training each technique changes. Raises PipelineError.
+    of the training each technique changes. Raises PipelineError under a launcher, or if the variant cannot train here.
     """
     if name is None:
         for each, variant in config.variants.items():
@@ -42,7 +43,10 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
         print("To see the plan of one variant, run: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
-        raise PipelineError("plan starts the processes itself: run it without a launcher, on one host.")
+        raise PipelineError(
+            "plan: found a launcher's environment, but plan starts the processes itself; run it without a launcher on "
+            "one host."
+        )
     plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} samples a process"
@@ -62,15 +66,15 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
 
 
 def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for these lines
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the plan
     with assembled(plan, prepared) as assembly, assembly.training(plan.train.seeds[0]) as training:
         yield _lines(training.plan, training.techniques, training.step_changes)
 
 
 def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
-    """The lines about the techniques that the training applies, and about the decisions made when it was set up."""
+    """Return lines about the techniques that the training applies, and about the decisions made during its setup."""
     applied, made = acting(plan.applied), {each.name: each for each in techniques}
-    lines = ["applied, in this order:" if applied else "applied: no technique, so this is the plain step"]
+    lines = ["applied, in this order:" if applied else "applied: no technique; the training runs the plain step"]
     width = max((len(each.name) for each in applied), default=0)
     for entry in applied:
         changes = ["input"] * bool(entry.placement)

@@ -1,6 +1,7 @@
-"""Evidence: one archive of the files behind a comparison. Others can check it without the data, torch or the machine.
+"""Evidence: one archive of a comparison and the files that it was made from. Others can check the archive without the
+data, torch or the machine that measured.
 
-The archive is a zip without compression. So the same files give the same bytes with every version of zlib, and no file
+The archive is an uncompressed zip file. So the same files make the same bytes with every version of zlib, and no file
 unpacks to more bytes than the archive has.
 """
 
@@ -35,39 +36,41 @@ NAME = re.compile(
     r"|params\.yaml|dvc\.lock|results/[\w-]+/history\.csv|reports/(comparison\.(json|md|html)|verdicts\.json|\w+\.csv)",
     re.ASCII,
 )
-"""Names that files in the archive can have."""
+"""Matches the names that files in the archive may have."""
 LARGEST = 2**27
-"""Largest size of the archive, in bytes."""
+"""Maximum size of the archive, in bytes."""
 MOST = 2_000
-"""Largest number of files in the archive, and of rounds in a bench."""
+"""Maximum number of files in the archive, and of rounds in one session of the bench."""
 NOT_VERIFIED = """\
-Not verified, because no file can prove it: that these figures were measured, on that machine, with that code and data;
-and that all sessions are included. If you suspect a forgery, measure again. The file's attestation says who made the
-file."""
+Not verified, because no file can prove it: that these figures were measured on that machine, with that code and data;
+and that all sessions are included. If you suspect a forgery, measure again. If the file has an attestation, it says who
+made the file."""
 
 
 class EvidenceError(PipelineError):
-    """Evidence cannot be made, or the file to check is not evidence. The message names the file."""
+    """Evidence cannot be written, or the file to check is not evidence. The message names the file."""
 
 
 class Difference(Exception):
-    """Two parts of the evidence contradict each other. The message names the file and the key."""
+    """Two parts of the evidence contradict each other. The message names the file and, if it is known, the key."""
 
 
 def write(file: Path = FILE) -> None:
-    """Write the comparison and the files that it was made from into ``file``, whole or not at all.
+    """Write ``file``, the archive of the comparison and of the files that it was made from. An error leaves no partial
+    archive.
 
     User names, passwords and queries are removed from addresses. Raises EvidenceError if the report does not follow
-    from the files, or if such an address is in a file that must not change because another file holds its checksum.
+    from the files, if a file cannot be read or written, or if an address with one of these parts is in a file that must
+    not change, because another file holds its checksum.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
     for name in sorted(inputs.keys() - unsummed):
         if Path(name).read_bytes() != inputs[name]:
             raise EvidenceError(
-                f"{name} holds an address with a user name, password or query. Evidence must not show the address, and "
-                "without the address the file's checksum differs. Remove the address from `train` or `variants` in "
-                f"params.yaml and run `dvc repro`; if {name} is in {results.SESSIONS}/, delete this file and run "
+                f"{name} holds an address with a user name, password or query. Evidence must not show these parts, but "
+                "without them the file would not match its checksum. Remove the address from `train` or `variants` in "
+                f"params.yaml and run `dvc repro`. If {name} is in {results.SESSIONS}/, delete this file and run "
                 "`python -m pipeline bench --again`."
             )
     try:
@@ -83,21 +86,21 @@ def write(file: Path = FILE) -> None:
         with whole(file) as written:
             written.write(content)
     except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
-        raise EvidenceError(f"{file} cannot be written: it is not a file, or its parent is not a directory.") from None
+        raise EvidenceError(f"{file} is not a file, or its parent is not a directory; choose another path.") from None
     print(f"evidence: {len(members)} files are in {file}; to check them, run: python -m pipeline evidence check {file}")
 
 
 def check(file: Path = FILE) -> int:
-    """Recompute the report from the rounds and runs in ``file``; print what holds, and what no file can prove.
+    """Recompute the report from the rounds and runs in ``file``. Print the first difference and return 1; if there is
+    none, print what is verified and what no file can prove, and return 0.
 
-    Returns 1 at the first difference, else 0. Raises EvidenceError, before anything is unpacked, if ``file`` cannot be
-    evidence.
+    Raises EvidenceError, before anything is unpacked, if ``file`` cannot be evidence.
     """
     try:
         with file.open("rb") as opened:
             content = opened.read(LARGEST + 1)
     except OSError as error:
-        raise EvidenceError(f"{file} cannot be read: {error.strerror}.") from None
+        raise EvidenceError(f"{file} cannot be read: {error.strerror}. Name a file that `evidence` wrote.") from None
     archive, members = _opened(file, content), dict[str, bytes]()
     try:
         for entry in archive.infolist():
@@ -111,7 +114,7 @@ def check(file: Path = FILE) -> int:
         _hold(reports, made)
     except (MemoryError, OSError):  # a fault of this machine, not of the evidence
         raise
-    except Exception as error:  # any other error means that these files do not give this report
+    except Exception as error:  # any other error means that this report does not follow from these files
         named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
         print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
         return 1
@@ -129,8 +132,8 @@ def check(file: Path = FILE) -> int:
 
 
 def _inputs(config: Config) -> list[str]:
-    """The files from which the comparison is made, and the files that record their origin. Optional files are left out
-    if they do not exist."""
+    """Return the names of the files from which the comparison is made, and of the files that record their origin.
+    Optional files that do not exist are left out."""
     paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
     paths += [path for path in (LOCK, DATASET) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
@@ -145,7 +148,8 @@ def _read(name: str) -> bytes:
 
 
 def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The report that follows from ``inputs``, made in a temporary folder: file -> content."""
+    """Return the report that follows from ``inputs``: file name -> content. It is made in a temporary folder. Raises an
+    error if no report follows."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, content in inputs.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +165,8 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
-    """``content`` of ``file`` as an archive. Raises EvidenceError if unpacking it could do harm."""
+    """Return the ``content`` of ``file`` as an archive. Raises EvidenceError if it is not a zip file, or if unpacking
+    it could do harm."""
     if len(content) > LARGEST or content.count(b"PK\1\2") > MOST:
         raise EvidenceError(f"{file} is not evidence: it has more than {LARGEST >> 20} MiB or {MOST} files.")
     try:
@@ -186,11 +191,12 @@ def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
 
 
 def _zipped(members: Mapping[str, bytes]) -> bytes:
-    """An archive of ``members``, sorted by name and without times, so that the same members give the same bytes."""
+    """Return a zip archive of ``members``, sorted by name and with a fixed date, so that the same members always make
+    the same bytes."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name, content in sorted(members.items()):
-            archive.writestr(zipfile.ZipInfo(name), content)  # dated 1980, and not compressed
+            archive.writestr(zipfile.ZipInfo(name), content)  # the defaults of ZipInfo: the year 1980, no compression
     return made.getvalue()
 
 
@@ -204,7 +210,7 @@ def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
     _equal("the archive", dict.fromkeys(said, "a file"), dict.fromkeys(made, "a file"))
     order = ("reports/metrics/", "reports/comparison.json", "")  # first the files that name the variant and the key
     for name in sorted(made, key=lambda name: next(n for n, start in enumerate(order) if name.startswith(start))):
-        if said[name] != made[name]:  # bytes may differ on another CPU, whose logarithms round differently
+        if said[name] != made[name]:  # on a CPU whose logarithms round differently, the last digits differ
             try:
                 there, here = (_values(name, each[name].decode()) for each in (said, made))
             except (RecursionError, ValueError) as error:
@@ -239,8 +245,8 @@ def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:
-    """A remark if the code here differs from the code that made the evidence; else an empty text."""
+    """Return a remark if the code here differs from the code that made the evidence; else an empty string."""
     with contextlib.suppress(Exception):
         if json.loads(members["environment.json"])["stages"]["compare"]["code"] != code.of_stage("compare"):
-            return " (Other code or another Python made the evidence: check it with the commit that it names.)"
+            return " (Other code or another Python made the evidence: check it with the commit in its bench.json.)"
     return ""

@@ -1,7 +1,7 @@
-"""``init``: write stages, settings and the GPU workflow into the user's repository.
+"""The command ``init``: write stages, settings and the GPU workflow into the user's repository.
 
-The files come from the project itself (``PROJECT``), not from templates. ``RECORD`` holds the digest of each file as it
-was last offered. So a later version recognises files that the user changed, and keeps these files.
+The files come from the project itself (``PROJECT``), not from templates. ``RECORD`` holds the digest of each file as
+``init`` last offered it. So a later version recognises files that the user changed, and leaves them as they are.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ WHOLE = (
     "requirements-build.lock",
 )
 AT_THE_TOP = (".github/report.py", ".github/session", ".github/workflows/gpu.yml")
-"""Files for the top of the git repository, where GitHub expects them, even if the other files are in a folder."""
+"""Files for the top of the git repository, where GitHub expects the workflow, even if the other files are in a
+folder."""
 ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
-"""File -> the beginning of a line of the shipped file. From this line on, each shipped line that the user's file lacks
-is added to the user's file."""
+"""File -> the text with which the user's part of the shipped file begins. ``init`` adds each line of this part that the
+user's file lacks."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "language_model": {"optimizer": "adamw", "learning_rate": 0.001},
     "regression": {"learning_rate": 0.01},
 }
-"""Task -> usual optimizer and learning rate of its model, if not the defaults. A transformer trains with AdamW, and
-many regressions diverge at the default rate."""
+"""Task -> optimizer and learning rate of its usual model, if they differ from the defaults. Transformers are usually
+trained with AdamW, and many regressions diverge at the default rate."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -66,12 +67,15 @@ IN_A_FOLDER = (
 
 
 def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data: str | None) -> None:
-    """Write missing files into the current directory, and the workflow to the top of its git repository.
+    """Write the pipeline's files into the current directory, and the GPU workflow to the top of its git repository.
 
-    ``data`` (``images``, ``arrays`` or ``text``: a path) and ``model`` go into a new params.yaml. An existing file gets
-    new content only if ``init`` wrote it and nobody changed it since; the files in ``LINES`` only get lines that they
-    lack. Before an existing file changes, the difference is shown, and consent is required: ``yes``, or a yes on the
-    terminal. Without consent, or if something is in the way, raises ConfigError or PipelineError and writes nothing.
+    ``data``, which names the path of ``images``, ``arrays`` or ``text``, and ``model`` are written into a new
+    params.yaml. An existing file is replaced only if ``init`` wrote it and nobody changed it since; the files in
+    ``LINES`` only get the lines that they lack. Before ``init`` changes an existing file, it shows the difference, and
+    the user must agree: by ``yes``, or by an answer on the terminal.
+
+    Raises PipelineError if the user does not agree, and ConfigError if something is in the way. Then nothing is
+    written.
     """
     top, here = _top(), Path.cwd()
     folder = here.relative_to(top).as_posix()
@@ -91,7 +95,9 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         kept = [name for name in kept if name in whole]
     requested = {kind: path for kind, path in data.items() if path}
     if PARAMS_FILE.exists() and (requested or model):
-        raise ConfigError(f"init: {PARAMS_FILE} exists already; set fetch and train.model in this file instead.")
+        raise ConfigError(
+            f"init: {PARAMS_FILE} exists, and init does not change it; set fetch and train.model there yourself."
+        )
     wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, requested)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
@@ -107,7 +113,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if record != offered:
         changes[str(RECORD)] = json.dumps(offered, indent=2) + "\n"
     for name, text in changes.items():
-        files.write_text(Path(name).resolve(), text)  # a link stays a link
+        files.write_text(Path(name).resolve(), text)  # if it is a link, write its target, so that the link stays
         if text.startswith("#!"):
             Path(name).chmod(0o755)
     print(f"init: wrote {', '.join(changes) or 'nothing: all files are as this version writes them'}")
@@ -116,7 +122,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if str(PARAMS_FILE) in changes:
         config = params.load()
         print(
-            f"init: {len(config.variants)} variants, {config.bench.max_minutes:g} minutes of bench; "
+            f"init: {len(config.variants)} variants, and {config.bench.max_minutes:g} minutes for the bench; "
             f"{_least(config, len(config.variants))}\n"
             "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
             "variant trains, and `dvc repro` shows which variants pay."
@@ -141,15 +147,16 @@ def _record() -> dict[str, str]:
         return dict(json.loads(_text(str(RECORD)) or "{}"))
     except (TypeError, ValueError):  # for example after a merge
         raise ConfigError(
-            f"init: {RECORD} is damaged; delete it and run init again. Files that differ then count as your own."
+            f"init: {RECORD} is damaged; delete it and run init again, which then keeps all files that differ."
         ) from None
 
 
 def _check_room() -> None:
-    """Raise ConfigError if files of the user have names that the stages use, params.yaml among them."""
+    """Raise ConfigError if files of the user have names that the stages use. A valid params.yaml shows that these files
+    belong to the pipeline already."""
     with suppress(ConfigError):
         params.load()
-        return  # params.yaml is the pipeline's already
+        return
     taken = re.findall(r"(?m)^/([\w.-]+)", _shipped(".gitignore").partition(LINES[".gitignore"])[2])
     names = sorted({*taken, "sessions", "dvc.yaml", str(PARAMS_FILE)})
     # Ignored files are listed too, because `dvc repro` deletes files at the paths of a stage's outputs.
@@ -163,7 +170,11 @@ def _check_room() -> None:
 
 
 def _whole(top: str, folder: str) -> dict[str, str]:
-    """File, relative to the current directory -> its content in this version."""
+    """Return the files that ``init`` writes whole: path relative to the current directory -> content in this version.
+
+    ``top``: the top of the git repository, relative to the current directory. ``folder``: the current directory,
+    relative to the top.
+    """
     texts = {name: _shipped(name) for name in WHOLE} | {str(params.SCHEMA_FILE): params.schema()}
     for name in AT_THE_TOP:
         text = _shipped(name)
@@ -174,13 +185,14 @@ def _whole(top: str, folder: str) -> dict[str, str]:
 
 
 def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
-    """True if the user changed, created or deleted the file: it holds neither ``text`` nor what ``init`` wrote."""
+    """Return True if the user deleted the file, or created or changed it, so that it holds neither ``text`` nor what
+    ``init`` last offered."""
     there = _text(name)
     return name in record if there is None else there != text and _digest(there) != record.get(name)
 
 
 def _with_lines(name: str, first: str) -> str:
-    """The user's file plus the shipped lines, from ``first`` on, that this file lacks."""
+    """Return the user's file, followed by the shipped lines, from ``first`` on, that it lacks."""
     there = _text(name) or ""
     shipped = _shipped(name)
     lines = shipped[shipped.index(first) :].splitlines()
@@ -218,8 +230,8 @@ def _agreed() -> bool:
 
 
 def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
-    """The shipped params.yaml. With ``data`` or ``model``, its job is changed to use them, and its variants are
-    replaced by variants that this machine can run.
+    """Return the shipped params.yaml. If ``data`` or ``model`` is given, its job is changed to use them, and its
+    variants are replaced by variants that this machine can run.
 
     Raises ConfigError if the data or the model do not exist.
     """
@@ -230,9 +242,9 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     found, why = dict[str, Any](), list[str]()
     for kind, path in data.items():
         found, count, why = _LOOKS[kind](path)
-        found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about twenty steps an epoch
+        found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about 20 steps per epoch
         why += [
-            f"batch_size {batch}: about {count // batch} steps an epoch of {count:,} samples (init chooses 8 to 256)"
+            f"batch_size {batch}: about {count // batch} steps per epoch of {count:,} samples (init chooses 8 to 256)"
         ]
     usual = found.get("model", "resnet18")
     found["model"] = model or usual
@@ -259,7 +271,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
 
 
 def _least(config: Config, variants: int) -> str:
-    """Say how long the bench of this number of variants takes at least."""
+    """Return a clause that says how long the bench of this number of variants takes at least."""
     minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
     return (
         f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes at least {minutes:.1f} minutes, plus the "
@@ -268,7 +280,8 @@ def _least(config: Config, variants: int) -> str:
 
 
 def _with(text: str, key: str, value: object) -> str:
-    """``text`` of a params.yaml, with ``value`` at the first ``key`` in any section. The comment on its line stays."""
+    """Return ``text``, the content of a params.yaml, with ``value`` for the first ``key`` in any section. The comment
+    on its line stays."""
     written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
     old = re.search(rf"(?m)^  {key}: [^#\n]*", text)
     assert old is not None
@@ -278,8 +291,11 @@ def _with(text: str, key: str, value: object) -> str:
 def _variants(
     machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The variants that this machine can run, and the reasons why others are left out. The candidates are the shipped
-    variants, and the ready-made variants that most often make steps faster."""
+    """Return the variants that this machine can run, and the reasons why others are left out. The candidates are the
+    shipped variants, and the ready-made variants that most often make steps faster.
+
+    ``values``: the content of params.yaml. ``images``: whether the inputs are images.
+    """
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
     found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
     why = []
@@ -305,9 +321,9 @@ def _variants(
 
 
 def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Keys for an image folder, the number of training images, and reasons.
+    """Return settings for an image folder, the number of training images, and the reasons for the settings.
 
-    The training images are squares. Their side, in pixels, is the median shorter side of about a hundred images,
+    ``image_size`` is a square. Its side, in pixels, is the median shorter side of about a hundred training images,
     rounded down to a multiple of 8, and at least 8 and at most 224. Raises ConfigError if no image can be read.
     """
     from PIL import Image
@@ -330,8 +346,8 @@ def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Keys for arrays, the number of samples, and reasons. Raises ConfigError if the arrays cannot be read, or if no
-    model and task follow from their shapes and types."""
+    """Return settings for arrays, the number of samples, and the reasons for the settings. Raises ConfigError if the
+    arrays cannot be read, or if no model and task follow from their shapes and types."""
     from pipeline.data import arrays
 
     fetch = Fetch(dataset="arrays", arrays=path)
@@ -360,8 +376,8 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Keys for a folder of text, the number of windows, and reasons. Raises ConfigError for fewer than two files,
-    and for an empty file."""
+    """Return settings for a folder of text, the number of windows, and no reasons. Raises ConfigError if the folder has
+    fewer than two files, or an empty file."""
     from pipeline.data import text
 
     fetch = Fetch(dataset="text_folder", text_folder=path)
@@ -376,4 +392,5 @@ def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
-"""Option -> the function that inspects its data. It returns keys of params.yaml, the number of samples, and reasons."""
+"""Option -> the function that inspects its data. The function returns settings for params.yaml, the number of samples,
+and the reasons for the settings."""

@@ -1,4 +1,5 @@
-"""The catalogue of techniques: in a terminal, as a page of the documentation, or as JSON."""
+"""The command ``techniques``: print the catalogue of techniques in a terminal or as JSON, or write its page of the
+documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
 
     A single word that is a technique's name finds only this technique. Raises ConfigError if no technique matches.
     """
-    on_gpu = machine.gpus > 0
     installed = entries()
     found = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
     found = [entry for entry in found if [entry.name] == list(words)] or found
@@ -34,14 +34,14 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
             f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
         )
     if as_json:
-        print(json.dumps([_described(entry, machine, on_gpu) for entry in found], indent=2))
+        print(json.dumps([_described(entry, machine) for entry in found], indent=2))
         return
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print("\n".join((_lines if words else _overview)(found, machine, on_gpu, width)))
+    print("\n".join((_lines if words else _overview)(found, machine, width)))
 
 
 def markdown() -> str:
-    """The content of ``docs/techniques.md``."""
+    """Return the content of ``docs/techniques.md``."""
     parts = [
         "# Techniques",
         "",
@@ -74,7 +74,8 @@ def markdown() -> str:
 
 
 def _name(entry: Entry, quote: str = "") -> str:
-    """The name, in brackets, by which other techniques exclude this one; empty if the setting contains it."""
+    """Return, in brackets, the name by which other techniques exclude this one; empty if the setting contains the
+    name."""
     return "" if entry.name in entry.setting else f" ({quote}{entry.name}{quote})"
 
 
@@ -87,7 +88,11 @@ def _plain(text: str) -> str:
     return "".join(character for character in text.lower() if character.isalnum())
 
 
-def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
+def _described(entry: Entry, machine: Machine) -> dict[str, Any]:
+    on_gpu = machine.gpus > 0
+    why_not = entry.why_not(machine, on_gpu)
+    if machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
+        why_not = "there is only one GPU, so the work is not shared"
     return {
         "name": entry.name,
         "group": entry.group,
@@ -99,23 +104,17 @@ def _described(entry: Entry, machine: Machine, on_gpu: bool) -> dict[str, Any]:
         "source": entry.source,
         "changes": entry.changes,
         "excludes": dict(sorted(exclusions(entry, entries()).items())),
-        "why_not_here": _why_not_here(entry, machine, on_gpu),
+        "why_not_here": why_not,
         "why_not_values_here": {
-            str(value): reason for value, why_not in entry.why_not_value.items() if (reason := why_not(machine, on_gpu))
+            str(value): reason for value, refuse in entry.why_not_value.items() if (reason := refuse(machine, on_gpu))
         },
         "emulated_here": entry.emulated(machine, on_gpu),
     }
 
 
-def _why_not_here(entry: Entry, machine: Machine, on_gpu: bool) -> str | None:
-    if on_gpu and machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
-        return "there is only one GPU, so the work is not shared"
-    return entry.why_not(machine, on_gpu)
-
-
-def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
-    """Say whether this machine can run the technique and, if it cannot, why."""
-    described = _described(entry, machine, on_gpu)
+def _here(entry: Entry, machine: Machine) -> str:
+    """Return whether this machine can run the technique and, if it cannot, why."""
+    described = _described(entry, machine)
     if described["why_not_here"]:
         return f"no: {described['why_not_here']}."
     if described["emulated_here"]:
@@ -124,15 +123,15 @@ def _here(entry: Entry, machine: Machine, on_gpu: bool) -> str:
     return f"yes, but {'; '.join(values)}." if values else "yes"
 
 
-def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
-    """A line for each technique: its name, whether it runs here, and what it does."""
+def _overview(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
+    """Return one line for each technique: its name, whether this machine can run it, and what it does."""
     lines: list[str] = []
     column = max(len(entry.name) for entry in found)
     for group in dict.fromkeys(entry.group for entry in found):
         lines += [group]
         for entry in found:
             if entry.group == group:
-                here = _here(entry, machine, on_gpu).partition(":")[0].partition(",")[0]
+                here = _here(entry, machine).partition(":")[0].partition(",")[0]
                 line = f"  {entry.name:{column}}  {here:6}  {entry.does}"
                 lines.append(line if len(line) <= width else f"{line[: width - 3].rstrip()}...")
         lines += [""]
@@ -142,7 +141,7 @@ def _overview(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int
     ]
 
 
-def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -> list[str]:
+def _lines(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
     lines, installed = [], entries()
     for group in dict.fromkeys(entry.group for entry in found):
         lines += [group, ""]
@@ -157,7 +156,7 @@ def _lines(found: Sequence[Entry], machine: Machine, on_gpu: bool, width: int) -
                 "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
                 "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
                 "with": PROCESSES if entry.key == "parallelism" else "",
-                "here": _here(entry, machine, on_gpu),
+                "here": _here(entry, machine),
                 "also": ", ".join(entry.searched_for),
             }
             for label, text in texts.items():

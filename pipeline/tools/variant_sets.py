@@ -20,14 +20,15 @@ from pipeline.params.loading import read
 from pipeline.plans import plan
 
 PROJECT = next(each for each in (PACKAGE / "project", PACKAGE.parent) if each.is_dir())
-"""Directory of the project's own files: ``project`` in an installed package (pyproject.toml), or the checkout."""
+"""Directory of the files that the project ships: ``project`` in an installed package (see pyproject.toml), or the
+checkout."""
 FOLDER = Path("variants")
 NULL_TAG = "tag:yaml.org,2002:null"
 
 
 def show(machine: Machine, name: str | None, *, add: bool) -> None:
-    """Print all sets or, if a ``name`` is given, this set's variants and whether each can run here. With ``add``, also
-    add the variants that can run here to params.yaml.
+    """Print all sets. If a ``name`` is given, print this set's variants instead, and whether each can run here. With
+    ``add``, also add the variants that can run here to params.yaml.
 
     Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
     """
@@ -45,7 +46,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"variants: found {name!r}; there are: {', '.join(known)}.{hint}")
+        raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.{hint}")
     config, chosen = load(), _read(path)
     here = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in here.items():
@@ -56,7 +57,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
 
 
 def _about(path: Path) -> str:
-    """The comment at the top of the file."""
+    """Return the comment at the top of the file as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return " ".join(line.lstrip("# ") for line in lines[:end])
@@ -66,7 +67,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     values = read(path)
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
-    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises, naming the mistake
+    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises ConfigError if wrong
     return dict(values)
 
 
@@ -92,7 +93,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
     """Add ``variants`` after those of params.yaml, keeping comments and order, and return the names of the new ones."""
     from ruamel.yaml import YAML
 
-    file = PARAMS_FILE.resolve()  # a link stays a link
+    file = PARAMS_FILE.resolve()  # if it is a link, write its target, so that the link stays
     if not os.access(file, os.W_OK):
         raise ConfigError(f"{file} cannot be written; make it writable, or copy the variants into it yourself.")
     text = YAML()  # round trip: keeps comments

@@ -21,8 +21,8 @@ from pipeline.tools.doctor.facts import LATE, Facts, Unanswered, look, nearest
 from pipeline.tools.doctor.findings import USE_CPU, Finding, enough, not_applicable, ok, problem, warning
 
 PCI = Path("/sys/bus/pci/devices")
-"""Containers see this directory too. Vendor 0x10de is NVIDIA; classes that begin with 0x03 are display controllers,
-which include GPUs."""
+"""Directory of the PCI devices, which containers see too. Vendor 0x10de is NVIDIA; classes that begin with 0x03 are
+display controllers, which include GPUs."""
 
 OURS = (
     *(".", ".dvc", ".dvc/tmp", ".dvc/cache", "data", "models", "reports", "results"),
@@ -34,10 +34,11 @@ GIB = 2**30
 SHARED_MEMORY_BYTES = GIB
 """NVIDIA's recommendation for NCCL in containers (--shm-size=1g)."""
 PROCESS_BYTES = 2 * GIB
-"""Memory of a training process: torch takes most of the first GiB, model and data take the rest."""
+"""Memory that a training process may need: torch takes most of the first GiB, model and data take the rest."""
 DISK_BYTES = 5 * GIB
-"""Room for data, models and DVC's copies of both for a small job, with a reserve."""
+"""Free space that data, models and DVC's copies of both need for a small job, with a reserve; doctor warns of less."""
 LEAST_DISK_BYTES = GIB
+"""With less free space, doctor reports a problem."""
 
 
 def params_file(facts: Facts) -> Iterator[Finding]:
@@ -56,14 +57,15 @@ def params_file(facts: Facts) -> Iterator[Finding]:
 
 
 def parts(facts: Facts) -> Finding:
-    """Judge whether the job's model, loss, metric, task and data can be made, as training makes them."""
+    """Judge whether the model, the loss, the metric, the task and the data of the job can be made, as training makes
+    them."""
     if facts.job.mistakes:
-        return not_applicable("unknown, see above")
+        return not_applicable("not checked; see above")
     model = facts.parts.told("model")
     if facts.parts.failure:
         return problem(facts.parts.failure)
     if "data" not in facts.parts.found:
-        return not_applicable(f"{model} is found, but is built only when the data are prepared", "dvc repro prepare")
+        return not_applicable(f"{model} was found, but building it needs the prepared data", "dvc repro prepare")
     return ok(f"{model} has {facts.parts.found['parameters']:,} parameters on {facts.parts.found['data']}")
 
 
@@ -88,7 +90,7 @@ def driver(facts: Facts) -> Finding:
         return problem(f"does not answer: {failure}")
     devices = [[(each / name).read_text() for name in ("vendor", "class")] for each in PCI.glob("*")]
     if KERNEL_DRIVER.exists() or any(made.startswith("0x10de") and kind.startswith("0x03") for made, kind in devices):
-        return problem("there is an NVIDIA GPU, but libnvidia-ml.so.1 is missing, which comes with the driver")
+        return problem("there is an NVIDIA GPU, but the driver's library libnvidia-ml.so.1 is missing")
     if device == "cuda":
         return problem("train.device is cuda, but there is no NVIDIA GPU")
     return not_applicable("no NVIDIA GPU here: the job runs on the CPU")
@@ -116,7 +118,10 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 def _split(there: list[list[str] | None], shown: str) -> Iterator[Finding]:
     for index, instances in enumerate(there):
         if instances == []:
-            remedy = f"nvidia-smi -i {index} -mig 0 (ends the split), or nvidia-smi mig -i {index} -cgi ... -C"
+            remedy = (
+                f"nvidia-smi -i {index} -mig 0 (ends the split), or nvidia-smi mig -i {index} -cgi ... -C (makes an "
+                "instance)"
+            )
             yield problem(f"GPU {index} is split (MIG) but has no instance, so CUDA cannot use it", remedy)
         elif instances and not shown.startswith("MIG-"):
             found = f"GPU {index} is split (MIG): CUDA shows only one instance to a process, so ddp has one GPU"
@@ -180,14 +185,14 @@ def work_tree(facts: Facts) -> Finding:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system at ``path``, such as ext4, nfs4 or, for a container's own layer, overlay."""
+    """Return the type of the file system at ``path``, such as ext4, nfs4 or, for a container's own layer, overlay."""
     types = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     return next((types[each] for each in (path, *path.parents) if each in types), "unknown")
 
 
 def git(facts: Facts) -> Finding:
     if "Needed a single revision" in facts.git.failure:
-        return warning("there is no commit yet, but results name the commit that made them", "git commit")
+        return warning("there is no commit yet, but results name the commit of their code", "git commit")
     return ok(f"at commit {facts.git.told('commit')}")
 
 
@@ -201,12 +206,12 @@ def cache(facts: Facts) -> Finding:
         return ok(f"{shown}, on the file system of the work tree")
     lost = ", and the cache is lost with the container" if file_system(there) == "overlay" else ""
     remedy = "mount the checkout with its .dvc/cache as one volume, or dvc cache dir --local PATH_ON_THE_SAME_DISK"
-    return warning(f"{shown} is on another file system than the work tree: every file is copied{lost}", remedy)
+    return warning(f"{shown} is on another file system than the work tree, so DVC copies every file{lost}", remedy)
 
 
 def remote(facts: Facts) -> Finding:
     if "remote" not in facts.dvc.found:
-        return not_applicable("unknown, see above")
+        return not_applicable("not checked; see above")
     if (name := facts.dvc.found["remote"]) is None:
         add = "dvc remote add --default storage s3://BUCKET/PATH (or a shared directory)"
         return not_applicable("there is no default remote: data and results stay on this machine", add)
@@ -220,7 +225,7 @@ def remote(facts: Facts) -> Finding:
 
 def disk(facts: Facts) -> Finding:
     """Judge the free space of the fullest file system that will hold data, models or the cache. A directory that does
-    not exist yet is on the file system of its parent."""
+    not exist yet will be on the file system of its nearest parent."""
     root, cache = facts.root.resolve(), facts.dvc.found.get("cache")
     places = [root, root / "data", root / "models", *([Path(cache)] if cache else [])]
     free, place = min((shutil.disk_usage(nearest(place)).free, place) for place in places)
@@ -267,14 +272,14 @@ def run(*, as_json: bool) -> int:
 
 
 def examine(facts: Facts) -> Iterator[Finding]:
-    """The findings of all checks, without secrets. An unexpected error becomes a finding, so the other checks still
-    run."""
+    """Yield the findings of all checks, without secrets. If a check raises an unexpected error, the error becomes a
+    finding, and the other checks still run."""
     for check, judge in CHECKS.items():
         try:
             found = judge(facts)
             judged = [found] if isinstance(found, Finding) else [*found]
         except Unanswered as error:
-            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may only be slow
+            judged = [(warning if str(error).startswith(LATE) else problem)(str(error))]  # the probe may just be slow
         except Exception as error:
             reason = f"could not be checked: {type(error).__name__}: {error}"
             judged = [warning(reason, "check this yourself, and report the message: doctor has a fault")]

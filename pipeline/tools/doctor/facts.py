@@ -1,7 +1,7 @@
 """Facts that are gathered once and judged by several checks: the job on this machine, and the answers of probes.
 
-A probe runs in a process of its own, because what it examines is slow, or may hang or crash. It prints each fact at
-once, so facts found before a hang are not lost. An exception in the probe becomes its failure.
+Each probe runs in a process of its own, because what it examines is slow, or may hang or crash. A probe prints each
+fact as soon as it is known, so facts found before a hang are not lost. An exception in the probe becomes its failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pipeline.data.prepared import Dataset
 
 PROBE_SECONDS = 60.0
-"""Importing torch, DVC or MLflow takes one to three seconds, and much longer from a cold disk or on a busy machine."""
+"""Longest time that a probe may take. Importing torch, DVC or MLflow takes one to three seconds, and much longer from a
+cold disk or on a busy machine."""
 LATE = "no answer within"
 
 
@@ -39,7 +40,7 @@ class Answer(NamedTuple):
     """Why facts are missing; empty if the answer is complete."""
 
     def told(self, name: str) -> Any:
-        """The fact ``name``. Raises Unanswered if the probe did not report it."""
+        """Return the fact ``name``. Raises Unanswered if the probe did not report it."""
         if name not in self.found:
             raise Unanswered(self.failure)
         return self.found[name]
@@ -61,7 +62,7 @@ class Job:
         return self.config.train.device if self.config else "auto"
 
     def processes(self, *devices: Literal["cpu", "cuda"]) -> int:
-        """The largest number of processes of a variant that trains on one of ``devices``."""
+        """Return the largest number of processes of a variant that trains on one of ``devices``."""
         return max((plan.processes for plan in self.plans.values() if plan.device in devices), default=1)
 
 
@@ -90,14 +91,15 @@ def look(root: Path) -> Facts:
     machine = None
     with ThreadPoolExecutor(2) as pool:  # more threads would delay all probes on a small machine: imports take CPU time
         answers = pool.map(ask, PROBES)
-        with suppress(Exception):  # the checks that need the machine say that it is unknown
+        with suppress(Exception):  # without the machine, ``read`` plans no variant
             machine = environment.machine()
         job = read(root / params.PARAMS_FILE, machine)
         return Facts(root, job, machine.gpus if machine else 0, **dict(zip(PROBES, answers, strict=True)))
 
 
 def read(path: Path, machine: params.Machine | None) -> Job:
-    """The job of ``path``. It is planned for ``machine``, unless the machine is unknown (None)."""
+    """Return the job of the params.yaml at ``path``. Its variants are planned for ``machine``, unless the machine is
+    unknown (None)."""
     try:
         job = Job(config := params.load(path))
     except ConfigError as error:
@@ -113,7 +115,8 @@ def read(path: Path, machine: params.Machine | None) -> Job:
 
 
 def ask(probe: str, seconds: float = PROBE_SECONDS) -> Answer:
-    """Run ``PROBES[probe]``, for at most ``seconds``, in a process that finds the same modules as this process."""
+    """Run ``PROBES[probe]`` for at most ``seconds`` in a process that finds the same modules as this process, and
+    return its answer."""
     command, same = [sys.executable, "-m", __name__, probe], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(command, env=same, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
@@ -147,8 +150,8 @@ def _say(**found: Any) -> None:
 
 
 def _driver() -> None:
-    """Facts from the driver's library (NVML): version, cuda (the newest supported version) and gpus. ``gpus`` has, for
-    each GPU, the UUIDs of its MIG instances, or None if the GPU is not split."""
+    """Print the facts of the driver's library (NVML): version, cuda (the newest supported version) and gpus. ``gpus``
+    has, for each GPU, the UUIDs of its MIG instances, or None if the GPU is not split."""
     import pynvml as nvml
 
     nvml.nvmlInit()
@@ -159,7 +162,8 @@ def _driver() -> None:
 
 
 def _torch() -> None:
-    """Facts: version, cuda (None in a CPU build), gpus (their number) and names; fails if a GPU cannot compute."""
+    """Print the facts version, cuda (None in a CPU build), gpus (their number) and names. Raises an error if a GPU
+    cannot compute."""
     import torch
 
     _say(version=torch.__version__, cuda=torch.version.cuda)
@@ -173,14 +177,14 @@ def _torch() -> None:
 
 
 def _git() -> None:
-    """Fact: commit; fails if git fails."""
+    """Print the fact commit or, if git fails, its error."""
     command, plain = ["git", "rev-parse", "--verify", "--short", "HEAD"], os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, env=plain, capture_output=True, text=True, errors="replace")
     _say(**{"failure": " ".join(done.stderr.split())} if done.returncode else {"commit": done.stdout.strip()})
 
 
 def _store() -> None:
-    """Facts: well, found and remedy, from ``tracking.health``."""
+    """Print the facts well, found and remedy, from ``tracking.health``."""
     from pipeline import tracking
 
     publish = params.Publish()
@@ -190,7 +194,8 @@ def _store() -> None:
 
 
 def _dvc() -> None:
-    """Facts as DVC itself reads its settings: cache, remote (the default one), url, and exists if there is a remote."""
+    """Print facts as DVC itself reads its settings: cache, remote (the default one) and url. If there is a remote,
+    print also whether its folder exists."""
     from dvc.repo import Repo
 
     with Repo() as repo:
@@ -202,18 +207,18 @@ def _dvc() -> None:
         remote = repo.cloud.get_remote()
         system, path = remote.fs, remote.path
         if system.protocol in ("http", "https"):
-            _say(exists=system.fs.exists(path, strict=True))  # without strict, any failure counts as absence
+            _say(exists=system.fs.exists(path, strict=True))  # without strict, it returns False for any failure
         else:
             if bucket := path.split("/")[0]:
-                system.fs.info(bucket)  # raises on failure; for exists() any failure counts as absence
+                system.fs.info(bucket)  # raises an error, where exists() returns False
             _say(exists=system.exists(path))
 
 
 def _parts() -> None:
-    """Facts: model; and, if the data's form is known, data (in words) and parameters (their number). Fails with the
-    errors with which training would fail."""
+    """Print the fact model. If the form of the data is known, print also data (in words) and parameters (their number).
+    Raises the errors that training would raise."""
     config = params.load()
-    with redirect_stdout(sys.stderr):  # what a user's module prints
+    with redirect_stdout(sys.stderr):  # a user's module may print; stdout is for the facts
         from pipeline import models, tasks
         from pipeline.data.prepared import check_batch
         from pipeline.models import loss_and_metric
@@ -234,7 +239,7 @@ def _parts() -> None:
 
 
 def _data(config: params.Config) -> tuple[Dataset, int] | None:
-    """The data set and its number of training samples; None if they are not known yet. Raises DataError.
+    """Return the data set and its number of training samples; None if they are not known yet. Raises DataError.
 
     For an image folder, which may not be prepared yet, the data set is one sample in the shape of prepared images.
     """
@@ -268,7 +273,7 @@ PROBES = {"parts": _parts, "driver": _driver, "torch": _torch, "git": _git, "dvc
 
 
 def nearest(path: Path) -> Path:
-    """``path``, or the first directory above it that exists."""
+    """Return ``path``, or the first directory above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 

@@ -52,14 +52,15 @@ REMEDIES = {
     "NotDvcRepoError": TO_THE_TOP,
     "cannot write to": 'sudo chown -R "$(id -u):$(id -g)" . ; run containers with --user "$(id -u):$(id -g)" and '
     "without :ro",
-    "DVC remote:": "check `dvc status --cloud --verbose`, the credentials (dvc remote modify --local ...), the network",
+    "DVC remote:": "check `dvc status --cloud --verbose`, the credentials (dvc remote modify --local ...) and the "
+    "network",
     "tracking: no answer": "check the address in MLFLOW_TRACKING_URI, and the name server",
     "no answer": "try again: a first import or a busy machine is slow; if it fails again, a file system may hang",
     "git:": "repair git: DVC and the gate need it",
-    "DVC cache:": "see `dvc doctor`, git above, .dvc/config and .dvc/config.local",
+    "DVC cache:": "see `dvc doctor`, the finding about git, .dvc/config and .dvc/config.local",
 }
-"""Part of a finding's text -> the remedy, used if the check gives none. The text can be another tool's error message.
-The first entry that occurs in "check: finding" counts."""
+"""Part of a finding's text -> the remedy to print if the check names none. The text can be another tool's error
+message. The first entry that occurs in "check: finding" counts."""
 
 
 class Finding(NamedTuple):
@@ -69,12 +70,13 @@ class Finding(NamedTuple):
     the part could not be checked."""
     found: str
     remedy: str = ""
-    """The command or setting that fixes the fault; empty if nothing is to be done, or ``REMEDIES`` has the remedy."""
+    """The command or setting that fixes the fault; empty if nothing is to be done, or if ``REMEDIES`` has the
+    remedy."""
     check: str = ""
     """The check's name in ``CHECKS``, a word or two."""
 
     def of(self, check: str) -> Finding:
-        """The finding with its check's name and its remedy, without secrets."""
+        """Return the finding with the name of its check and its remedy, without secrets."""
         known = (remedy for words, remedy in REMEDIES.items() if words in f"{check}: {self.found}")
         remedy = self.remedy or (next(known, "") if self.status in ("problem", "warning") else "")
         return Finding(self.status, redacted(self.found), redacted(remedy), check)
@@ -85,13 +87,14 @@ warning, problem = partial(Finding, "warning"), partial(Finding, "problem")
 
 
 def enough(holds: bool, found: str, wants: str, remedy: str, short: Callable[..., Finding] = warning) -> Finding:
-    """An ok finding if the condition ``holds``; else the finding made by ``short``, whose text ends with ``wants``."""
+    """Return an ok finding if the condition ``holds``; else the finding that ``short`` makes, whose text ends with
+    ``wants``."""
     return ok(found) if holds else short(f"{found}; {wants}", remedy)
 
 
 def as_text(findings: Sequence[Finding], width: int) -> str:
-    """One block per finding: status, check and text, and below, after an arrow, the remedy. The remedy is indented less
-    than the text, so that commands stay on one line."""
+    """Return one block per finding: a line with status, check and text, and below it, after an arrow, the remedy. The
+    remedy is indented less than the text, so that commands stay on one line."""
     name = max(len(finding.check) for finding in findings)
     blocks = []
     for status, found, remedy, check in findings:
@@ -103,7 +106,8 @@ def as_text(findings: Sequence[Finding], width: int) -> str:
 
 
 def _wrapped(head: str, text: str, width: int) -> str:
-    """``text`` after ``head``, wrapped to ``width`` columns; a longer word, such as a path to copy, stays whole."""
+    """Return ``head`` and ``text``, with ``text`` wrapped to ``width`` columns. A longer word, such as a path to copy,
+    stays whole."""
     wrap = partial(textwrap.wrap, width=max(width - len(head), 30), break_long_words=False, break_on_hyphens=False)
     return head + f"\n{' ' * len(head)}".join(line for paragraph in text.splitlines() for line in wrap(paragraph))
 

@@ -43,7 +43,8 @@ _NATIVE_FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """Measure inference with the trained model of ``variants.<name>`` and write ``inference/<name>.json`` and ``.md``.
 
-    The measurement runs in one process, on the CPU, and also on a GPU if the job runs on GPUs. Raises PipelineError.
+    The measurement runs in one process, on the CPU, and also on a GPU if the job runs on GPUs. Raises PipelineError,
+    for example if the variant is not trained or the batches do not fit into memory.
     """
     plan = plan_of(config, name, machine)
     fingerprint = environment.read()
@@ -132,10 +133,11 @@ def forms_on(
     max_spread: float,
     energy: bool = False,
 ) -> tuple[list[Form], list[Noise]]:
-    """Make, check and measure the forms ``kinds``, the plain form first, on the device of ``world``.
+    """Make, check and measure the forms ``kinds``, which begin with the plain form, on the device of ``world``. Return
+    a record of each form, and the noise.
 
-    ``label``: the device's name. Raises any error of the plain form. The error of another form becomes the reason, in
-    this form's record, why it is not available.
+    ``label``: the device's name. An error of the plain form is raised. An error of another form becomes the reason, in
+    its record, why it is not available. Raises PipelineError if the disk is full.
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     batches = _Batches(task, max(trained.batch_sizes))
@@ -148,13 +150,16 @@ def forms_on(
             made[name] = _prepared(kind, trained, batches, world)
         except Unavailable as reason:
             if name == PLAIN:
-                raise PipelineError(f"the trained model has no plain form to compare with: {reason}.") from None
+                raise PipelineError(
+                    f"infer: the form {PLAIN}, with which all others are compared, fails: {reason}; train the variant "
+                    "with other settings."
+                ) from None
             reasons[name] = str(reason)
-        except Exception as error:  # any error of compilers, exporters and kernels; the reason goes into the record
+        except Exception as error:  # compilers, exporters and kernels may raise anything
             if name == PLAIN:
                 raise
             reasons[name] = cause(error)
-        if NO_ROOM in reasons.get(name, ""):  # a full disk is no property of the form
+        if NO_ROOM in reasons.get(name, ""):  # a full disk says nothing about the form
             raise PipelineError(f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory.")
     calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
     slices = in_rounds(
@@ -214,7 +219,7 @@ class _Batches:
         return self._inputs[rows].to(self._device)
 
     def outputs(self, predict: Predict) -> torch.Tensor:
-        """Outputs float32 [N, ...] on the CPU, of every test sample once."""
+        """Return the outputs of ``predict``, float32 [N, ...] on the CPU: one for each test sample."""
         starts = range(0, len(self._inputs), self._size)
         found: Iterator[torch.Tensor] = (predict(self._batch(start)).cpu() for start in starts)
         return torch.cat(list(found))[: len(self._inputs)]
@@ -223,7 +228,8 @@ class _Batches:
 def _prepared(
     kind: Kind, trained: Trained, batches: _Batches, world: World
 ) -> tuple[Made, float, torch.Tensor, tuple[str, ...]]:
-    """Make and warm up a form. Return it, the seconds that this took, its outputs over the test set, and remarks."""
+    """Make and warm up a form. Return it, the seconds that this took, its outputs over the test set, and remarks.
+    Raises Unavailable if an output is not finite."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -256,14 +262,15 @@ def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: 
 
 
 def _calibration(task: Task) -> torch.Tensor:
-    """Raw training inputs on the task's device, evenly spread over the data set, which may be sorted by class."""
+    """Return raw training inputs on the task's device. They are evenly spread over the data set, which may be sorted by
+    class."""
     train = task.dataset.train
     rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
     return task.raw([train.arrays[name][rows].to(task.device) for name in task.arrays])[0]
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
-    """The 16-bit types that the device computes natively; both types if params.yaml allows emulation."""
+    """Return the 16-bit types that the device computes natively; both types if params.yaml allows emulation."""
     if train.without_native == "run":
         return frozenset({"bf16", "fp16"})
     if device == "cuda":

@@ -50,7 +50,7 @@ class Trained:
     """A directory for temporary files."""
 
     def deployed(self, model: nn.Module | None = None) -> nn.Module:
-        """The preprocessing followed by ``model`` (default: the trained one)."""
+        """Return the preprocessing followed by ``model`` (default: the trained one)."""
         return nn.Sequential(self.preprocess, model or self.model).eval()
 
 
@@ -90,10 +90,10 @@ def fp16(trained: Trained) -> Made:
 
 
 def exported(trained: Trained) -> Made:
-    """The exported program after saving and loading, as another process would run it."""
+    """Export the model, save the program, and return it as another process would load it."""
     file = trained.scratch / "model.pt2"
     program = _export(trained.deployed(), trained.samples)
-    with BytesIO() as content, files.whole(file) as written:  # torch's writer ends the process if a disk is full
+    with BytesIO() as content, files.whole(file) as written:  # torch's own writer would end the process on a full disk
         torch.export.save(program, content)
         written.write(content.getbuffer())
     loaded = torch.export.load(file).module()
@@ -101,12 +101,13 @@ def exported(trained: Trained) -> Made:
 
 
 def int8(trained: Trained) -> Made:
-    """Weights and activations in 8 bits, with ranges calibrated on training samples (static quantisation).
+    """Return the model with weights and activations in 8 bits. Their ranges are calibrated on training samples (static
+    quantisation).
 
-    Source: torchao, PyTorch 2 Export Quantization. Its kernels on x86 CPUs come with torch.compile.
+    Source: torchao, PyTorch 2 Export Quantization. torch.compile provides its kernels for x86 CPUs.
     """
     if trained.device.type != "cpu":
-        raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs; TensorRT is not part of PyTorch")
+        raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs, and TensorRT is not part of PyTorch")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the int8 kernels are for x86 CPUs, and this CPU is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:
@@ -116,7 +117,7 @@ def int8(trained: Trained) -> Made:
     with warnings.catch_warnings(action="ignore"):  # torch warns about its own code
         try:
             made = _int8(trained)
-        except Exception as error:  # any error of these two libraries with a model that they do not support
+        except Exception as error:  # for an unsupported model, the two libraries may raise anything
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
     if made is None:
         raise Unavailable(f"{versions} have no int8 kernel for any part of this model")
@@ -134,9 +135,9 @@ FORMS: Mapping[str, Kind] = {
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters, buffers and constants, each counted once. In a graph module, only the tensors
-    that its graph reads are counted."""
-    if isinstance(module, torch.fx.GraphModule):  # a quantised graph also keeps the float32 weights it was made from
+    """Return the bytes of a module's parameters, buffers and constants, each counted once. In a graph module, only the
+    tensors that its graph reads are counted."""
+    if isinstance(module, torch.fx.GraphModule):  # a quantised module also keeps its float32 weights
         read = (operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr")
         tensors = [value for value in read if isinstance(value, torch.Tensor)]
     else:
@@ -145,14 +146,14 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def cause(error: Exception) -> str:
-    """The error in one line; for a compiler's error, the error that it contains."""
+    """Return the error in one line. For a compiler's error, return the error that it contains."""
     inside: Exception = getattr(error, "inner_exception", error)
     kind, said = type(inside).__name__, first_line(inside)
     return kind if said == kind else f"{kind}: {said}"
 
 
 def _int8(trained: Trained) -> Made | None:
-    """The quantised form; None if nothing in the model could be quantised."""
+    """Return the quantised form; None if nothing in the model could be quantised."""
     import torch._inductor.config as inductor
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -166,14 +167,14 @@ def _int8(trained: Trained) -> Made | None:
     if "quantize_per_tensor" not in str(converted.graph):
         return None
     predict: Predict = torch.compile(converted, dynamic=False)
-    with inductor.patch(freezing=True):  # compiling here makes the weights constants, packed for int8
+    with inductor.patch(freezing=True):  # the calls compile: freezing makes the weights constants, packed for int8
         for size in trained.batch_sizes:
             predict(trained.samples[torch.arange(size) % len(trained.samples)])
     return Made(predict, bytes_of(converted))
 
 
 class _InPrecision(nn.Module):
-    """A model whose weights and activations have another dtype. Its outputs are float32."""
+    """A copy of a model with weights and activations in another dtype. Its outputs are float32."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -196,8 +197,8 @@ def _made(module: nn.Module) -> Made:
 
 
 def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
-    """Export for batches of any size. The example has two samples, because torch.export would make a size of 1 a
-    constant."""
+    """Return the program for batches of any size. The example batch has two samples, because torch.export would treat a
+    size of 1 as a constant."""
     batch = torch.export.Dim("batch")
     return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))
 

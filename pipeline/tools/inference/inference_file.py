@@ -12,7 +12,7 @@ from pipeline.results import Record, VariantDocument
 
 
 class Latency(Record):
-    """Latency of one sample at a time, from the call until the outputs are computed."""
+    """Latency of calls with one sample, from the call until the outputs are computed."""
 
     p50_ms: float
     p50_low_ms: float
@@ -24,7 +24,7 @@ class Latency(Record):
 
 
 class Throughput(Record):
-    """Throughput with batches of one size, which the form takes one after the other."""
+    """Throughput of successive calls with batches of one size."""
 
     batch_size: int
     samples_per_second: float

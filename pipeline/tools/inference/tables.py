@@ -1,4 +1,4 @@
-"""The results of inference as Markdown."""
+"""Write the results of inference as Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.tools.inference.inference_file import Form, Inference, Measured, T
 
 
 def markdown(found: Inference) -> str:
-    """The page ``inference/<variant>.md``."""
+    """Return the content of ``inference/<variant>.md``."""
     lines = [f"# Inference with {found.variant}", ""]
     devices = dict.fromkeys((form.device_type, form.device) for form in found.forms)
     for device_type, name in devices:
@@ -20,12 +20,13 @@ def markdown(found: Inference) -> str:
         "",
         f"- All forms are made from the model of seed {found.seed}. A form takes inputs as they are in the prepared "
         "data set, and returns float32 outputs.",
-        f"- The forms were measured in {count(found.rounds, 'round')}. In each round, every form took one turn, warm "
-        f"and synchronised, with {count(found.threads, 'CPU thread')}.",
+        f"- The forms were measured in {count(found.rounds, 'round')}, with {count(found.threads, 'CPU thread')}. In "
+        "each round, the forms took turns, after a warm-up. Each measured time ends when the device has finished.",
         "- A throughput is the median over the rounds; the slowest and the fastest round are in brackets. A ratio is "
         "the median of the rounds' ratios to the plain form; its 95% interval is in brackets.",
-        "- *p50*, *p99*: milliseconds from a call with one sample to its outputs. The smallest and the largest of the "
-        "rounds' medians follow p50 in brackets. p99 is unknown if there were too few calls.",
+        "- *p50*, *p99*: the median and the 99th percentile of the milliseconds from a call with one sample to its "
+        "outputs. The smallest and the largest of the rounds' medians follow p50 in brackets. p99 is unknown if there "
+        "were too few calls.",
         "- *Equal*: the score against the plain form's predictions; for classes, the share of samples with the same "
         "class.",
         "- *Outputs*: the largest difference from the outputs of the plain form.",

@@ -20,11 +20,11 @@ from pipeline.tools.inference.forms import Predict
 from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
 
 FEWEST_FOR_P99 = 100
-"""Fewest calls for a 99th percentile; with fewer calls, it would be the slowest call."""
+"""Fewest calls for a 99th percentile. With fewer calls, the percentile would depend on the slowest call alone."""
 FEWEST_CALLS = 3
-"""Fewest calls in a slice, however long a call takes."""
+"""Fewest calls of a form, per round and batch size, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
-"""Largest size, in bytes, of the batches that are prepared together before they are timed."""
+"""Largest size, in bytes, of the batches that are made together before they are timed."""
 
 Synchronise = Callable[[], None]
 
@@ -41,7 +41,8 @@ class Slices:
     """Batch size -> results of ``per_sample``, one per round; empty if energy was not asked for."""
 
     def energy(self, size: int) -> dict[str, Any]:
-        """The energy fields of ``Throughput``. If the energy of one round is unknown, the result is unknown."""
+        """Return the energy fields of ``Throughput`` for one batch size. If the energy of one round is unknown, the
+        result is unknown."""
         told = self.energies[size]
         unknown = [each for each in told if "why_no_energy" in each]
         if unknown or not told:
@@ -65,7 +66,8 @@ def in_rounds(
     devices: Sequence[torch.device] = (),
     values: int = 256,
 ) -> dict[str, Slices]:
-    """Measure every form in each round: about ``seconds`` with single samples, and as long with each batch size.
+    """Measure every form in each round: about ``seconds`` with single samples, and as long with each batch size. Return
+    the measurements by form.
 
     ``inputs`` [n, ...]: raw inputs with values from 0 to ``values`` - 1; n must be at least the largest batch size. The
     forms must be warm: each must have been called with every size. The forms take turns within a round, so that a
@@ -93,7 +95,7 @@ def in_rounds(
 
 
 def latency_of(slices: Slices) -> Latency:
-    """Latency over all rounds, with the spread of the rounds' medians."""
+    """Return the latency over all rounds, with the spread of the rounds' medians."""
     calls = [call for each in slices.latencies for call in each]
     medians = [statistics.median(each) for each in slices.latencies]
     return Latency(
@@ -106,7 +108,8 @@ def latency_of(slices: Slices) -> Latency:
 
 
 def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> tuple[Throughput, ...]:
-    """Throughput by batch size, with the ratio to the plain form in the same rounds if ``noise`` allows a ratio."""
+    """Return the throughput for each batch size, with the ratio to the plain form in the same rounds if ``noise``
+    allows a ratio."""
     found = []
     for size, rates in slices.rates.items():
         ratio = paired_ratio(rates, plain.rates[size]) if noise[size].refused is None else None
@@ -126,8 +129,8 @@ def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> 
 
 
 def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
-    """Batch size -> noise. The plain form is measured twice in each round; the noise holds its ratio to itself and, if
-    ratios are not trusted, the reason."""
+    """Return the noise by batch size: the ratio of the plain form, which is measured twice in each round, to itself
+    and, if ratios are not trusted, the reason."""
     found = {}
     for size, rates in again.rates.items():
         narrow = paired_ratio(rates, plain.rates[size])
@@ -138,14 +141,14 @@ def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["c
 
 
 class Unseen:
-    """Batches in which no sample occurs twice, so that a model cannot gain time by cached answers."""
+    """Batches in which no sample occurs twice, so that a model cannot save time by returning cached outputs."""
 
     def __init__(self, inputs: torch.Tensor, values: int) -> None:
         self._inputs, self._made, self._values, self.sample_bytes = inputs, 0, values, inputs[0].nbytes
 
     def batches(self, size: int, count: int) -> list[torch.Tensor]:
-        """``count`` batches [size, ...] of the first samples. The digits of a new number replace the first four values
-        of each sample, so that no two samples are equal."""
+        """Return ``count`` batches [size, ...] of the first samples. The digits of a new number replace the first four
+        values of each sample, so that no two samples are equal."""
         found = []
         for _ in range(count):
             batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
@@ -158,7 +161,7 @@ class Unseen:
 
 
 def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
-    """Seconds of each call, measured until the device has finished."""
+    """Return the seconds of each call, measured until the device has finished."""
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
@@ -174,10 +177,11 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
 def _batches(
     predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
 ) -> tuple[int, float]:
-    """The number of samples in successive calls, and the calls' seconds. The device is synchronised only after every
-    ``MOST_UNSEEN_BYTES`` of batches and at the end.
+    """Return the number of samples in successive calls, and the seconds that the calls took. The device is synchronised
+    only after every ``MOST_UNSEEN_BYTES`` of batches and at the end.
 
-    The energy needs one window around all calls, so it includes the energy of making the batches: one copy for each.
+    ``energy`` is measured in one window around all calls. So it includes the energy of making the batches, which takes
+    one copy for each batch.
     """
 
     def timed(count: int) -> float:

@@ -1,4 +1,5 @@
-"""Train every variant in miniature on the user's own model and data, and verify the claims behind a comparison."""
+"""The command ``verify``: train every variant in miniature, with the user's own model and data, and verify the claims
+on which a comparison rests."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ __all__ = ["Claim", "Verifier", "run"]
 
 
 def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool) -> int:
-    """Print the claims of ``variants`` (empty: of all). Return 0 if the claims ``hold`` (as in ``words``), else 1.
+    """Print the claims of ``variants`` (empty: of all). Return 0 if ``words.hold`` is true for the claims, else 1.
     Raises PipelineError."""
     if launched_size() is not None:
-        raise PipelineError("verify starts the processes itself: run it without a launcher, on one host.")
+        raise PipelineError(
+            "verify: found a launcher's environment, but verify starts the processes itself; run it without a launcher "
+            "on one host."
+        )
     names = list(variants) or list(config.variants)
     plans = [planned(config, name, machine, prepared) for name in names]
     started = time.monotonic()
@@ -47,7 +51,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             )
             print(words.heading(width), flush=True)
         total = sum(map(verifier.count, plans))
-        print(f"verify: {total} claims; after the first claim, the time is estimated", file=sys.stderr, flush=True)
+        print(f"verify: {total} claims; after each claim, the remaining time is estimated", file=sys.stderr, flush=True)
         for plan in plans:
             for claim in verifier.claims(plan):
                 claims.append(claim)

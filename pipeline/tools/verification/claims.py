@@ -1,6 +1,6 @@
-"""The claims that a comparison rests on: each with a measured difference and the bound up to which the claim holds.
+"""The claims on which a comparison rests. A claim compares a measured difference with the bound up to which it holds.
 
-A variant's claims and their bounds follow from what the catalogue's entries of its techniques promise
+A variant's claims and their bounds follow from what its techniques promise in their entries of the catalogue
 (``Entry.changes``, ``roundoff`` and ``repeats``). So a new technique is verified against its own entry.
 """
 
@@ -47,10 +47,11 @@ DRAWS = 2
 FACTOR = 2.0
 """Rounding may change a training by at most this many times the change that this noise causes."""
 CLEAR = 2.0
-"""A bound is meaningful if a fault planted in the reference causes at least this many times the bound."""
+"""A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
+bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
 """Settings of a ``Task``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
-rates. Errors grow from step to step, in some trainings beyond all bounds."""
+rates. Rounding errors grow from step to step, in some trainings beyond every meaningful bound."""
 SMALL_TENSOR = 0.1
 """A gradient whose terms nearly cancel consists of rounding errors only. So a difference is divided by a norm to which
 this share of the root mean square over all tensors is added."""
@@ -73,7 +74,7 @@ class Claim:
     bound: float | None = None
     """None: no bound is promised."""
     holds: bool | None = None
-    """None: this is not decided; ``undecided`` says in which way, and ``note`` says why."""
+    """None: the claim is not decided. ``undecided`` says in which way, and ``note`` says why."""
     unit: str = ""
     note: str = ""
     undecided: str = ""
@@ -92,7 +93,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Against:
-    """A single device's training, and the noise and fault that give the bound for another training's difference."""
+    """The reference, a training on a single device, and the noise and the fault from which the bound follows."""
 
     plan: Plan
     noise: float
@@ -103,7 +104,8 @@ class _Against:
 
 
 def tensor_difference(found: Path, expected: Path) -> float:
-    """The largest relative difference of a tensor, such as a gradient; infinite if a difference is not finite.
+    """Return the largest relative difference between tensors of the same name in two files, such as gradients; infinite
+    if the names differ or a difference is not finite.
 
     The norm of a difference is taken relative to the expected tensor's norm plus ``SMALL_TENSOR`` of the root mean
     square over all tensors. Integer tensors, which are counts, are left out.
@@ -127,7 +129,8 @@ def tensor_difference(found: Path, expected: Path) -> float:
 
 
 def curve_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest difference of a step's loss, relative to the mean loss over the steps."""
+    """Return the largest difference of a step's loss, relative to the mean expected loss over the steps; infinite if
+    the number of steps differs."""
     if len(found) != len(expected):
         return math.inf
     largest = max((abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)), default=math.inf)
@@ -143,8 +146,8 @@ def loss_difference(found: Observed, expected: Observed) -> float:
 
 
 def differing_values(found: Path, expected: Path) -> int:
-    """The number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values of this
-    name differ."""
+    """Return the number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values
+    of this name differ."""
     ours, theirs = _read(found), _read(expected)
     different = sum(
         value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)
@@ -166,7 +169,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluated(plan: Plan, seen: Observed) -> Claim:
-    """Claim that evaluation counts every test sample once, with the score that the sample has alone.
+    """Return the claim that evaluation counts every test sample once, with the score that the sample has alone.
 
     Rounding of the outputs may change a fractional score; it changes a true-or-false score only at ties.
     """
@@ -184,7 +187,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
 class Verifier:
     """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder``: the directory for the trainings' files, one per training.
+    ``folder``: the directory for the files of the trainings, one per training.
     """
 
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
@@ -198,22 +201,28 @@ class Verifier:
         self.nature, _ = self._natures_of(config.train)
 
     def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
-        """The nature of the job's model as it is, and of the model made per-sample."""
+        """Return the nature of the job's model as it is, and of the model made per-sample. Raises ModelError."""
         file = self.folder / statistics_file(train)
         if file not in self._natures:
-            as_it_is, made_per_sample, found = natures_of(replace(self._small, train=train))
+            task = replace(self._small, train=train)
+            batches = first_inputs(task, STATISTICS_BATCHES)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(train.seeds[0])
+                model = task.model()
+                as_it_is, found = nature(model, batches[0]), statistics(model, batches)
+                made_per_sample = nature(make_per_sample(model, found), batches[0])
             torch.save(found, file)
             self._natures[file] = as_it_is, made_per_sample
         return self._natures[file]
 
     def count(self, plan: Plan) -> int:
-        """The number of claims that ``claims`` yields for the plan if all of them can be tried."""
+        """Return the number of claims that ``claims`` yields for the plan if all of them can be tried."""
         changes = {each.changes for each in params.requested(plan.applied)}
         idle = sum(each.without_effect is not None for each in params.requested(plan.applied))
         return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
-        """The claims of the plan's variant. The note of a claim that cannot be tried here says why."""
+        """Yield the claims of the plan's variant. The note of a claim that cannot be tried here says why."""
         name = plan.name
         for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is skipped", note=reason, undecided=UNTRIED)
@@ -240,8 +249,8 @@ class Verifier:
         yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that gradients, losses and weights are those of a training on a single device in float32. That training
-        keeps the techniques that change statistics."""
+        """Yield the claims that gradients, losses and weights equal those of the reference: a training on a single
+        device in float32, which keeps the techniques that change statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
             return  # the claim of identical weights is stronger
@@ -274,7 +283,7 @@ class Verifier:
             (claim,) = self._compared(plan, against, [Task("step", per_sample)], {gradients: way_difference})
             yield claim
             if claim.undecided == UNMEASURABLE:
-                note = "rounding hides a fault already in the gradients of a step"
+                note = "rounding hides a fault even in the gradients of a step"
                 yield from (
                     Claim(plan.name, each.format(self.steps), note=note, undecided=UNMEASURABLE)
                     for each in (losses, weights)
@@ -288,7 +297,8 @@ class Verifier:
     def _compared(
         self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """A claim for each distance, from the first of ``tasks`` in which the first distance's bound is meaningful.
+        """Return a claim for each of ``distances``, from the first of ``tasks`` in which the first distance's bound is
+        meaningful, or else from the last.
 
         In a claim's text, {} stands for the number of steps.
         """
@@ -309,7 +319,7 @@ class Verifier:
         slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
         note = "; ".join(filter(None, [against.note, slower]))
         if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-            note = f"the reference, {theirs.not_finite or 'on a single device: its values are not finite'}"
+            note = f"the reference, {theirs.not_finite or 'a single device, reaches values that are not finite'}"
             return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
         try:
             (ours,) = self._observe(plan, [task])
@@ -326,7 +336,8 @@ class Verifier:
         ]
 
     def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
-        """Claim that the final weights stay the same if the techniques that should change nothing are left out."""
+        """Yield the claim that the final weights stay the same if the techniques that should change nothing are left
+        out."""
         exact = [each for each in entries if each.changes == "nothing"]
         if not exact:
             return
@@ -343,7 +354,8 @@ class Verifier:
         yield self._bit_by_bit(plan, entries, claim, first, other)
 
     def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Claim that a technique, set so that it has no effect, gives the same weights as a training without it."""
+        """Yield, for each technique that can be set to have no effect, the claim that it then gives the same weights as
+        a training without it."""
         for each in entries:
             if each.without_effect is None:
                 continue
@@ -362,7 +374,8 @@ class Verifier:
             yield self._bit_by_bit(plan, entries, claim, ours, other)
 
     def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, other: Observed) -> Claim:
-        """Claim that two trainings end in the same weights; not promised if a training is not deterministic."""
+        """Return the claim that two trainings end in the same weights; not promised if a training is not
+        deterministic."""
         loose = [each.name for each in entries if not each.repeats] + [first.unsteady] * bool(first.unsteady)
         if not self.config.train.deterministic:
             loose.append("train.deterministic: false")
@@ -373,8 +386,8 @@ class Verifier:
         return Claim(plan.name, claim, difference, 0, difference == 0, "values")
 
     def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
-        """Claim that a step takes all samples that it is credited with. A compiled graph hides its work, so the claim
-        is tried without compiler techniques."""
+        """Return the claim that a step processes all samples that it is credited with. A compiled graph hides its work,
+        so the claim is tried without compiler techniques."""
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
         assert work is not None  # a run always records its work
         claim = f"the model and the loss take {work.credited:,} samples a step"
@@ -387,7 +400,7 @@ class Verifier:
         return Claim(plan.name, claim, work.missing, 0, not work.missing, "samples", note)
 
     def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
-        """The plan of the same variant without ``techniques``."""
+        """Return the plan of the same variant without ``techniques``."""
         try:
             return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
         except ConfigError as error:
@@ -401,7 +414,7 @@ class Verifier:
         return planned(params.parse(values), name, self.machine, self.prepared)
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
-        """Results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
+        """Return the results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
         settled = self._settled(plan)
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
@@ -411,32 +424,22 @@ class Verifier:
         return [self._seen[settled, task, repeat] for task in tasks]
 
     def _settled(self, plan: Plan) -> str:
-        """The settings that a training depends on, as text. Plans that train in the same way have the same text."""
+        """Return the settings that a training depends on, as text. Plans that train in the same way have the same
+        text."""
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
-        values["applied"].pop("processes", None)  # "auto" and the number that it stands for are the same
+        values["applied"].pop("processes", None)  # "auto" or a number; the plan itself has the number
         return json.dumps(values, sort_keys=True)
 
 
-def natures_of(task: tasks.Task) -> tuple[Nature, Nature, dict[str, torch.Tensor]]:
-    """The natures of the job's model as it is and of the model made per-sample, and the statistics that make it
-    per-sample. Raises ModelError."""
-    batches = first_inputs(task, STATISTICS_BATCHES)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(task.train.seeds[0])
-        model = task.model()
-        as_it_is, found = nature(model, batches[0]), statistics(model, batches)
-        return as_it_is, nature(make_per_sample(model, found), batches[0]), found
-
-
 def said(found: Nature) -> str:
-    """The nature in words that follow "the model"."""
+    """Return the nature in words that follow "the model"."""
     parts = ["draws random numbers"] * found.stochastic + ["mixes the samples of a batch"] * found.batch_dependent
     return " and ".join(parts) or "draws no random numbers and does not mix the samples of a batch"
 
 
 def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
-    """``claim`` with the bound that follows from ``spoilt``: the differences that noise causes in the reference, and as
-    the last value, the difference that a fault causes. If ``spoilt`` is empty, no bound is promised."""
+    """Return ``claim`` with the bound that follows from ``spoilt``: the differences that noise causes in the reference
+    and, as the last value, the difference that a fault causes. If ``spoilt`` is empty, no bound is promised."""
     if not spoilt:
         return replace(claim, undecided=UNPROMISED)
     *noisy, fault = spoilt
@@ -446,8 +449,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
 
 
 def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
-    """The claim whose training ended with ``error``. If the pipeline itself refused, for lack of memory for instance,
-    the claim could not be tried. After any other error, the claim is wrong."""
+    """Return the claim whose training ended with ``error``. If the pipeline itself refused, for lack of memory for
+    instance, the claim could not be tried. After any other error, the claim is wrong."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         return Claim(variant, claim, holds=False, note=text)

@@ -1,8 +1,8 @@
 """Why a model's training depends on the number of processes: random draws, and samples that influence each other.
 
 Each process draws its own random numbers, and BatchNorm normalises by the samples of one process. So a distributed
-training differs by design from a training on a single device. To show other differences, the model is
-made per-sample, which removes both reasons.
+training differs by design from a training on a single device. To show other differences, ``make_per_sample`` removes
+both reasons from the model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
 _MIXED = 1e-3
-"""Samples influence each other if a sample's logits in the whole batch differ by more than this from its logits in a
-part of the batch, relative to the largest logit. Rounding causes far smaller differences."""
+"""Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of the
+batch, relative to the largest logit. Rounding causes far smaller differences."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class Nature:
         return not (self.stochastic or self.batch_dependent)
 
 
-def nature(model: nn.Module, images: torch.Tensor) -> Nature:
-    """Find the nature of ``model`` by running it on ``images`` float32 [n, C, H, W], at least four. Model and random
-    state do not change."""
+def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
+    """Return the nature of ``model``, found by running a copy on ``inputs`` [n, ...], at least four samples as the
+    model takes them. The model and the random state do not change."""
     tried = copy.deepcopy(model).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        whole = tried(images)
+        whole = tried(inputs)
         if not torch.equal(before, torch.get_rng_state()):
             return Nature(stochastic=True, batch_dependent=False)
-        parts = torch.cat([tried(part) for part in images.chunk(2)])
+        parts = torch.cat([tried(part) for part in inputs.chunk(2)])
     return Nature(stochastic=False, batch_dependent=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
 
 
@@ -60,18 +61,14 @@ def quieten(model: nn.Module) -> nn.Module:
 
 
 def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
+    """Return BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
-    With its initial statistics (mean 0, variance 1) a norm would not normalise, and a deep model would diverge. The
-    model changes, but not the random state.
+    With its initial statistics (mean 0, variance 1) a BatchNorm would not normalise, and a deep model would diverge.
+    The model changes, but not the random state.
     """
+    with torch.random.fork_rng(devices=[]):
+        update_bn(batches, model)
     norms = _norms(model)
-    for norm in norms.values():
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for images in batches if norms else ():
-            model.train()(images)
     return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
 
 
@@ -97,7 +94,7 @@ def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class FixedNorm(nn.Module):
-    """A BatchNorm that normalises by its running statistics, in training too; its parameters are those of ``norm``."""
+    """A BatchNorm that normalises by its running statistics even in training. It has the parameters of ``norm``."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

@@ -32,15 +32,16 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 
 EPOCHS, EPOCH_STEPS = 2, 10
-"""Epochs of the miniature, and steps of an epoch; fewer steps if the data set is smaller."""
+"""Number of epochs of the miniature, and of steps in an epoch; fewer steps if the data set is smaller."""
 TEST_SAMPLES = 2000
 """Maximum number of test samples. The number used is prime, so that no number of processes divides it."""
 TRIED_SAMPLES = 32
-"""Number of samples on which a model's nature is tried."""
+"""Number of samples from which a model's nature is found."""
 STATISTICS_BATCHES = 4
 """Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is made per-sample."""
 TIE = 2.0**-16
-"""Two logits that differ by less than this, relative to the sample's largest logit, can change places by rounding."""
+"""Two logits that differ by less than this, relative to the sample's largest logit, can change their order by
+rounding."""
 
 RATE = 2.0**20
 """Learning rate of a single step. It is so large that the weights change by far more than their rounding. It is a power
@@ -55,7 +56,8 @@ PLAIN_SGD: dict[str, Any] = {
 }
 
 PRELOAD = ("pipeline.tools.verification.observing", "torch._dynamo")
-"""Modules that every process needs; torch imports the second one with the first optimizer."""
+"""Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
+torch imports ``torch._dynamo`` when it creates the first optimizer."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,13 @@ class Task:
     """True if the model is made per-sample; see ``natures``."""
     noise: float = 0.0
     """For a single device: the relative error (root mean square) that is added to each initial parameter and to each
-    value that a layer returns. It imitates rounding, in the forward pass and, through the same products, in the
-    backward pass; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
+    value that a layer returns. It imitates rounding in the forward pass and, because these values are also factors in
+    the backward pass, there too; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
     draw: int = 0
-    """Number of the random draw of the noise, which seeds it."""
+    """The seed of the noise."""
     forgets: int = 0
-    """For a single device: the number of parts of each batch; the gradient lacks the last part. 0: it lacks none."""
+    """For a single device: the planted fault. Each batch has this number of parts, and the gradient lacks the last
+    part. 0: no fault."""
     rate: float = 1.0
     """Learning rate of a run, relative to the job's."""
     steps: int = 0
@@ -90,7 +93,7 @@ class Observed:
     losses: tuple[float, ...] = ()
     """Loss of each step of a run."""
     not_finite: str = ""
-    """Why the training ended early, with no usable state."""
+    """Why the training ended early, with no usable state; empty if it did not."""
     overflowed: bool = False
     """True if a step was skipped because its scaled gradients overflowed."""
     unsteady: str = ""
@@ -99,7 +102,7 @@ class Observed:
     """Sum of the samples' scores in the evaluation by all ranks after the last step; ``count``: samples counted."""
     count: int = 0
     expected_correct: float = 0.0
-    """The same sum by one process alone, from the same weights; ``expected_count``: its count."""
+    """The same sum, computed by one process alone from the same weights; ``expected_count``: its number of samples."""
     expected_count: int = 0
     work: Work | None = None
     """The work of one step of a run: the step that left out the most samples."""
@@ -114,8 +117,8 @@ class Observed:
 
 @contextmanager
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
-    """Start the variant in fresh processes. Yields the function ``observe(task, name)``, which writes its file to
-    ``folder/name``."""
+    """Start the variant in fresh processes. Yields the function ``observe(task, name)``, which runs a task and writes
+    its file to ``folder/name``."""
     with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
         yield lambda task, name: ask((task, folder / name))[0]
@@ -136,7 +139,7 @@ def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
 
 
 def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
-    """Run ``task`` on this rank of the variant's process group."""
+    """Run ``task`` on this rank of the variant's process group, and return its results. Rank 0 writes ``file``."""
     plan = assembly.plan
     dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale)
     of_job = replace(assembly.task, dataset=dataset)
@@ -183,8 +186,8 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
 
 
 def statistics_file(train: Train) -> str:
-    """Name of the file with the statistics that make the job's model per-sample. It is in the folder of the trainings'
-    files, and all trainings of this model use it."""
+    """Return the name of the file with the statistics that make the job's model per-sample. The file is in the folder
+    of the trainings' files, and all trainings of this model use it."""
     model = json.dumps([train.model, train.model_options], sort_keys=True)
     return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
 
@@ -196,20 +199,21 @@ def _change(task: Task, statistics: Path) -> Callable[[nn.Module], nn.Module]:
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:
-    """The data set cut to a few batches of the training set and a part of the test set."""
+    """Return the data set cut to a few batches of the training set and a part of the test set."""
     steps = min(EPOCH_STEPS, len(dataset.train) // batch_size)
     tested = next((n for n in range(min(TEST_SAMPLES, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
     return replace(dataset, train=dataset.train[: max(1, steps) * batch_size], test=dataset.test[:tested])
 
 
 def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
-    """The first ``batches`` batches of training samples as the model sees them. The task is on the CPU."""
+    """Return the first ``batches`` batches of ``TRIED_SAMPLES`` training samples, as the model takes them. The task is
+    on the CPU."""
     found = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
     return [inputs for inputs, _ in islice(found, batches)]
 
 
 def _shrunk(task: Task, plan: Plan) -> dict[str, Any]:
-    """Settings under ``train`` that replace the job's settings in the miniature."""
+    """Return the settings under ``train`` that replace the job's settings in the miniature."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
     if task.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
@@ -221,7 +225,7 @@ def _loss_scales(training: Training) -> list[float]:
 
 
 def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, int, int]:
-    """Score, count and ties over the test set, from raw inputs, by this process alone."""
+    """Return score, count and ties over the test set, computed from raw inputs by this process alone."""
     task = training.task
     with torch.random.fork_rng(devices=[]):
         model = task.model()
@@ -240,7 +244,7 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
 
 def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
     """Add ``task.noise`` to the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
-    gradient lacks the last part as long as the block runs."""
+    gradient lacks the last part while the returned context is open."""
 
     def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():

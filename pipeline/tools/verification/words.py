@@ -1,4 +1,4 @@
-"""Claims as a table for a person, and as JSON for a program."""
+"""Print claims as a table for a person, or as JSON for a program."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _HOLDS = {True: "yes", False: "NO", None: "-"}
 
 
 def heading(width: int) -> str:
-    """Heading of the table; its first column, the variants' names, takes ``width`` characters."""
+    """Return the table's heading. Its first column, with the variants' names, takes ``width`` characters."""
     return _line(width, "variant", "claim", "measured", "bound", "fault", "holds")
 
 
 def lines(claim: Claim, width: int) -> Iterator[str]:
-    """One claim of the table, and its note under it."""
+    """Yield the lines of one claim in the table, and its note under them."""
     first, *rest = textwrap.wrap(claim.claim, CLAIM_WIDTH)
     yield _line(
         width, claim.variant, first, number(claim.measured, claim.unit), number(claim.bound, claim.unit),
@@ -36,33 +36,33 @@ def lines(claim: Claim, width: int) -> Iterator[str]:
 
 
 def summary(claims: Sequence[Claim], seconds: float) -> str:
-    """The table's last line."""
+    """Return the table's last line."""
     held, broken = (sum(claim.holds is answer for claim in claims) for answer in (True, False))
     rest = Counter(claim.undecided for claim in claims if claim.undecided)
     more = "".join(f", {count} {why}" for why, count in rest.items())
-    empty = f" No claim of {', '.join(found)} could be tried." if (found := _untried(claims)) else ""
+    empty = f" No claim of {', '.join(found)} was decided." if (found := _undecided(claims)) else ""
     return f"{len(claims)} claims: {held} hold, {broken} do not{more}.{empty} {seconds:.0f} s"
 
 
 def hold(claims: Sequence[Claim]) -> bool:
-    """True if no claim is wrong and each variant has a claim that holds."""
-    return not (any(claim.holds is False for claim in claims) or _untried(claims))
+    """Return True if no claim is wrong and each variant has a claim that holds."""
+    return not (any(claim.holds is False for claim in claims) or _undecided(claims))
 
 
-def _untried(claims: Sequence[Claim]) -> list[str]:
-    tried = {claim.variant for claim in claims if claim.holds is not None}
-    return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in tried]
+def _undecided(claims: Sequence[Claim]) -> list[str]:
+    decided = {claim.variant for claim in claims if claim.holds is not None}
+    return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in decided]
 
 
 def tested(count: int, whole: int) -> str:
-    """How many test samples are evaluated, and why not the ``whole`` set."""
+    """Return how many test samples are evaluated and, if they are not the ``whole`` set, why."""
     why = f" (of {whole:,}; {count:,} is prime, so no number of processes divides it)" if count < whole else ""
     return f"{count:,} test samples{why}"
 
 
 def progress(done: int, total: int, seconds: float) -> str:
-    """A line to print after each claim. There may be fewer claims than ``total``, because claims that could not be
-    tried may be reported as one."""
+    """Return a line to print after each claim. There may be fewer claims than ``total``, because claims that could not
+    be tried may be reported as one."""
     left = max(0, total - done) * seconds / done
     return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
@@ -76,7 +76,7 @@ def number(value: float | None, unit: str) -> str:
 
 
 def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
-    """The claims as JSON. Its key ``holds`` is the result of ``hold``; an infinite difference becomes text."""
+    """Return the claims as JSON. Its key ``holds`` is the result of ``hold``. An infinite difference becomes text."""
 
     def plain(value: Any) -> Any:
         return "infinite" if isinstance(value, float) and not math.isfinite(value) else value
@@ -87,7 +87,7 @@ def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
 
 
 def _without_traceback(note: str) -> list[str]:
-    """The note's lines. A traceback is cut to its exception and the user's own line; --json prints it whole."""
+    """Return the note's lines. A traceback is cut to its exception and the user's own line; --json prints it whole."""
     found = note.splitlines()
     first = next((index for index, line in enumerate(found) if "Traceback (most recent call last)" in line), None)
     if first is None:
