@@ -228,7 +228,7 @@ def _from_outside(name: str) -> Entry:
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:
         raise ConfigError(
-            f"an installed package provides a technique {name!r}, but a built-in technique has this name."
+            f"{where}: a built-in technique has this name; rename the package's technique, or uninstall the package."
         )
     return found
 

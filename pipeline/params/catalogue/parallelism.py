@@ -16,7 +16,7 @@ _ONE_FORWARD = (
 
 
 class ParallelismSettings(Section):
-    """A variant's settings of how processes or devices share the work."""
+    """A variant's settings for sharing the work between processes or devices."""
 
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
         "none",
@@ -169,7 +169,7 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Parameters are gathered and used in bfloat16, and gradients are summed in float32; the shards that the "
         "optimizer updates stay float32, and BatchNorm's parameters are gathered in float32",
         pays="on GPUs from compute capability 8.0: gathering sends half the bytes, and matrix products run in bfloat16",
-        costs="parameters, activations and their gradients keep 8 bits of mantissa",
+        costs="parameters, activations and their gradients keep 7 bits of mantissa",
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
         roundoff=2.0**-8,
