@@ -250,12 +250,11 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
 
 def _check_replicas(variant: Variant, processes: int, where: str) -> None:
     """Raise ConfigError if the replicas do not divide the processes into groups of two or more."""
-    fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
+    fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
     if variant.replicas not in fitting:
         raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} "
-            f"{'process' if processes == 1 else 'processes'} into groups of two or more; allowed: "
-            f"{', '.join(map(str, fitting))}."
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(processes, 'process')} into "
+            f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
         )
 
 

@@ -267,7 +267,7 @@ MEMORY: tuple[Entry, ...] = (
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
             **dict.fromkeys(
                 ("fsdp", "tensor"),
-                "Adafactor's means of rows and columns need whole matrices, but a process has shards",
+                "Adafactor's means over rows and columns need whole matrices, but a process has only shards",
             ),
         },
     ),

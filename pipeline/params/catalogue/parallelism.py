@@ -113,7 +113,6 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes",),
         excludes={
-            "optimizer_in_backward": "zero1 sends the new parameters once per step, after all of them are updated",
             "cuda_graph": "the host starts zero1's broadcasts after the update, and a graph would not record them",
         },
     ),
@@ -145,11 +144,7 @@ PARALLELISM: tuple[Entry, ...] = (
         evaluates_whole=True,
         needs_measuring=True,
         details=("processes", "replicas"),
-        excludes={
-            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
-            "cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this",
-            "auto_micro_batch": "with fsdp, a trial step that runs out of memory leaves some parameters gathered",
-        },
+        excludes={"cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this"},
     ),
     Entry(
         name="keep_gathered",
@@ -241,10 +236,8 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
-            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
             "cuda_graph": "it is not known whether CUDA graphs can capture tensor's collectives",
-            "auto_micro_batch": "if one process runs out of memory, the others wait for it in a pair of layers forever",
         },
     ),
     Entry(
