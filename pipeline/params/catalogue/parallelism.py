@@ -201,9 +201,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "2-D parallelism",
         ),
         does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU, but the parameters alone "
-        "fit, because evaluation runs the whole model on one GPU; also across hosts, because only activations at the "
-        "cuts are sent",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU; also across hosts, "
+        "because only activations at the cuts and their gradients are sent. The parameters alone must fit, because "
+        "evaluation runs the whole model on one GPU",
         costs="with p stages and m micro-batches, a stage is idle for a share (p - 1) / (m + p - 1) of a step; "
         "BatchNorm sees only one micro-batch at a time",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
