@@ -191,7 +191,8 @@ SPEED: tuple[Entry, ...] = (
             "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "only fused optimizers are known to read the learning rate and the loss's finiteness on the device",
+                "only fused optimizers are known to read, on the device, the learning rate and whether the loss is "
+                "finite",
             ),
         },
         why_not=needs_gpu,
