@@ -1,10 +1,10 @@
-"""``python -m pipeline COMMAND``."""
+"""Runs the command line: ``python -m pipeline COMMAND``."""
 
 import sys
 
 from pipeline import processes
 
-if sys.argv[1:2] != ["gate"]:  # each side of the gate is a separate process, which makes this call itself
+if sys.argv[1:2] != ["gate"]:  # the gate's processes would inherit the setting, but each commit must make its own
     processes.let_threads_sleep()
 
 from pipeline import cli

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: 0, or 2 for an error that the user can correct.
 
-    Ctrl-C gives 130. Only ``gate``, ``promote``, ``verify``, ``evidence`` and ``doctor`` define further exit codes.
+    The code is 130 after Ctrl-C, and 141 if the reader of the output has ended. ``gate``, ``promote``, ``verify``,
+    ``evidence`` and ``doctor`` define further codes.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return True if the reader of standard output, such as `head`, has ended. Further output is then discarded."""
+    """Return whether the reader of standard output, such as `head`, has ended. If so, discard all further output."""
     polled = select.poll()
     polled.register(sys.stdout, 0)
     left = any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
@@ -79,7 +80,8 @@ def _reader_has_left() -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline",
-        description="The stages of dvc.yaml, one by one. `dvc repro` runs them in order; params.yaml configures them.",
+        description="Run one stage of dvc.yaml, or another command. `dvc repro` runs all stages in order; "
+        "params.yaml configures them.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -109,33 +111,35 @@ def _parser() -> argparse.ArgumentParser:
         help="a git revision, which is measured together with this work tree; or a recorded reports/comparison.json, "
         "for a comparison that is only advice",
     )
-    add("promote", _promote, "Register the best variant's model as MLflow's champion, if the gate passed this commit.")
+    add("promote", _promote, "Register the best variant's model as MLflow's champion, if this commit passed the gate.")
     plan = add(
         "plan",
         _plan,
         "Print how a variant's step is composed on this machine: techniques, their order, and what is skipped.",
     )
     plan.add_argument(
-        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; without it, list all"
+        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; without a name: all"
     )
     memory = add("predict-memory", _predict_memory, "Predict the peak memory of variants without running them.")
     memory.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     memory.add_argument(
         "--memory",
         metavar="SIZE",
-        help="the device's memory, such as 24GiB; also print which variants fit, and the largest batch",
+        help="the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits",
     )
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
-    verify = add("verify", _verify, "Check within minutes, on this model and data, what the comparison relies on.")
+    verify = add("verify", _verify, "Check in a few minutes the claims on which the comparison of the variants relies.")
     verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be tried; else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     verify.add_argument(
         "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
     )
-    evidence = add("evidence", _evidence, "Write all data behind the comparison into one file, or check such a file.")
+    evidence = add(
+        "evidence", _evidence, "Write all data of the comparison into one file, or check the figures in such a file."
+    )
     evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
-    evidence.add_argument("action", nargs="?", metavar="check", help="do not write FILE; check its figures")
+    evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
     doctor = add("doctor", _doctor, "Show what this machine lacks for the job of params.yaml, and how to fix it.")
     doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
@@ -148,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         "List the techniques, or show what a technique changes and excludes, and whether it runs here.",
     )
     techniques.add_argument(
-        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; without it, list all names"
+        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; without a word: all names"
     )
     techniques.add_argument("--json", action="store_true", help="print JSON for programs")
     techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
@@ -158,7 +162,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
-    init.epilog = "Your files are kept. After an upgrade, init shows its changes and asks first, unless --yes is given."
+    init.epilog = (
+        "init overwrites no file that you wrote or changed. Before init changes an existing file, it shows the change "
+        "and asks, unless --yes is given."
+    )
     data = init.add_mutually_exclusive_group()
     data.add_argument(
         "--images", metavar="DIR", help="train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"

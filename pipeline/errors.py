@@ -39,7 +39,7 @@ def said(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or 'standard output or an unnamed file'}: {error.strerror}; {_REMEDIES[error.errno]}."
-    # The module tempfile raises this OSError.
+    # Python's tempfile raises this error with ENOENT. _REMEDIES does not have ENOENT, because it has many other causes.
     if isinstance(error, OSError) and str(error.strerror).startswith("No usable temporary directory"):
         return (
             f"{error.strerror}; make room in one of these directories, or set TMPDIR to another directory, and run the "
@@ -80,7 +80,7 @@ def own_place(trace: str) -> str:
 
 
 def count(amount: int, noun: str) -> str:
-    """Return "1 round", "2 rounds", "1,000 processes"."""
+    """Return ``amount`` and ``noun``, in the singular or plural: "1 round", "2 rounds", "1,000 processes"."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}"
 
 

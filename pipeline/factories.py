@@ -25,7 +25,8 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
         raise error(f"{key}: found {name!r}; expected module:function, such as {example}.")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # permanently: a worker that unpickles the model must find its module too
+        # Permanently, because multiprocessing passes sys.path to workers, which import the module to unpickle a model.
+        sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ImportError as caught:
@@ -59,8 +60,8 @@ def call(
 
     Raises ``error`` if the factory's signature does not accept these arguments, or the factory raises an exception.
     """
-    if both := sorted(given.keys() & options.keys()):
-        raise error(f"{key}_options: found {', '.join(both)}, which {name} gets from the data; take it out.")
+    if both := ", ".join(sorted(given.keys() & options.keys())):
+        raise error(f"{key}_options: found {both}, which {name} gets from the data; remove {both} from {key}_options.")
     signature = inspect.signature(factory)
     try:
         signature.bind(**given, **options)

@@ -31,8 +31,8 @@ def write_texts(texts: Mapping[Path, str]) -> None:
 
 
 def write_array(path: Path, array: Any) -> None:
-    """Write ``array`` as .npy atomically, with ``whole``. numpy does not write the file, because it may not notice that
-    the disk is full."""
+    """Write ``array`` as .npy atomically, with ``whole``. numpy does not write the file itself, because numpy may not
+    notice that the disk is full."""
     import numpy as np  # imported here: light commands write only text
 
     with BytesIO() as content, whole(path) as file:
@@ -42,11 +42,11 @@ def write_array(path: Path, array: Any) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing. At the block's end it replaces ``path``, completely or not at all.
+    """Yield a temporary file, open for writing. At the block's end it replaces ``path``, completely or not at all.
 
     An interruption, a full disk or a power failure leaves the old content, because the new content is on the disk
-    before the file is renamed. Raises OSError, which names ``path``. After an error the temporary file is deleted,
-    because the disk may be full.
+    before the file is renamed. An OSError that names no file gets ``path`` as its file. After an error the temporary
+    file is deleted, because the disk may be full.
     """
     partial = path.with_name(path.name + ".partial")
     with naming(path):
@@ -72,8 +72,8 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield a new, empty directory. At the block's end it replaces ``path``, completely or not at all.
 
-    After an interruption there is the old directory, the new one, or the old one with the suffix ``.old``. Raises
-    OSError, which names ``path``.
+    After an interruption there is the old directory, the new one, or the old one with the suffix ``.old``. An OSError
+    that names no file gets ``path`` as its file.
     """
     new, old = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "old"))
     with naming(path):

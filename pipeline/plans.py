@@ -34,7 +34,8 @@ class Plan(BaseModel):
     requested: Variant
     applied: Variant
     skipped: dict[str, str]
-    """Technique, or number of GPUs -> why this machine skips it. Empty if everything requested is applied."""
+    """Technique that is skipped, or GPUs that stay unused ("1 of 3 GPUs") -> the reason. Empty if everything requested
+    is applied."""
     decided: dict[str, str] = {}
     """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
     a deterministic run is impossible."""
@@ -43,9 +44,10 @@ class Plan(BaseModel):
     model_processes: int = 1
     """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
     scale: int = 1
-    """Factor of the job's batch size and learning rate: ``data_processes`` with weak scaling, else 1."""
+    """Factor by which the job's batch size and learning rate are multiplied: ``data_processes`` with weak scaling, else
+    1."""
     devices_per_process: int = 1
-    """GPUs that one process computes on: more than one only with nn.DataParallel."""
+    """Number of GPUs on which one process computes: more than one only with nn.DataParallel."""
     micro_batches: int
     micro_batch_size: int
     """Samples that one process takes in one micro-batch."""
@@ -76,7 +78,7 @@ def plan(
     launched: int | None = None,
     why_not_held_by: WhyNotHeldBy = lambda processes: None,  # noqa: ARG005
 ) -> Plan:
-    """Decide how ``variants.<name>`` runs on ``machine``. Raises ConfigError if it cannot.
+    """Return the plan of ``variants.<name>`` on ``machine``. Raises ConfigError if the variant cannot run there.
 
     ``launched``: the number of processes on all hosts, if a launcher such as torchrun started this process; else None.
     ``why_not_held_by``: must be passed if the job's model is known.
@@ -87,9 +89,7 @@ def plan(
     where = f"variants.{name}"
     if train.device == "cuda" and machine.gpus == 0:
         why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
-        raise ConfigError(
-            f"train.device: found 'cuda', but this machine shows no GPU{why}; allowed here: 'auto', 'cpu'."
-        )
+        raise ConfigError(f"train.device: found 'cuda', but no GPU can be used here{why}; allowed here: 'auto', 'cpu'.")
     on_gpu = train.device != "cpu" and machine.gpus > 0
     processes = _processes(requested, machine, on_gpu, where, launched)
     weak = requested.scaling == "weak"
@@ -165,8 +165,9 @@ def _most_processes(
 
 
 def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
-    """If the variant's parallelism has only one process or GPU, it is skipped, and so are the techniques that need it:
-    return each of these -> why it is skipped. Otherwise, or without a parallelism, return an empty dict."""
+    """Return technique -> reason for the techniques that are skipped because there is only one process or GPU: the
+    variant's parallelism, and the techniques that need this parallelism. Return an empty dict if there are more, or if
+    the variant has no parallelism."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}
@@ -208,8 +209,8 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
     """Return, for each variant and each form of inference, the software whose versions its numbers depend on.
 
-    ``{"variants": {name: ...}, "forms": {form: ...}}``: names of distributions, or ``COMPILER``. The forms are those in
-    ``infer.forms``.
+    The result is ``{"variants": {name: software}, "forms": {form: software}}`` with the forms in ``infer.forms``. Each
+    ``software`` is a set of names of distributions; it may also contain ``COMPILER``.
     """
     return {
         "variants": {
@@ -240,7 +241,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
         found = variant.processes
         if on_gpu and found > machine.gpus:
             raise ConfigError(
-                f"{where}.processes: found {found}, but this machine shows {count(machine.gpus, 'GPU')}; "
+                f"{where}.processes: found {found}, but this machine has {count(machine.gpus, 'GPU')}; "
                 f"allowed: 1 to {machine.gpus}, or 'auto'."
             )
     _check_replicas(variant, found, where)
@@ -249,12 +250,11 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
 
 def _check_replicas(variant: Variant, processes: int, where: str) -> None:
     """Raise ConfigError if the replicas do not divide the processes into groups of two or more."""
-    fitting = [1, *(count for count in range(2, processes // 2 + 1) if processes % count == 0)]
+    fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
     if variant.replicas not in fitting:
         raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {processes} "
-            f"{'process' if processes == 1 else 'processes'} into groups of two or more; allowed: "
-            f"{', '.join(map(str, fitting))}."
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(processes, 'process')} into "
+            f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
         )
 
 

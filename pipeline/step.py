@@ -85,7 +85,7 @@ class TrainingStep:
 
     @contextmanager
     def instrument(self, **around: Callable[[Any], Any]) -> Iterator[None]:
-        """Wrap parts with the given functions while the block runs: ``step.instrument(update=timed)``."""
+        """Replace each named part by ``function(part)`` while the block runs, as in ``instrument(update=timed)``."""
         parts = {name: getattr(self, name) for name in around}
         for name, part in parts.items():
             setattr(self, name, around[name](part))

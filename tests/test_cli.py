@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the shipped params.yaml, in which the command runs."""
+    """Return a directory with the shipped params.yaml; it is the current directory of the commands."""
     (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -139,7 +139,7 @@ def test_an_expected_error_is_a_message_without_a_traceback(tmp_path: Path) -> N
 
 def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "pipeline", "doctor"],  # without those that are installed
+        [sys.executable, "-S", "-m", "pipeline", "doctor"],  # -S hides the installed packages
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -176,14 +176,14 @@ def raising(error: Exception) -> object:
 
 
 def test_an_interruption_is_one_line(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "params.yaml")  # reading it waits
+    os.mkfifo(tmp_path / "params.yaml")  # a reader of a pipe waits for a writer
     waiting = subprocess.Popen(
         [sys.executable, "-m", "pipeline", "environment"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background ignores the signal, and so would the command: give it back its meaning.
+        # If a shell runs the tests in the background, they ignore the signal, and the command would inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with waiting, (tmp_path / "params.yaml").open("w"):  # open() returns once the command has begun to read
@@ -207,7 +207,7 @@ def test_without_dvc_a_command_describes_the_machine_itself(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text("fetch: {dataset: digits}\ntrain: {device: cpu}\nvariants: {baseline: {}}\n")
     with monkeypatch.context() as launched:
-        for name in ("RANK", "WORLD_SIZE"):  # a launcher has set others, on which numbers depend
+        for name in ("RANK", "WORLD_SIZE"):  # a launcher also sets variables on which figures depend
             launched.setenv(name, "1")
         cli._ready()
     assert not environment.ENVIRONMENT_FILE.exists()

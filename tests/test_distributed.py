@@ -194,9 +194,9 @@ def test_forked_processes_are_fresh_and_answer_in_rank_order() -> None:
 
 def test_forked_processes_end_with_the_block_and_with_its_error() -> None:
     with forked(_note, (7,), 2, preload=PRELOAD):
-        pass  # nobody asked them anything
+        pass  # the generators are never started
     with forked(_note, (7,), 2, preload=PRELOAD) as ask:
-        ask(None)  # in the middle
+        ask(None)  # the generators have not reached their end
     with pytest.raises(KeyboardInterrupt), forked(_note, (7,), 2, preload=PRELOAD) as ask:  # noqa: PT012
         ask(None)
         raise KeyboardInterrupt
@@ -265,7 +265,7 @@ def _fail_after_joining() -> None:
     with world("cpu") as joined:
         if joined.rank == 1:
             raise PipelineError("the data is not what it was")
-        joined.gather(0)  # would wait for rank 1 for minutes if nobody ended it
+        joined.gather(0)  # waits minutes for rank 1, unless ``launch`` ends this rank
 
 
 def test_launch_ends_all_ranks_and_names_the_first_failure() -> None:
@@ -285,7 +285,7 @@ def steps_until_interrupted(world: World, heard_at: list[int], meet_every: int =
             if step % meet_every == 0:
                 world.sum_(torch.ones(1))
             elif world.is_main:
-                time.sleep(0.05)  # the others are ahead
+                time.sleep(0.05)  # so that the other ranks are ahead
             if step == heard_at[world.rank]:
                 os.kill(os.getpid(), signal.SIGTERM)
             if heard.agreed():

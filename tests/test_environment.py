@@ -430,7 +430,7 @@ def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml:
     assert (made.device, made.skipped) == ("cpu", {"GPU": "CUDA's error 802"})
     asked = plan(parse({"train": {"device": "cpu"}, "variants": {"baseline": {}}}), "baseline", machine())
     assert asked.skipped == {}
-    with pytest.raises(ConfigError, match=r"found 'cuda', but this machine shows no GPU \(CUDA's error 802\)"):
+    with pytest.raises(ConfigError, match=r"found 'cuda', but no GPU can be used here \(CUDA's error 802\)"):
         plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
 
 

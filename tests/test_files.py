@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError, said
 from pipeline.training import checkpoints
 
 FULL = Path("/dev/full")
-"""Nothing can be written to it: as if the disk were full."""
+"""A device that refuses every write, as a full disk does."""
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="Linux alone has it")

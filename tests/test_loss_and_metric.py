@@ -120,7 +120,7 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
         ("own_code:top_two", r"train\.loss: own_code:top_two is called with classes and train\.loss_options \(none\)"),
         ("own_code:number", r"own_code:number returned 3; expected a function of outputs and targets"),
         ("own_code:Learned", r"own_code:Learned has parameters of its own \(temperature\), which nothing would train"),
-        ("own_code:not_reduced", r"gave a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
+        ("own_code:not_reduced", r"returned a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
         ("own_code:without_gradient", r"expected a scalar tensor with a gradient"),
         ("own_code:summed", r"expected the mean of the samples' own losses"),
         ("own_code:weighted_by_the_batch", r"With class weights: multiply each sample's loss by its weight"),
@@ -135,10 +135,10 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Data
     ("name", "message"),
     [
         ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
-        ("own_code:percentage", r"train\.metric: own_code:percentage gave scores from .*; expected true or false"),
+        ("own_code:percentage", r"train\.metric: own_code:percentage returned scores from .*; expected true or false"),
         ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which are used again"),
         ("own_code:relative", r"own_code:relative gives a sample different scores in different batches"),
-        ("own_code:mean", r"gave a tensor of shape \[\] for 6 samples; expected .*\[6\]"),
+        ("own_code:mean", r"returned a tensor of shape \[\] for 6 samples; expected .*\[6\]"),
     ],
 )
 def test_what_is_wrong_with_a_metric_is_said(name: str, message: str, digits: Dataset) -> None:

@@ -88,7 +88,7 @@ def test_resnet9_trains_on_any_size(shape: tuple[int, int, int]) -> None:
 
 
 def assert_trains(model: nn.Module, shape: tuple[int, int, int]) -> None:
-    """Every parameter gets a finite gradient from a batch of two."""
+    """Assert that every parameter gets a finite gradient from a batch of two."""
     F.cross_entropy(model(torch.randn(2, *shape)), torch.tensor([1, 2])).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -124,7 +124,7 @@ def test_a_replaced_convolution_keeps_the_variance_of_its_outputs(shape: tuple[i
 
 
 class Shapes(TorchFunctionMode):
-    """Leaves out initialisation and BatchNorm, which on the meta device are slow and change no shape."""
+    """Skips initialisation and BatchNorm, which are slow on the meta device and change no shape."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -136,7 +136,7 @@ class Shapes(TorchFunctionMode):
 
 
 def all_of_torchvision() -> Iterator[Any]:
-    """Every model; all but one of each family are marked slow."""
+    """Yield every model of torchvision; all but the first of each family are marked slow."""
     families = set()
     for name in torchvision_models.list_models(module=torchvision_models):
         family = inspect.signature(torchvision_models.get_model_builder(name)).return_annotation
@@ -154,7 +154,7 @@ def test_every_torchvision_model_takes_small_grey_images(name: str, monkeypatch:
 
     monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
     with torch.device("meta"), Shapes():
-        model = build_for(name, (1, 20, 28), classes=7)  # which checks the output's shape
+        model = build_for(name, (1, 20, 28), classes=7)  # build checks the output's shape
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert weight_shapes(model)[0][1] == 1
 
@@ -163,7 +163,8 @@ def test_every_torchvision_model_takes_small_grey_images(name: str, monkeypatch:
     ("name", "options"),
     [
         *((name, {}) for name in ("resnet18", "mobilenet_v3_small", "regnet_x_400mf", "shufflenet_v2_x0_5")),
-        *(("squeezenet1_1", {}), ("googlenet", {}), ("densenet121", {"memory_efficient": False})),  # for larger images
+        # These models enlarge the images.
+        *(("squeezenet1_1", {}), ("googlenet", {}), ("densenet121", {"memory_efficient": False})),
     ],
 )
 def test_torchvision_models_train_on_digits(name: str, options: dict[str, Any]) -> None:
@@ -173,7 +174,7 @@ def test_torchvision_models_train_on_digits(name: str, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("name", "options", "shape", "seen"),
     [
-        ("squeezenet1_1", {}, (1, 8, 12), (17, 26)),  # 17x17 at least; proportions kept
+        ("squeezenet1_1", {}, (1, 8, 12), (17, 26)),  # enlarged to at least 17x17, in proportion
         ("squeezenet1_1", {}, (1, 30, 17), (30, 17)),
         ("vit_b_32", {"image_size": 64}, (1, 28, 80), (64, 64)),
     ],
@@ -289,7 +290,7 @@ SIZE = 28
 
 
 def write_nets(directory: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """``module`` of the user's own in the current directory, and nowhere on the path yet."""
+    """Write the user's own ``module`` into ``directory``, and make it the current directory. It is not on the path."""
     (directory / f"{module}.py").write_text(NETS)
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -345,7 +346,7 @@ def test_a_factorys_own_exception_is_told_with_its_place(tmp_path: Path, monkeyp
 def test_an_option_that_the_data_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nets(tmp_path, monkeypatch, "my_nets")
     with pytest.raises(
-        ModelError, match=r"train\.model_options: found width, which my_nets:careless gets from the data"
+        ModelError, match=r"model_options: found width, which my_nets:careless gets from the data; remove width"
     ):
         build_for("my_nets:careless", (1, 4, 4), width=3)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with modules of the user's own, none of which can be imported."""
+    """Return a directory with modules of the user's own; most of them cannot be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets.py").write_text(
         "import missing\n"

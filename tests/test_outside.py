@@ -31,7 +31,7 @@ CLIPPED: dict[str, Any] = {"extra": {"gradient_clipping": {"max_norm": 0.25}}}
 
 @pytest.fixture
 def clipping(tmp_path: Path) -> Iterator[Path]:
-    """The example package is installed."""
+    """Install the example package for one test; return the folder of its metadata."""
     with pytest.MonkeyPatch.context() as patch:
         write_example_metadata(tmp_path / "site")
         put_on_path(patch, tmp_path / "site", EXAMPLE)
@@ -152,7 +152,7 @@ class One(Technique):
         ({"catalogue": {"one": "broken_package:missing"}}, "one", "broken-package 1.0: its technique 'one' cannot be "),
         ({"catalogue": {"one": "not_there:entry"}}, "one", "from not_there:entry: ModuleNotFoundError"),
         ({"catalogue": {"one": "broken_package:text"}}, "one", "is 'no entry'; expected the technique's Entry"),
-        ({"catalogue": {"one": "broken_package:ddp"}}, "one", "expected the technique's Entry"),
+        ({"catalogue": {"one": "broken_package:ddp"}}, "one", "expected the technique's Entry, with this name"),
         ({"catalogue": {"one": "broken_package:unclear"}}, "one", "found changes 'roundings'; expected"),
         ({"catalogue": {"one": "broken_package:nowhere"}}, "one", "found layer 'nowhere'; expected one of model,"),
         (
@@ -161,7 +161,7 @@ class One(Technique):
             "found implementation 'broken_package.One'; remove it",
         ),
         ({"catalogue": {"one": "broken_package:elsewhere"}}, "one", "found setting 'one: true'; expected"),
-        ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "'ddp', but a built-in technique has this name"),
+        ({"catalogue": {"ddp": "broken_package:ddp"}}, "ddp", "a built-in technique has this name"),
         ({"techniques": {"one": "broken_package:One"}}, "one", "provides 'one', but has no entry point"),
         ({"catalogue": {"one": "broken_package:one"}}, "one:", "takes no options; write one: {}"),
     ],

@@ -27,7 +27,7 @@ NEW_GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=False)
 
 
 def with_key(dotted: str, value: Any) -> dict[str, Any]:
-    """The shipped params with one key changed."""
+    """Return the content of the shipped params.yaml with one key changed."""
     values = copy.deepcopy(SHIPPED)
     *parents, last = (int(part) if part.isdigit() else part for part in dotted.split("."))
     section: Any = values
@@ -183,11 +183,11 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-# What a machine makes of it
+# Plans on a machine
 
 
 def changed(**keys: Any) -> Config:
-    """The shipped params with keys of ``train`` or, under ``variants``, variants changed."""
+    """Return the shipped configuration with changed keys of ``train``, and with further ``variants``."""
     values = copy.deepcopy(SHIPPED)
     values["variants"] |= keys.pop("variants", {})
     values["train"] |= keys
@@ -255,7 +255,7 @@ def test_params_yaml_names_its_schema() -> None:
     assert first == f"# yaml-language-server: $schema={params.SCHEMA_FILE}"
 
 
-# Junk
+# Invalid values and text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plan of a variant on a machine: the number of processes, each one's share, what is left out. Without torch."""
+"""The plan of a variant on a machine: processes, their shares of a batch, skipped techniques. Nothing runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.plans import Plan, plan
 
 
 def gpus(count: int) -> Machine:
-    """A machine with ``count`` GPUs; 0: a laptop, on whose CPU ``auto`` is two processes."""
+    """Return a machine with ``count`` GPUs. With 0, ``processes: auto`` means two processes on the CPU."""
     return Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=True)
 
 
@@ -29,10 +29,11 @@ OF_DDP = {"processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "sca
 @pytest.mark.parametrize(
     ("count", "tried", "shape", "skipped"),
     [
-        # GPUs; processes, those that hold a model together, micro-batches and samples in one, of 256 a step
+        # GPUs, variant, (processes, processes per model, micro-batches, samples per micro-batch), skipped;
+        # every step has 256 samples
         (8, {}, (1, 1, 1, 256), []),
         (0, DDP, (2, 1, 1, 128), []),
-        (0, DDP | {"processes": 4}, (4, 1, 1, 64), []),  # which share a CPU
+        (0, DDP | {"processes": 4}, (4, 1, 1, 64), []),  # all four share the CPU
         (1, DDP, (1, 1, 1, 256), ["ddp"]),
         (0, DDP | OF_DDP, (1, 1, 1, 256), ["bucket_mb", "ddp", "powersgd", "weak_scaling"]),
         (2, DDP, (2, 1, 1, 128), []),
@@ -45,15 +46,15 @@ OF_DDP = {"processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "sca
         *((0, each, (2, 1, 1, 128), []) for each in (ZERO1, FSDP)),
         (1, FSDP | OF_FSDP, (1, 1, 1, 256), ["cpu_offload", "fsdp", "keep_gathered", "parameter_precision"]),
         (0, FSDP | {"replicas": 2}, (4, 1, 1, 64), []),
-        (7, FSDP | {"replicas": 2}, (4, 1, 1, 64), ["3 of 7 GPUs"]),  # six do not share out 256 samples evenly
+        (7, FSDP | {"replicas": 2}, (4, 1, 1, 64), ["3 of 7 GPUs"]),  # six processes cannot share 256 samples evenly
         (8, FSDP | {"replicas": 2}, (8, 1, 1, 32), []),
-        (3, TENSOR, (3, 3, 1, 256), []),  # which take the same samples
+        (3, TENSOR, (3, 3, 1, 256), []),  # all three take the same samples
         (8, TENSOR, (8, 8, 1, 256), []),
         (5, TENSOR | {"replicas": 2}, (4, 2, 1, 128), ["1 of 5 GPUs"]),
         (8, TENSOR | {"replicas": 2}, (8, 4, 1, 128), []),
         (0, STAGES | {"processes": 1}, (1, 1, 1, 256), ["pipeline"]),
         (0, STAGES, (2, 2, 8, 32), []),
-        (0, STAGES | {"processes": 3}, (3, 3, 8, 32), []),  # of at most twelve, eight divide the batch
+        (0, STAGES | {"processes": 3}, (3, 3, 8, 32), []),  # of the numbers up to twelve, eight is the largest divisor
         (0, STAGES | {"replicas": 2}, (4, 2, 8, 16), []),
         (0, STAGES | {"gradient_accumulation": 2}, (2, 2, 2, 128), []),
         (5, STAGES | {"replicas": 2}, (4, 2, 8, 16), ["1 of 5 GPUs"]),

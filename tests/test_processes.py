@@ -1,4 +1,4 @@
-"""The processes of a world, seen from outside: the addresses on which they listen, and that none outlives its job."""
+"""The processes of a world, observed from outside: on which addresses they listen, and that none outlives its job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOOPBACK = {"127.0.0.1", "::1"}
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """The config of params.yaml; the current directory is furnished like a checkout."""
+    """Return the configuration in params.yaml; the current directory is like a checkout with prepared data."""
     return enter(tmp_path, monkeypatch, PARAMS)
 
 
@@ -50,7 +50,7 @@ def addresses(process: psutil.Process) -> set[str]:
     found = set()
     with suppress(psutil.Error):
         for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.Error):  # it has ended
+            with suppress(psutil.Error):  # the process has ended
                 listening = [one for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
                 found |= {one.laddr.ip for one in listening}
     return found
@@ -113,7 +113,7 @@ def _joined_with(variables: dict[str, str]) -> Generator[Any, Any, None]:
     with world("cpu") as joined:
         inside = _interfaces()
         assert joined.size == 2
-        joined.barrier()  # or one could be gone while the other still connects
+        joined.barrier()  # otherwise, one rank could end while the other still connects
     yield inside, _interfaces()
 
 
@@ -124,7 +124,7 @@ LO = next(name for name, each in psutil.net_if_addrs().items() if "127.0.0.1" in
     ("variables", "inside", "after"),
     [
         ({}, (LO, f"={LO}"), (None, None)),
-        ({"LOCAL_WORLD_SIZE": "1"}, (None, None), (None, None)),  # two hosts: the user says by which they meet
+        ({"LOCAL_WORLD_SIZE": "1"}, (None, None), (None, None)),  # two hosts: only the user knows the interface
         ({"GLOO_SOCKET_IFNAME": LO}, (LO, f"={LO}"), (LO, None)),
         ({"NCCL_SOCKET_IFNAME": "eth7"}, (LO, "eth7"), (None, "eth7")),
     ],
@@ -198,7 +198,7 @@ with Server() as server:
 
 
 def session(leader: int) -> list[int]:
-    """The processes of the session that ``leader`` began, wherever they hang in the tree by now."""
+    """Return the ids of the running processes of the session that ``leader`` began, whoever their parents are now."""
     members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -225,8 +225,8 @@ def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
     [pytest.param(4, marks=pytest.mark.slow), "joined"],
 )
 def test_ranks_end_with_a_launcher_that_is_killed(moment: int | str) -> None:
-    """At the moment of so many processes: the launcher, two of the interpreter's own, and the ranks; or a little later,
-    when they have met."""
+    """The launcher is killed at a ``moment``: when so many processes run (the launcher, two that multiprocessing
+    starts, and the first rank), or when the ranks have joined a world and listen on an address."""
     code = "from tests.test_processes import launch_and_wait; launch_and_wait()"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     while (

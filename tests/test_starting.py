@@ -87,7 +87,7 @@ def test_threads_spin_shortly_unless_the_user_says_what_they_do(
     said: dict[str, str], spin: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that whatever happens is undone
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
         monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)

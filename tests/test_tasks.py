@@ -1,4 +1,4 @@
-"""The same promises for every task: batches, evaluation, resuming, verify's claims; and a job from data to result."""
+"""What must hold for every task: batches, evaluation, resuming, verify's claims, and a job from data to result."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ TRAIN: dict[str, dict[str, Any]] = {
 
 
 def tokens(count: int) -> Split:
-    """Windows in which each token is the one before it plus one, from where the seed says."""
+    """Return windows that start at random tokens; each further token is its predecessor plus one."""
     start = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(count))
     return Split({"inputs": ((start + torch.arange(LENGTH + 1)) % VOCABULARY).to(torch.uint16)})
 
 
 def table(count: int) -> Split:
-    """Rows of a table, and a linear function of them far from 0."""
+    """Return random rows of a table. The targets are a linear function of the rows, with a mean of about 100."""
     inputs = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(count))
     return Split({"inputs": inputs, "targets": 100 + 3 * inputs.sum(1)})
 
@@ -151,7 +151,7 @@ def test_any_arrays_make_the_same_global_batches_for_any_world(
 
 
 class _Plain(Task):
-    """Rows as they are, the weights beside the targets."""
+    """Does not change the inputs; its targets are pairs of the target and the weight."""
 
     arrays = ("inputs", "targets", "weights")
 
@@ -225,7 +225,7 @@ def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats:
         measured = ledger.measured(training, 10**9)
         assert measured is not None
         kept.append(measured)
-    assert (counted[1] > counted[0]) is repeats  # selective keeps products and attention
+    assert (counted[1] > counted[0]) is repeats  # selective repeats no product and no attention
     assert kept[1].activations_bytes < kept[0].activations_bytes
     foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
     assert foreseen.peak_bytes == pytest.approx(kept[1].tensors_bytes, rel=0.05)
@@ -239,7 +239,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the tests' language model one of ``transformers``."""
+    """Return a function that replaces the tests' language model by a model of ``transformers``."""
 
     def use(family: str, **changes: Any) -> None:
         own = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": LENGTH}
@@ -398,7 +398,7 @@ OF_GPT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=list(JOBS))
 def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A checkout with a small job of each task."""
+    """Return the configuration of a small job, once for each task; the current directory is like a checkout."""
     name: str = request.param
     (tmp_path / "texts").mkdir()
     for index in range(8):

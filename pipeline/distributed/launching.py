@@ -27,10 +27,9 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 30
 """How long launched ranks may take to end after a signal: they finish a step and save a checkpoint."""
 
-
 DEATH_SECONDS = 0.5
-"""How long to wait for more failures after the first failure. The first failure may only be a rank's report that it
-lost another rank, before the launcher has noticed that the other rank died."""
+"""How long to wait for more failures after the first failure. If a rank dies, another rank may report its lost
+connection before the launcher notices the death."""
 
 
 class WorkerError(PipelineError):

@@ -40,8 +40,7 @@ def build(
 
     ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
     ``torchvision_model``), or the user's own ``module:factory``. The function that makes the model gets ``options`` and
-    ``data``.
-    ``data`` is the task's description of inputs and outputs, such as ``channels``, ``height``, ``width`` and
+    ``data``. ``data`` is the task's description of inputs and outputs, such as ``channels``, ``height``, ``width`` and
     ``classes``. The initial weights depend only on torch's random state. Raises ModelError for an invalid name, option
     or output.
     """

@@ -38,7 +38,10 @@ class FromConfig(nn.Module):
             ) from error
         longest = getattr(found, "max_position_embeddings", length)
         if longest < length:
-            raise PipelineError(f"{where}, with positions for {longest} tokens, but prepare.window is {length}.")
+            raise PipelineError(
+                f"{where}, with positions for {longest} tokens, but prepare.window is {length}; set prepare.window to "
+                f"at most {longest}, or take a configuration with more positions."
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
@@ -46,7 +49,7 @@ class FromConfig(nn.Module):
 
 
 def load() -> None:
-    """Import the library. Raises PipelineError if it is missing."""
+    """Import the library ``transformers``. Raises PipelineError if it is missing."""
     try:
         import transformers.models.auto.modeling_auto  # noqa: F401
     except ModuleNotFoundError as error:

@@ -19,7 +19,8 @@ class GPT(nn.Sequential):
     def __init__(self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4) -> None:
         if width % (2 * heads):
             raise PipelineError(
-                f"train.model_options: found width {width} with {heads} heads; expected a multiple of {2 * heads}."
+                f"train.model_options: found width {width} with {heads} heads; expected a width that is a multiple "
+                f"of {2 * heads}."
             )
         embedding = nn.Embedding(vocabulary, width)
         head = nn.Linear(width, vocabulary, bias=False)

@@ -78,7 +78,7 @@ def _check_loss(where: str, objective: Objective, outputs: Tensor, targets: Tens
     if not isinstance(whole, Tensor) or whole.shape != () or not whole.is_floating_point() or not whole.requires_grad:
         found = f"a tensor of shape {list(whole.shape)}" if isinstance(whole, Tensor) else repr(whole)
         raise ObjectiveError(
-            f"{where} gave {found}; expected a scalar tensor with a gradient, the mean over the samples."
+            f"{where} returned {found}; expected a scalar tensor with a gradient, the mean over the samples."
         )
     parts = torch.stack([objective.loss(outputs[rows], targets[rows]) for rows in torch.arange(len(outputs)).split(2)])
     if not torch.allclose(parts.mean(), whole, rtol=1e-4, atol=1e-6):
@@ -95,7 +95,7 @@ def _check_scores(where: str, objective: Objective, outputs: Tensor, targets: Te
     scores = objective.scores(outputs, targets).double()
     if not bool(((scores >= 0) & (scores <= 1)).all()):
         raise ObjectiveError(
-            f"{where} gave scores from {scores.min():g} to {scores.max():g}; expected true or false, or a "
+            f"{where} returned scores from {scores.min():g} to {scores.max():g}; expected true or false, or a "
             "number from 0 to 1 for every sample."
         )
     if not torch.equal(outputs, before):
@@ -143,7 +143,7 @@ def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targe
     if not isinstance(scores, Tensor) or scores.shape != (len(targets),):
         found = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
         raise ObjectiveError(
-            f"train.metric: {name} gave {found} for {count(len(targets), 'sample')}; expected a tensor with one score "
-            f"per sample, of shape [{len(targets)}]."
+            f"train.metric: {name} returned {found} for {count(len(targets), 'sample')}; expected a tensor with one "
+            f"score per sample, of shape [{len(targets)}]."
         )
     return scores

@@ -76,7 +76,7 @@ class Config(Section):
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
-    """Read and validate ``path``. Raises ConfigError, which names every wrong key."""
+    """Return the validated configuration in the file ``path``. Raises ConfigError, which names every wrong key."""
     values = read(path)
     config = parse(values, str(path))
     if problems := list(_misplaced_students(config, values)):
@@ -85,7 +85,8 @@ def load(path: Path = PARAMS_FILE) -> Config:
 
 
 def read(path: Path) -> Any:
-    """Read the YAML file ``path``. Raises ConfigError if it cannot be read, is not YAML, or has a duplicate key."""
+    """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, or has
+    a duplicate key."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LIMIT + 1)
@@ -102,7 +103,8 @@ def read(path: Path) -> Any:
 
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
-    """Validate already loaded values. Raises ConfigError, which names every wrong key."""
+    """Return the validated configuration in ``values``, the content of a YAML file. Raises ConfigError, which names
+    ``source`` and every wrong key."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:

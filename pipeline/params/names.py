@@ -66,7 +66,7 @@ def torchvision_models() -> list[str]:
 
 
 def _own_problem(key: str, name: str) -> str | None:
-    """Return what the source files show to be wrong with ``name`` (``module:function``); None if nothing is."""
+    """Return the mistake in ``name`` (``module:function``) that the source files reveal; None if they reveal none."""
     module, _, attribute = name.partition(":")
     spec, missing = _found(module)
     if spec is None:

@@ -141,7 +141,7 @@ class Augment(Section):
     """Random changes of the training images, drawn anew in each epoch."""
 
     crop_padding: NonNegativeInt = Field(
-        0, description="Pad with this many zeros on each side, then crop the original size at random."
+        0, description="Pad with this many zeros on each side, then crop to the original size at a random position."
     )
     flip: bool = Field(False, description="Mirror left-right with probability one half.")
     cutout: NonNegativeInt = Field(0, description="Side in pixels of a square that is set to the mean; 0: no square.")

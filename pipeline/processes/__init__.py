@@ -41,14 +41,14 @@ def let_threads_sleep() -> None:
     threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other
     process was busy, and up to 3 times as fast while two were busy. But waking the threads takes time: on an idle
     machine, a small model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is
-    loaded, because torch reads the variable while loading.
+    loaded, because torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def end_with_parent() -> None:
-    """Let the system kill this process as soon as its ``multiprocessing`` parent has ended.
+    """Make the system kill this process as soon as its ``multiprocessing`` parent has ended.
 
     The parent is the process that called ``start``, even if this process was forked from another process.
     PR_SET_PDEATHSIG is not used, because it would react to the end of one thread of the parent. Instead, this
@@ -69,7 +69,7 @@ def end_with_parent() -> None:
 
 
 def terminate_with_parent() -> None:
-    """Let Linux send SIGTERM to this process, a started command, when the thread that started it ends."""
+    """Make Linux send SIGTERM to this process when the thread that started it ends; do nothing on other systems."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

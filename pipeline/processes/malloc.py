@@ -1,4 +1,4 @@
-"""Control of the CPU memory that this process frees: keep it for the next tensors, or return it to the system."""
+"""Decide whether this process keeps the CPU memory that it frees, or returns the memory to the system."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let this process return blocks of 128 KiB and more to the system as soon as it frees them.
 
-    Its resident memory then follows the memory of its tensors, and is the same in equal processes. Equal processes that
-    were forked from different servers had peaks of 35 MiB. With kept memory, these peaks differed by a fifth; with
-    returned memory, by less than 1 MiB.
-    Does nothing if ``keep_freed_memory`` does nothing.
+    Its resident memory then follows the memory of its tensors, and is nearly the same in equal processes. In equal
+    processes that were forked from different servers, peaks of 35 MiB differed by a fifth with kept memory, and by less
+    than 1 MiB with returned memory. Does nothing if ``keep_freed_memory`` does nothing.
     """
     _mallopt(_M_MMAP_THRESHOLD, 128 * 2**10)  # glibc's default; setting it explicitly keeps it from growing
 

@@ -64,7 +64,8 @@ class Task(ABC):
         return 1
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
-        """Return inputs before ``preprocess``, and targets for the loss, from rows [b, ...] of each of ``arrays``."""
+        """Return the inputs before ``preprocess``, and the targets for the loss. ``rows``: one tensor [b, ...] for each
+        of ``arrays``."""
         inputs, targets = rows
         return inputs, targets
 
@@ -80,7 +81,7 @@ class Task(ABC):
         return nn.Identity()
 
     def batch(self, rows: Sequence[Tensor]) -> Batch:
-        """Return the model's inputs and the loss's targets from rows of each of ``arrays``, on the task's device."""
+        """Return the model's inputs and the loss's targets. ``rows``: as in ``raw``, on the task's device."""
         inputs, targets = self.raw(rows)
         return self.preprocess(inputs), targets
 

@@ -211,11 +211,9 @@ def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
 @functools.cache
 def _from_outside(name: str) -> Entry:
     found = outside.load(outside.CATALOGUE, name)
-    if not isinstance(found, Entry) or found.name != name:
-        raise ConfigError(
-            f"the entry point {name!r} of the group {outside.CATALOGUE} is {found!r}; expected the technique's Entry."
-        )
     where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
+    if not isinstance(found, Entry) or found.name != name:
+        raise ConfigError(f"{where} is {found!r}; expected the technique's Entry, with this name.")
     for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
         if value not in get_args(allowed):
             raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
@@ -228,7 +226,7 @@ def _from_outside(name: str) -> Entry:
         raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
     if name in _BY_NAME:
         raise ConfigError(
-            f"an installed package provides a technique {name!r}, but a built-in technique has this name."
+            f"{where}: a built-in technique has this name; rename the package's technique, or uninstall the package."
         )
     return found
 

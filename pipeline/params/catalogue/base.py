@@ -24,8 +24,8 @@ Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
 
 model: the bare model, settings of its process, or the choice of optimizer. blocks: parts of the model. parallelism:
 the whole model, which is wrapped or split, and the communication. compiler: the model inside the parallel wrapper.
-forward: around the forward pass. step: around the whole step. If two techniques wrap the
-same part, the later technique is outermost.
+forward: around the forward pass. step: around the whole step. If two techniques wrap the same part, the later technique
+is outermost.
 """
 
 COMPILER = "compiler"
@@ -72,10 +72,11 @@ class Entry:
     needs: tuple[str, ...] = ()
     """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing
-    """Returns why the machine cannot run the technique, so that the plan refuses the variant; None if it can."""
+    """Returns why the machine cannot run the technique; None if it can. If it cannot, the plan refuses the variant."""
     emulated: WhyNot = _nothing
-    """Returns why the machine can only emulate the technique; None if it need not. The emulation is slower than
-    training without the technique. ``train.without_native`` decides whether it is then skipped, refused or run."""
+    """Returns why the machine can only emulate the technique; None if no emulation is needed. The emulation is slower
+    than training without the technique. ``train.without_native`` decides whether an emulated technique is skipped,
+    refused or run."""
     why_not_with: Callable[[Train], str | None] = _nothing
     """Job -> the reason why the technique cannot be applied to this job on any machine; None if it can."""
     why_not_value: Mapping[object, WhyNot] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class Entry:
 
 
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
-    """Serve as ``why_not`` of the techniques that need CUDA."""
+    """Return why a technique that needs CUDA cannot run; None if it can. Used as ``Entry.why_not``."""
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
 
 

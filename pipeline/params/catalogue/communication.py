@@ -11,11 +11,11 @@ from pipeline.params.sections import Section
 
 _OVER_DDP = ("ddp", "zero1")
 LOCAL_STEPS = 4
-"""Number of steps after which post-local SGD averages the weights again."""
+"""Number of steps from one averaging of the weights to the next in post-local SGD."""
 
 
 class CommunicationSettings(Section):
-    """A variant's settings of what processes exchange, and how."""
+    """A variant's settings for the communication between its processes."""
 
     bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
         None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's default, 25."
@@ -132,7 +132,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         searched_for=("bf16_compress_hook", "gradient compression", "DDP communication hook"),
         does="DDP's gradients are divided by the number of processes and sent in bfloat16",
         pays="when steps wait for the network",
-        costs="gradients and their sums keep 8 bits of mantissa",
+        costs="gradients and their sums keep 7 bits of mantissa",
         source="PyTorch documentation: DDP Communication Hooks",
         changes="rounding",
         roundoff=2.0**-8,

@@ -11,7 +11,7 @@ from pipeline.params.sections import Section
 
 
 class DataLoadingSettings(Section):
-    """A variant's settings of data loading."""
+    """A variant's settings for data loading."""
 
     data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
         "auto",

@@ -12,7 +12,8 @@ from pipeline.params.sections import Count, PositiveInt, ProperFraction, Section
 
 
 def needs_adamw(train: Train) -> str | None:
-    """Serve as ``why_not_with`` of the techniques that replace AdamW."""
+    """Return why a technique that replaces AdamW cannot be applied to the job; None if it can. Used as
+    ``Entry.why_not_with``."""
     return None if train.optimizer == "adamw" else f"it replaces adamw, and train.optimizer is {train.optimizer}"
 
 
@@ -31,13 +32,11 @@ def _why_no_8bit(machine: Machine, _: bool) -> str | None:
 
 
 _PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
-
-
 _OWN_KERNEL = "the optimizers of optimizer_state 8bit and factored have their own kernels"
 
 
 class MemorySettings(Section):
-    """A variant's settings of techniques that save memory."""
+    """A variant's settings for techniques that save memory."""
 
     activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
         False,
@@ -268,7 +267,7 @@ MEMORY: tuple[Entry, ...] = (
             **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
             **dict.fromkeys(
                 ("fsdp", "tensor"),
-                "Adafactor's means of rows and columns need whole matrices, but a process has shards",
+                "Adafactor's means over rows and columns need whole matrices, but a process has only shards",
             ),
         },
     ),

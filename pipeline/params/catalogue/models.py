@@ -18,9 +18,10 @@ class Distillation(Section):
         "state dict)."
     )
     temperature: PositiveFloat = Field(
-        4.0, description="Divides the logits of teacher and student, so that the teacher's small probabilities count. "
+        4.0,
+        description="Divides the logits of teacher and student, so that the teacher's small probabilities count. "
         "Unused in tasks without logits.",
-    )  # fmt: skip
+    )
     alpha: Fraction = Field(
         0.5, description="Weight of the distance to the teacher in the loss; the job's own loss has weight 1 - alpha."
     )

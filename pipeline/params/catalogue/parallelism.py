@@ -16,7 +16,7 @@ _ONE_FORWARD = (
 
 
 class ParallelismSettings(Section):
-    """A variant's settings of how processes or devices share the work."""
+    """A variant's settings for sharing the work between processes or devices."""
 
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
         "none",
@@ -113,7 +113,6 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes",),
         excludes={
-            "optimizer_in_backward": "zero1 sends the new parameters once per step, after all of them are updated",
             "cuda_graph": "the host starts zero1's broadcasts after the update, and a graph would not record them",
         },
     ),
@@ -145,11 +144,7 @@ PARALLELISM: tuple[Entry, ...] = (
         evaluates_whole=True,
         needs_measuring=True,
         details=("processes", "replicas"),
-        excludes={
-            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
-            "cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this",
-            "auto_micro_batch": "with fsdp, a trial step that runs out of memory leaves some parameters gathered",
-        },
+        excludes={"cuda_graph": "with fsdp, the host gathers and frees parameters, and a graph would not record this"},
     ),
     Entry(
         name="keep_gathered",
@@ -169,7 +164,7 @@ PARALLELISM: tuple[Entry, ...] = (
         does="Parameters are gathered and used in bfloat16, and gradients are summed in float32; the shards that the "
         "optimizer updates stay float32, and BatchNorm's parameters are gathered in float32",
         pays="on GPUs from compute capability 8.0: gathering sends half the bytes, and matrix products run in bfloat16",
-        costs="parameters, activations and their gradients keep 8 bits of mantissa",
+        costs="parameters, activations and their gradients keep 7 bits of mantissa",
         source="PyTorch documentation: torch.distributed.fsdp.MixedPrecisionPolicy",
         changes="rounding",
         roundoff=2.0**-8,
@@ -206,9 +201,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "2-D parallelism",
         ),
         does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
-        pays="when parameters, gradients and optimizer state together do not fit on one GPU, but the parameters alone "
-        "fit, because evaluation runs the whole model on one GPU; also across hosts, because only activations at the "
-        "cuts are sent",
+        pays="when parameters, gradients and optimizer state together do not fit on one GPU; also across hosts, "
+        "because only activations at the cuts and their gradients are sent. The parameters alone must fit, because "
+        "evaluation runs the whole model on one GPU",
         costs="with p stages and m micro-batches, a stage is idle for a share (p - 1) / (m + p - 1) of a step; "
         "BatchNorm sees only one micro-batch at a time",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019 (1F1B); bubble: Narayanan et "
@@ -241,10 +236,8 @@ PARALLELISM: tuple[Entry, ...] = (
         needs_measuring=True,
         details=("processes", "replicas"),
         excludes={
-            "factored_optimizer": "Adafactor's factors are sums over rows and columns, but a process has only shards",
             "fp16": "each process would detect the overflows of its own gradients and have its own loss scale",
             "cuda_graph": "it is not known whether CUDA graphs can capture tensor's collectives",
-            "auto_micro_batch": "if one process runs out of memory, the others wait for it in a pair of layers forever",
         },
     ),
     Entry(

@@ -31,7 +31,7 @@ def _why_no_torchao(machine: Machine, _: bool) -> str | None:
 
 
 class PrecisionSettings(Section):
-    """A variant's settings of precision."""
+    """A variant's settings for precision."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = Field(
         "fp32",
@@ -63,7 +63,7 @@ PRECISION: tuple[Entry, ...] = (
         does="Matrix products and convolutions run in bfloat16; parameters and sums stay float32",
         pays="on GPUs from compute capability 8.0 and CPUs with AVX-512 BF16 or AMX, for models whose speed is limited "
         "by arithmetic, not by memory",
-        costs="activations and their gradients keep 8 bits of mantissa",
+        costs="activations and their gradients keep 7 bits of mantissa",
         source="Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019",
         changes="rounding",
         roundoff=2.0**-8,
@@ -96,7 +96,7 @@ PRECISION: tuple[Entry, ...] = (
         "parameters stay float32",
         pays="on GPUs from compute capability 8.9, together with compile, for transformers whose linear layers are "
         "wide (4,096 and more)",
-        costs="factors keep 4 bits of mantissa, gradients 3 bits; each factor is read once more to compute its scale, "
+        costs="factors keep 3 bits of mantissa, gradients 2 bits; each factor is read once more to compute its scale, "
         "unless compile fuses this. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
         changes="rounding",

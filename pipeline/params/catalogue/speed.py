@@ -58,7 +58,7 @@ def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
 
 
 class SpeedSettings(Section):
-    """A variant's settings of techniques that save time."""
+    """A variant's settings for techniques that save time."""
 
     attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
         "auto",
@@ -191,7 +191,8 @@ SPEED: tuple[Entry, ...] = (
             "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
                 ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
-                "only fused optimizers are known to read on the device the learning rate and whether the loss is bad",
+                "only fused optimizers are known to read, on the device, the learning rate and whether the loss is "
+                "finite",
             ),
         },
         why_not=needs_gpu,
@@ -215,8 +216,8 @@ SPEED: tuple[Entry, ...] = (
         name="foreach_optimizer",
         setting="optimizer_kernel: foreach",
         searched_for=("foreach", "multi-tensor", "torch._foreach", "horizontal fusion"),
-        does="The update runs one kernel per operation, which handles all parameters; the default, fused, runs one "
-        "kernel for all operations",
+        does="The update runs one kernel per operation for all parameters; the default, fused, runs one kernel for all "
+        "operations and parameters",
         pays="when an optimizer has no fused form; otherwise it shows what the default, fused, gains",
         costs="temporary tensors of the parameters' size",
         source="PyTorch documentation: torch.optim, How to adjust performance",
