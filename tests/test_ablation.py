@@ -9,6 +9,7 @@ from pipeline.comparison.verdicts import MEMORY, Accuracy, Noise, accuracy
 from pipeline.params import Margins
 from pipeline.results import Bench
 from tests.factories import make_arm, make_bench, make_result, make_results
+from tests.report.conftest import without_memory
 
 CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
 NOISY = CALM.model_copy(update={"why_untrusted": "throughput: too noisy"})
@@ -27,7 +28,10 @@ def bench_of(
     rejected: dict[int, str] | None = None,
     **changes: Any,
 ) -> Bench:
-    """One technique, channels_last, of one stack; throughput and memory as multiples of the baseline's."""
+    """Return a bench of the variant ``stack`` and its technique channels_last.
+
+    Each pair is an arm's throughput and memory, divided by the baseline's.
+    """
     arms = (
         make_arm("baseline"),
         make_arm("stack", applied=STACK, throughput=variant[0], memory=variant[1]),
@@ -119,16 +123,8 @@ def test_a_noisy_machine_leaves_no_share_to_trust() -> None:
 
 
 def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
-    told = bench_of(alone=(1.3, 1.0))
-    blind = tuple(
-        arm.model_copy(
-            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
-        )
-        for arm in told.arms
-    )
-    (share,) = shares(
-        told.model_copy(update={"arms": blind}), {}, Margins(), lambda each, _: NOISY if each is MEMORY else CALM
-    )
+    bench = without_memory(bench_of(alone=(1.3, 1.0)))
+    (share,) = shares(bench, {}, Margins(), lambda each, _: NOISY if each is MEMORY else CALM)
     assert share.added_memory
     assert (share.verdict, share.added_memory.decision) == ("pays", "untrusted")
 
@@ -168,7 +164,7 @@ def test_interactions_are_named_where_alone_and_beside_others_disagree(
 
 
 def test_intervals_that_overlap_are_no_interaction() -> None:
-    """The estimates are far apart, but the machine is too noisy to tell."""
+    """The estimates differ by more than the margin, but the noise makes the intervals wide."""
     noisy = [
         make_arm("baseline", noise=0.3),
         make_arm("stack", applied=STACK, noise=0.3),

@@ -29,9 +29,8 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     def said(text: str, remedy: str) -> str:
         return f"throughput is undecided: about {text} in all will suffice, {ODDS} ({remedy})"
 
-    assert reason(undecided) == said(
-        "11 minutes of rounds", "set bench.max_minutes: 11"
-    )  # ten, and one for what differs
+    # Ten rounds take ten minutes. One more is added, because some rounds take longer than the mean.
+    assert reason(undecided) == said("11 minutes of rounds", "set bench.max_minutes: 11")
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 minutes of rounds", "set bench.max_minutes: 0.5")
     eight = undecided.model_copy(update={"pairs": 8, "more_pairs": 2})
@@ -42,7 +41,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     assert reason(undecided, cost) == said("3.5 minutes of rounds", "set bench.max_rounds: 10")
     cost = RoundCost("bench.max_minutes", 6, None)
     assert reason(undecided, cost) == said("10 rounds", "raise bench.max_minutes")
-    rejected = undecided.model_copy(update={"rejected": 6})  # half of the rounds are
+    rejected = undecided.model_copy(update={"rejected": 6})  # half of the rounds were rejected
     assert reason(rejected) == said("21 minutes of rounds", "set bench.max_minutes: 21")
 
 
@@ -51,8 +50,8 @@ def test_what_an_undecided_verdict_leaves_certain_is_said() -> None:
     assert said_of(("same", "worse"), "same", "better") == ["saves memory; pays or trades"]
     assert said_of(("better", "same"), "same", "better") == []  # it pays either way
     assert said_of("worse", ANY) == ["slower; trades or costs"]
-    assert said_of(ANY, "same", "same") == []  # nothing but what is the same
-    assert said_of("better", "same", "worse") == []  # all is decided
+    assert said_of(ANY, "same", "same") == []  # no quantity is certainly better or worse
+    assert said_of("better", "same", "worse") == []  # the verdict is decided
     assert said_of("untrusted", "same", "better") == ["decided nevertheless: saves memory"]
     assert said_of("untrusted", "same", "untrusted") == []
 

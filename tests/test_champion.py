@@ -1,4 +1,4 @@
-"""The choice of the best variant among those that pay, and the text about it."""
+"""The choice of the best variant among those that pay, and the text about this choice."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def best(*sessions: Bench) -> Champion:
     ("throughput", "memory", "champion", "quantity"),
     [
         ({"one": 1.5, "two": 1.6}, {}, "two", "throughput"),
-        ({"one": 1.5, "two": 2.0}, {"two": 1.2}, "one", "throughput"),  # two trades
-        ({"one": 1.005}, {"one": 0.9, "two": 0.5}, "two", "peak memory"),  # a gain within the margin is none
+        ({"one": 1.5, "two": 2.0}, {"two": 1.2}, "one", "throughput"),  # the verdict on ``two`` is trades
+        ({"one": 1.005}, {"one": 0.9, "two": 0.5}, "two", "peak memory"),  # a gain within the margin does not count
         ({"one": 1.1}, {"two": 0.5}, "one", "throughput"),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
 
 def test_each_part_is_measured_for_what_the_others_choose() -> None:
     gains = np.array([[3.0, 0.0, 0.0], [1.0, 1.0, 1.5]])
-    assert choices(gains) == [1, 0, 0]  # without its lucky first part, the first is the worse
+    assert choices(gains) == [1, 0, 0]  # without its lucky first part, the first candidate is the worse
     assert choices(gains, middle=np.median) == [1, 0, 0]
 
 
@@ -90,14 +90,14 @@ def test_what_was_chosen_is_no_surer_than_the_best_itself() -> None:
 
 
 def test_over_sessions_each_tells_what_the_others_chose() -> None:
-    """By the mean of all three sessions, one is the best; each session's own champion would give 1.5 x 1.4 x 1.4."""
+    """By the mean of all three sessions, ``one`` is the best. The best of each session would gain 1.5, 1.4 and 1.4."""
     faster = [{"one": 1.5, "two": 1.3}, {"one": 1.3, "two": 1.4}, {"one": 1.4, "two": 1.35}]
     comparison = over(*(session(day, throughput=each) for day, each in enumerate(faster, 1)))
     found = comparison.champion
     assert found
     assert (found.variant, found.runner_up, found.among) == ("one", "two", 2)
     assert found.ratio
-    # Without the first, two is better (1.374 to 1.349), without the second and the third, one is.
+    # Without the first session, ``two`` is better (1.374 against 1.349). Without the second or the third, ``one`` is.
     assert found.ratio.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
     assert [each.start_utc[8:10] for each in found.ratio.sessions] == ["01", "02", "03"]
     told = over_sessions(
@@ -114,7 +114,7 @@ def test_over_sessions_each_tells_what_the_others_chose() -> None:
 
 
 def test_within_a_session_its_rounds_choose_for_each_other() -> None:
-    """Of three equally fast variants, the luckiest has no luck left in the rounds for which other rounds chose it."""
+    """Of three equally fast variants, the luckiest has no luck in the rounds that were not used to choose it."""
     comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
     found, seen = comparison.champion, [each.throughput for each in comparison.variants[1:] if each.throughput]
     assert found
@@ -127,7 +127,7 @@ def test_within_a_session_its_rounds_choose_for_each_other() -> None:
 
 
 def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_then() -> None:
-    """In later rounds the control scatters: that says nothing about the rounds of these two."""
+    """In later rounds, the control's speed varies. This says nothing about the rounds in which the two took part."""
 
     def told(control: list[float]) -> Champion:
         bench = session(1, throughput={"one": 1.5, "two": 1.3}, rounds=30)
@@ -149,7 +149,7 @@ def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
 
 
 def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
-    """Of the five sessions in which the best pays, four lack the other variant: only one session measured the gain."""
+    """The best pays in five sessions. Four of them lack the other variant, so only one session measured the gain."""
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.5, "two": 1.3}
     sessions = [session(5, throughput=faster)]

@@ -34,6 +34,7 @@ from tests.factories import (
     make_run,
     make_window,
 )
+from tests.report.conftest import without_memory
 
 BASELINE = make_result("baseline")
 
@@ -159,7 +160,7 @@ def test_one_seed_never_supports_no_loss_of_accuracy() -> None:
 
 
 def test_the_same_weights_have_the_same_accuracy() -> None:
-    """In whatever precision they were evaluated, and for any number of seeds."""
+    """This is so even if the evaluations differ in precision, and for any number of seeds."""
     baseline = make_result("baseline", [make_run(0, test_correct=9000), make_run(1, test_correct=9010)])
     counted = [make_run(run.seed, test_correct=8800, model_sha256=run.model_sha256) for run in baseline.runs]
     other = make_comparison([baseline, make_result("other", counted)]).variants[1].accuracy
@@ -202,7 +203,7 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     )
     bench = bench.model_copy(update={"config": bench.config | {"bench": settings}})
     said = make_comparison(measured, bench).variants[1].reasons[0]
-    assert f"(set bench.max_rounds: {rounds})" in said  # it ended the bench
+    assert f"(set bench.max_rounds: {rounds})" in said  # max_rounds ended the bench
     assert not any("interrupted" in reason for reason in other.reasons)
 
 
@@ -218,14 +219,14 @@ def test_an_interrupted_bench_is_used_as_far_as_it_goes() -> None:
 
 
 def test_a_rejected_sample_takes_its_round_along_and_no_other() -> None:
-    """In the factories' bench one sample of ddp is rejected."""
+    """``make_bench`` rejects one sample of ddp."""
     baseline, ddp, memory = make_comparison().variants
     assert ddp.throughput
     assert memory.throughput
     assert (ddp.throughput.pairs, ddp.throughput.rejected, ddp.rejected) == (11, 1, 1)
     assert (memory.throughput.pairs, memory.throughput.rejected, memory.rejected, baseline.rejected) == (12, 0, 0, 0)
     assert ddp.memory
-    assert ddp.memory.pairs == 12  # of memory nothing was rejected
+    assert ddp.memory.pairs == 12  # the sample's memory was not rejected
 
 
 def test_mostly_rejected_is_untrusted_and_says_why() -> None:
@@ -262,7 +263,7 @@ def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
         for each in comparison.variants[1:]:
             assert each.verdict == "untrusted"
             assert each.memory
-            assert each.memory.decision != "untrusted"  # memory was calm
+            assert each.memory.decision != "untrusted"  # the noise concerns only the throughput
         ddp, memory = (each.reasons for each in comparison.variants[1:])
         assert ddp[0] == why
         assert memory[:2] == ("decided nevertheless: saves memory", why)
@@ -286,7 +287,7 @@ def test_the_noise_is_in_the_comparison() -> None:
         (1.5, 1.5, 0, {"baseline", "other"}),  # faster and larger
         (1.5, 1.0, 0, {"other"}),
         (0.7, 1.0, 0, {"baseline"}),
-        (0.7, 1.0, 2, {"baseline"}),  # hardly more accurate: that does not matter
+        (0.7, 1.0, 2, {"baseline"}),  # more accurate, but within the margin
         (0.7, 1.0, 300, {"baseline", "other"}),  # slower and more accurate
         (1.005, 0.995, 1, {"baseline", "other"}),  # the same
         (1.5, 0.5, -300, {"baseline", "other"}),
@@ -310,7 +311,7 @@ def test_variants_beat_each_other_too() -> None:
     )
     found = make_comparison(measured, bench).variants
     assert found[3].throughput
-    assert found[3].throughput.estimate == pytest.approx(9.0, rel=0.05)  # known, and not trusted
+    assert found[3].throughput.estimate == pytest.approx(9.0, rel=0.05)  # known, but not trusted
     assert {each.variant for each in found if each.on_front} == {"baseline", "faster"}
 
 
@@ -364,26 +365,12 @@ def test_figures_that_are_not_trusted_are_not_shown() -> None:
 
 def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
     results = make_results()
-    bench = make_bench(results, throughput={"ddp": 1.6})
-    blind = tuple(
-        arm.model_copy(
-            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
-        )
-        for arm in bench.arms
-    )
-    comparison = make_comparison(results, bench.model_copy(update={"arms": blind}))
+    comparison = make_comparison(results, without_memory(make_bench(results, throughput={"ddp": 1.6})))
     assert {each.variant: each.verdict for each in comparison.variants}["ddp"] == "pays"
 
 
 def test_what_no_sample_knows_is_unknown() -> None:
-    bench = make_bench([BASELINE])
-    blind = tuple(
-        arm.model_copy(
-            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
-        )
-        for arm in bench.arms
-    )
-    comparison = make_comparison([BASELINE], bench.model_copy(update={"arms": blind}))
+    comparison = make_comparison([BASELINE], without_memory(make_bench([BASELINE])))
     assert (comparison.variants[0].peak_memory_bytes, comparison.variants[0].peak_memory_rank_bytes) == (None, ())
     assert comparison.noise_memory.why_untrusted
     assert "this machine does not report the figure" in comparison.noise_memory.why_untrusted
@@ -396,7 +383,7 @@ def test_utilisation_is_the_models_flops_over_the_devices_peak() -> None:
     for each in (baseline, ddp, checkpointed):
         assert each.flops == flops[each.variant]
         assert each.samples_per_second
-        assert each.model_flops_per_second == 6_300_000 * each.samples_per_second  # without what is recomputed
+        assert each.model_flops_per_second == 6_300_000 * each.samples_per_second  # without recomputation
     assert baseline.samples_per_second
     assert baseline.utilisation_fraction == pytest.approx(6.3e-6 * baseline.samples_per_second)
     assert ddp.utilisation_fraction is None  # an unknown device
@@ -466,7 +453,7 @@ def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
     baseline, found = compared(BASELINE, other).variants
     assert getattr(found, f"training_{field}") is None
     assert getattr(baseline, f"training_{field}") is not None
-    assert found.train_time_ratio == 1.0  # other numbers stay
+    assert found.train_time_ratio == 1.0  # other figures are still known
 
 
 def test_time_to_target_is_that_of_the_samples_up_to_the_first_evaluation_at_or_above_it() -> None:
@@ -518,7 +505,7 @@ def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -
     ends = second.equal_time.accuracy_fraction, second.equal_time.baseline_accuracy_fraction
     assert ends == pytest.approx((0.7, 0.9))
     assert (first.another_model, second.another_model) == (None, "resnet9, 9 parameters")
-    assert equal_time(taught, baseline, histories, {"baseline": 4e4, "taught": 4e3}) is None  # not even an epoch
+    assert equal_time(taught, baseline, histories, {"baseline": 4e4, "taught": 4e3}) is None  # less than an epoch
     assert equal_time(taught, baseline, histories, {"baseline": 4e4, "taught": None}) is None
     same = equal_time(taught, baseline, histories, {"baseline": 4e4, "taught": 4e4})
     assert same
@@ -555,7 +542,7 @@ def test_a_throughput_that_is_not_trusted_gives_no_time() -> None:
         ({"parallelism": "ddp", "processes": 4}, ("ddp",)),
         ({"precision": "bf16", "activation_checkpointing": True}, ("bf16", "activation_checkpointing")),
         ({"gradient_accumulation": 4}, ("gradient_accumulation=4",)),
-        ({"extra": {"not_installed": {}}}, ("not_installed",)),  # and no package is asked for it
+        ({"extra": {"not_installed": {}}}, ("not_installed",)),  # the package need not be installed
     ],
 )
 def test_techniques_are_what_differs_from_a_plain_run(applied: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -581,7 +568,7 @@ def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
     assert next(iter(values)) == "schema"
     assert (values["schema"], values["bench"]["schema"]) == (1, 3)
     assert values["bench"] == json.loads(bench.to_json())
-    assert values["environment"] == ENVIRONMENT | {"relied_on": {"variants": {}}}, "without what stages run"
+    assert values["environment"] == ENVIRONMENT | {"relied_on": {"variants": {}}}, "stages must be left out"
     assert [each["verdict"] for each in values["variants"]] == [None, "pays", "trades"]
 
 
@@ -653,12 +640,6 @@ def test_a_variant_that_relies_on_a_compiler_is_held_against_the_compiler_that_i
         compare([BASELINE], make_histories([BASELINE]), [bench], Compare(), gone)
 
 
-def test_all_problems_are_listed_at_once() -> None:
-    message = rejection(BASELINE, make_result("ddp", environment="a" * 64), make_result("memory", environment="b" * 64))
-    assert "'ddp'" in message
-    assert "'memory'" in message
-
-
 def test_a_missing_baseline_is_named_with_what_there_is() -> None:
     message = rejection(make_result("ddp"), make_result("memory"))
     assert "'baseline'" in message
@@ -667,7 +648,7 @@ def test_a_missing_baseline_is_named_with_what_there_is() -> None:
 
 BENCH = make_bench()
 OF_NO_BENCH = {"seeds": [7], "history_every_steps": 7, "checkpoint_every_steps": 7}
-"""Settings of which a change is measured no other way."""
+"""Settings that do not change what the bench measures."""
 
 
 def with_arm(variant: str, bench: Bench = BENCH, **changes: Any) -> Bench:
@@ -740,7 +721,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
 
 
 def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -> None:
-    """In the first ten rounds the baseline's place was slow by 7%, in the other twenty it was not."""
+    """In the first ten of thirty rounds, the baseline is 7% slower than its control."""
     throughput = {"ddp": 1.06, "memory": 1.06}
     usual = make_bench(rounds=30, rejected={}, throughput=throughput, memory={}, ablate=True)
     arms = []
@@ -771,11 +752,12 @@ def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -
 
 
 def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
-    measured = [BASELINE, make_result("ddp", environment="a" * 64)]
+    measured = [BASELINE, *(make_result(name, environment="a" * 64) for name in ("ddp", "memory"))]
     with pytest.raises(ComparisonError) as raised:
         make_comparison(measured, make_bench([BASELINE], environment="b" * 64))
     message = str(raised.value)
     assert "variant 'ddp' was measured in environment aaaaaaaaaaaa" in message
+    assert "variant 'memory' was measured in environment aaaaaaaaaaaa" in message
     assert "the bench was measured in environment bbbbbbbbbbbb" in message
     assert "the bench did not measure variant 'ddp'" in message
 
@@ -802,7 +784,7 @@ def test_what_is_no_number_is_no_result(tmp_path: Path, value: float) -> None:
     file = results.result_file("baseline", tmp_path)
     values = json.loads(file.read_text(encoding="utf-8"))
     values["runs"][0]["samples_per_second"] = value
-    file.write_text(json.dumps(values), encoding="utf-8")  # JSON proper knows neither, Python's does
+    file.write_text(json.dumps(values), encoding="utf-8")  # NaN and infinity are no JSON, but Python writes them
     with pytest.raises(ComparisonError, match=r"baseline\.json is not a result"):
         read_all(make_params([BASELINE]), tmp_path)
 

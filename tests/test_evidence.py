@@ -367,7 +367,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "another data set's": (
         {"data/prepared/dataset.json": lambda _: ANOTHER},
-        r"results/baseline\.json was measured on another data set than that of data/prepared/dataset\.json",
+        r"results/baseline\.json was measured on .*, not on the data set of data/prepared/dataset\.json",
     ),
     "a file that cannot be read": (
         {"reports/metrics/ddp.json": lambda _: b"\xff{"},

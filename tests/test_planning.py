@@ -46,7 +46,8 @@ def test_the_margin_of_so_many_pairs_is_the_smallest_at_which_the_ratio_is_the_s
     assert margin_decided(found, 9) == pytest.approx(0.08)
     assert decide(found, 0.0801) == "same"
     assert decide(found, 0.0799) == "undecided"
-    quarter = math.sqrt(1.05 * 1.08) - 1  # four times the pairs: half as wide, so up to the geometric mean
+    # Four times the pairs halve the logarithmic width, so the upper end becomes the geometric mean.
+    quarter = math.sqrt(1.05 * 1.08) - 1
     assert margin_decided(found, 36) == pytest.approx(quarter)
     mirrored = Interval(1 / 1.05, 1 / 1.08, 1 / 0.98, count=9)
     assert margin_decided(mirrored, 36) == pytest.approx(quarter)

@@ -66,7 +66,7 @@ def test_another_content_is_no_result(changes: dict[str, Any], tmp_path: Path) -
     path.write_text(json.dumps(json.loads(make_result("ddp").to_json()) | changes))
     with pytest.raises(ResultError, match=r"ddp\.json is not a result .*`dvc repro train@ddp`") as refused:
         results.read(path, make_params([make_result("ddp")]))
-    assert f"\n{next(iter(changes))}\n" in str(refused.value), "the key"
+    assert f"\n{next(iter(changes))}\n" in str(refused.value), "the message must name the key"
 
 
 DDP = make_result("ddp")
@@ -82,7 +82,7 @@ DDP = make_result("ddp")
         ({"config": DDP.config | {"variant": DDP.config["variant"] | {"precision": "bf16"}}},
          'variants.ddp.precision is "bf16" in the result and "fp32" in params.yaml'),
         ({"config": {}}, "train is null in the result"),
-        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 in the result"),  # no escapes
+        ({"config": {"train": {"\x1b[2J\n": 1}}}, "train.\\u001b[2J\\n is 1 in the result"),  # safe for a terminal
         ({"variant": "baseline"}, "it holds the result of variant 'baseline'"),
         ({"runs": (make_run(0), make_run(2))}, "it holds runs of the seeds [0, 2], not of train.seeds [0, 1, 2]"),
     ],
@@ -181,14 +181,14 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
 
 def test_history_comes_back_row_by_row(tmp_path: Path) -> None:
     path, rows = results.history_file("ddp", tmp_path), make_history((0, 1))
-    assert {row.test_accuracy is None for row in rows} == {True, False}, "blank fields too"
+    assert {row.test_accuracy is None for row in rows} == {True, False}, "some rows must have blank fields"
     results.write_history(rows[:5], path)
     with results.adding_to_history(path) as add:
         for row in rows[5:]:
             add(row)
     assert results.read_history(path) == rows
     with path.open("a", encoding="utf-8") as file:
-        file.write('"' + "0" * (csv.field_size_limit() + 1))  # a quote begins a field that takes in all that follows
+        file.write('"' + "0" * (csv.field_size_limit() + 1))  # a quote makes the rest of the file one field
     with pytest.raises(ResultError, match=r"history\.csv is not a history"):
         results.read_history(path)
 

@@ -32,7 +32,7 @@ def test_of_one_session_it_is_that_session_s() -> None:
 
 def test_it_is_the_mean_with_a_t_interval_and_each_counts_the_same() -> None:
     found = over_sessions([interval(0.0, count=6), interval(0.1, count=20), interval(0.2)])
-    half = 4.302653 * 0.1 / math.sqrt(3)  # t of 2 degrees, from any table
+    half = 4.302653 * 0.1 / math.sqrt(3)  # quantile of t with two degrees of freedom, from a table
     assert bounds(found) == pytest.approx([0.1, 0.1 - half, 0.1 + half], rel=1e-6)
     assert found.count == 34
 
@@ -57,11 +57,12 @@ def test_nothing_and_what_has_no_bounds_are_no_sessions() -> None:
 
 
 def test_how_many_more_would_decide() -> None:
-    # Of n in all, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 of 7 and 0.0836 of 8. To the margin it is 0.09.
+    # With n sessions, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 for 7 and 0.0836 for 8 sessions. A decision needs
+    # less than the mean's distance from the margin, which is 0.09.
     margin = math.expm1(0.01)
     assert sessions_needed([interval(each) for each in (0.0, 0.1, 0.2)], margin) == 5
     assert sessions_needed([interval(0.1)], margin) is None
-    assert sessions_needed([interval(0.0), interval(0.02)], margin) is None  # on the very edge
+    assert sessions_needed([interval(0.0), interval(0.02)], margin) is None  # the mean lies on the margin
 
 
 def test_what_each_session_leaves_open_no_number_of_them_decides() -> None:
@@ -156,7 +157,7 @@ def test_where_no_session_is_trusted_the_latest_one_s_reason_is_given() -> None:
     assert latest
     why = latest.removeprefix("throughput: ")
     assert both == f"Untrusted throughput in all 2 sessions: in the latest session, {why}."
-    assert banner(over_all(first, session(2, 1.5))) == []  # which the second decides
+    assert banner(over_all(first, session(2, 1.5))) == []  # the second session is trusted
 
 
 def test_a_changed_technique_sets_aside_its_variant_s_sessions_alone() -> None:
@@ -206,7 +207,7 @@ def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) ->
     ("starts", "sizes"),
     [
         ([("08:59", "b"), ("09:00", "b")], [2]),
-        ([("08:00", "b"), ("09:09", "b"), ("10:18", "b")], [3]),  # an hour after the end of the one before
+        ([("08:00", "b"), ("09:09", "b"), ("10:18", "b")], [3]),  # 59 minutes after the end of the previous bench
         ([("08:00", "b"), ("09:10", "b")], [1, 1]),
         ([("08:00", "b"), ("08:20", "c"), ("08:40", "c")], [1, 2]),
     ],
@@ -219,7 +220,8 @@ def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
 
 
 def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
-    """Also those of benches that are too short for a ratio of their own, and each variant's own rounds alone."""
+    """Benches that are too short for a ratio of their own are pooled, too. For each variant, only the benches that
+    measured its present form count."""
     short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, rejected={})
     shorter = shorter.model_copy(update={"keys": KEYS | {"memory": "before"}})
     alone, both = over(short), over_all(short, shorter)
@@ -246,7 +248,7 @@ def test_more_rounds_in_one_session_narrow_its_interval() -> None:
 
 
 def reseeded(bench: Bench) -> Bench:
-    """The same bench with its rounds in the opposite order."""
+    """Return the bench with its rounds in the opposite order."""
     arms = tuple(arm.model_copy(update={"samples": arm.samples[::-1]}) for arm in bench.arms)
     return bench.model_copy(update={"arms": arms})
 

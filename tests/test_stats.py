@@ -45,7 +45,8 @@ def test_equal_ratios_leave_no_doubt() -> None:
 
 @pytest.mark.parametrize(("count", "ranks"), [(7, (1, 7)), (9, (2, 8)), (15, (4, 12)), (21, (6, 16))])
 def test_the_interval_has_the_exact_bootstrap_distributions_quantiles(count: int, ranks: tuple[int, int]) -> None:
-    """Of an odd n, the resampled median is at most the k-th smallest value if most of n draws are: a binomial."""
+    """For an odd n, a resample's median is at most the k-th smallest value if most of the n draws are. The number of
+    such draws has a binomial distribution."""
     tail = scipy_stats.norm.cdf(math.sqrt(count / (count - 1)) * scipy_stats.t.ppf(0.025, count - 1))
     at_most = scipy_stats.binom.sf(count // 2, count, np.arange(1, count + 1) / count)
     assert np.flatnonzero(at_most >= tail)[0] + 1 == ranks[0]
@@ -88,7 +89,7 @@ NOISE: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "contaminated": lambda random, count: random.normal(size=count) * np.where(random.random(count) < 0.15, 12, 1),
     "exponential": lambda random, count: random.exponential(size=count) - math.log(2),
 }
-"""Of the logarithm of a ratio; the median is zero."""
+"""Distributions of noise in a ratio's logarithm. Their medians are zero."""
 
 
 @pytest.mark.parametrize(("confidence", "held"), [(0.95, (0.95, 0.98)), (0.99, (0.987, 0.997))])
@@ -145,7 +146,7 @@ def test_a_ratio_and_its_reciprocal_are_decided_alike(values: tuple[float, float
     ("aa", "wide", "reason"),
     [
         ((0.99, 1.01), (0.98, 1.02), None),
-        ((1.001, 1.03), (0.999, 1.04), None),  # excludes 1 at 95% alone: one quiet machine in twenty does
+        ((1.001, 1.03), (0.999, 1.04), None),  # excludes 1 at 95% but not at 99%
         ((1.01, 1.03), (1.005, 1.04), "ratio of 1.020 (1.005 to 1.040, 99%), which excludes 1"),
         ((0.96, 0.98), (0.95, 0.99), "which excludes 1"),
         ((0.9, 1.08), (0.85, 1.1), "(0.900 to 1.080), a spread of 20.0%; at most 5.0% is allowed"),
@@ -217,7 +218,8 @@ def test_differences_that_are_all_the_same_leave_no_doubt(difference: float, dec
 
 
 def test_error_rates_are_those_promised() -> None:
-    """At the margin itself "no loss" is wrong in alpha of the trials; the interval holds the mean in 1 - 2 alpha."""
+    """If the true mean is -margin, "no loss" is wrong in alpha of the trials. The interval contains the true mean in
+    1 - 2 alpha of the trials."""
     random, trials = np.random.default_rng(3), 2000
     results = [equivalence(random.normal(-0.01, 0.005, size=5), 0.01) for _ in range(trials)]
     wrong = sum(result.low > -0.01 for result in results)

@@ -27,7 +27,7 @@ CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_u
 
 
 def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) -> Arm:
-    """An arm with these figures, one per round; a text is the reason for a rejection, None an unknown figure."""
+    """Return an arm with one figure per round. A text is the reason for a rejection; None is an unknown figure."""
     samples = []
     for figure in figures:
         known: dict[str, Any] = {quantity.field: figure}
@@ -43,7 +43,7 @@ def ratio(over: Sequence[Any], under: Sequence[Any], quantity: Quantity = THROUG
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     found = ratio([20.0, 40.0, 90.0, 66.0, 63.0, 40.0, 22.0], [10.0, 20.0, 30.0, 33.0, 30.0, 20.0, 10.0])
-    assert found.estimate == pytest.approx(2.0)  # the ratio of the medians is 40 / 20 too, that of the means is 2.23
+    assert found.estimate == pytest.approx(2.0)  # the ratio of the medians is 2, too; the ratio of the means is 2.23
     assert (found.low, found.high) == pytest.approx((2.0, 3.0))
     assert (found.pairs, found.rejected, found.decision, found.margin) == (7, 0, "better", 0.03)
     assert (found.more_pairs, found.why_untrusted) == (None, None)
@@ -56,7 +56,8 @@ def test_each_round_has_its_own_ratio() -> None:
 
 
 def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
-    """Half of A/A's width and A/A's offset, in quadrature: with 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
+    """Half of the A/A interval's width and the A/A ratio's distance from 1 are added in quadrature. So if the A/A ratio
+    is 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
     half, offset = math.log(1.08) / 2, math.log(1.03)
     noise = CALM.model_copy(update={"estimate": 1.03, "low": 1.0, "high": 1.08})
     assert noise.doubt == pytest.approx(math.sqrt(half**2 + offset**2))
@@ -69,7 +70,8 @@ def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
 
 
 def recorded_parts() -> list[tuple[Arm, Arm, Arm]]:
-    """The peaks of the baseline, of its control under the same server, and of an equal checkout under another one."""
+    """Return recorded peaks: of the baseline, of its control under the same server, and of an equal checkout under
+    another server."""
     file = ROOT / "benchmarks" / "figures" / "gate-pool-amd-epyc-avx2-2-cores.json"
     recorded = json.loads(file.read_text(encoding="utf-8"))
     peaks = [recorded["arms"][name]["peak_memory_bytes"]
@@ -137,7 +139,7 @@ def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() ->
     assert found.why_untrusted == (
         "throughput: 4 of 7 rounds had to be rejected, most often because the GPU throttled in 7 of 20 looks"
     )
-    assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of them is not most
+    assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of the rounds are not most of them
 
 
 def test_what_no_round_knows_has_no_ratio() -> None:
@@ -173,7 +175,7 @@ def test_a_calm_machine_is_trusted() -> None:
     assert found.low is not None
     assert found.high is not None
     assert found.low < 1 < found.high
-    assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as a GPU's memory has none
+    assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as in a GPU's memory
 
 
 THROTTLED = "the GPU throttled"
@@ -189,13 +191,13 @@ QUIET = "let nothing else run here"
             [each * (1.1 if index % 2 else 0.92) for index, each in enumerate(STEADY)],
             STEADY,
             "at most 15.0%",
-            f"set bench.max_minutes: 18; or {QUIET}",  # (log(1.1 / 0.92) / log(1.15))^2 = 1.63 times the ten
+            f"set bench.max_minutes: 18; or {QUIET}",  # (log(1.1 / 0.92) / log(1.15))^2 = 1.63 times ten rounds
         ),
         (
             [each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)],
             STEADY,
             "at most 15.0%",
-            QUIET,  # 155 rounds are no advice
+            QUIET,  # 155 rounds would take more than an hour
         ),
         (STEADY[:5], STEADY[:5], "5 rounds, but at least 6 are needed", "set bench.max_minutes: 7"),
         (
@@ -228,7 +230,7 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
 def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
     on_gpu: bool, more_mib: float, trusted: bool
 ) -> None:
-    """Peaks of a real bench; on a GPU the allocator counts every byte."""
+    """The peaks are from a real bench. On a GPU, free blocks do not count, because the allocator counts every byte."""
     peaks = [35.48, 35.48, 35.5, 35.53, 35.51, 35.52, 35.47, 35.51, 35.59, 35.48, 35.48]
 
     def of(peaks_mib: Sequence[float]) -> Arm:
@@ -305,7 +307,8 @@ def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], 
 
 
 def simulated(random: np.random.Generator, true: float, count: int) -> tuple[list[float], list[float]]:
-    """Speeds of paired rounds: a drift of tens of percent that both share, noise of 2% with outliers that none does."""
+    """Return speeds of paired rounds. Both arms share a drift of tens of percent; each arm has its own noise of 2% with
+    outliers."""
 
     def own() -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.exp(0.02 * random.normal(size=count) * np.where(random.random(count) < 0.1, 6, 1))
@@ -399,7 +402,7 @@ def test_no_bound_lies_beyond_what_is_possible() -> None:
     mirrored = verdicts.accuracy([-0.25, 0.05, 0.0, -0.3], 0.01, 0.3)
     assert (mirrored.low_fraction, mirrored.high_fraction) == pytest.approx((-0.3, half - 0.125))
     advice = (accuracy_reasons(each.model_copy(update={"more_seeds": None})) for each in (found, mirrored))
-    assert len({text for (text,) in advice}) == 1  # of the whole interval, not of the part that is shown
+    assert len({text for (text,) in advice}) == 1  # the advice uses the whole interval, not the part that is shown
 
 
 @given(st.lists(st.floats(-0.05, 0.05), min_size=1, max_size=8), st.floats(0.001, 0.05))
@@ -418,7 +421,7 @@ OUTCOMES: tuple[Outcomes, ...] = (
 
 @pytest.mark.parametrize("quantities", list(product(OUTCOMES, repeat=3)))
 def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outcomes, ...]) -> None:
-    """Of all 343 combinations, by another road: from what is certain and what is possible."""
+    """Derive the verdict of all 343 combinations in another way: from the certain and the possible decisions."""
     found = verdict(quantities)
     can = ["better" in sum(quantities, ()), "worse" in sum(quantities, ())]
     must = [("better",) in quantities, ("worse",) in quantities]

@@ -18,27 +18,28 @@ class Share(Record):
     variant: str
     technique: str
     added_throughput: Ratio | None = None
-    """The baseline plus the technique, divided by the baseline. Each of the four ratios is None if not measured."""
+    """The baseline plus the technique, divided by the baseline. A ratio that was not measured is None."""
     added_memory: Ratio | None = None
     stacked_throughput: Ratio | None = None
     """The variant divided by the variant without the technique."""
     stacked_memory: Ratio | None = None
     accuracy: Accuracy | None = None
-    """Accuracy of a trained variant that is the baseline plus exactly this technique; None without such a variant."""
+    """Accuracy of a trained variant that is the baseline plus exactly this technique. None without such a variant."""
     accuracy_from: str | None = None
     """Name of the variant that has this accuracy."""
     verdict: Verdict | None = None
-    """Verdict on the technique added alone to the baseline. Accuracy and memory count only where they are known."""
+    """Verdict on the technique added alone to the baseline. Accuracy and memory count only if they are known."""
     interaction: str | None = None
     """One sentence per quantity whose added and stacked ratios disagree."""
     why_not: str | None = None
-    """If nothing was measured, the reason. Then all other fields except the names are None."""
+    """Reason why the technique was not measured. If it is set, all fields except the two names are None."""
 
 
 def shares(
     bench: Bench, accuracies: Mapping[str, Accuracy], margins: Margins, noise: Callable[[Quantity, int], Noise]
 ) -> tuple[Share, ...]:
-    """Return the effect of each technique of each ablated variant, in the bench's order.
+    """Return the effect of each technique of each ablated variant: the measured ones in the order of the bench's arms,
+    then the others.
 
     ``accuracies``: trained variant -> accuracy against the baseline. ``noise``: returns, for a quantity and a number n,
     the A/A noise of the quantity in the first n rounds.
@@ -90,9 +91,10 @@ def _ratios(
 
 
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
-    """Return the trained variant that applies the same techniques as ``arm``; None if there is none."""
+    """Return the trained variant that applies the same techniques as ``arm`` in the same number of processes; None if
+    there is no such variant."""
 
-    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "auto" and the number that it stands for are equal
+    def how(one: Arm) -> tuple[dict[str, Any], int]:  # "processes" may be "auto", so the world sizes are compared
         return {key: value for key, value in one.applied.items() if key != "processes"}, one.world_size
 
     others = (bench.arm("variant", variant) for variant in accuracies)
@@ -100,9 +102,10 @@ def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str 
 
 
 def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
-    """Describe the quantities whose two ratios differ by more than the margin and whose intervals do not overlap.
+    """Describe how the effect on each quantity changes together with the other techniques.
 
-    Return None if there is no such quantity.
+    Return None if no effect changes. An effect changes if the quantity's two ratios differ by more than the margin and
+    their intervals do not overlap.
     """
     sentences = []
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):

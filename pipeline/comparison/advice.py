@@ -12,13 +12,14 @@ from pipeline.errors import count
 from pipeline.results import Bench
 
 MOST_SEEDS = 20
-"""Training more seeds than this is never advised."""
+"""Largest number of further seeds that is advised."""
 
 ODDS = "more likely than not"
-"""A forecast assumes that the estimate stays the same. In simulations, the forecast number of pairs gave a decision in
-53 to 85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
+"""The chance that the forecast number suffices. In simulations, the forecast number of pairs led to a decision in 53 to
+85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
-"""More rounds than this narrow the interval within one session, but say nothing about differences between sessions."""
+"""After this many rounds, the advice is another session first: more rounds would narrow the interval, but say nothing
+about differences between sessions."""
 
 _CERTAIN: dict[tuple[str, Outcomes], str] = {
     ("throughput", ("better",)): "faster",
@@ -33,10 +34,10 @@ _CERTAIN: dict[tuple[str, Outcomes], str] = {
 
 
 def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
-    """Say which quantities are better or worse although the verdict is undecided or untrusted.
+    """Return a text that names the quantities that are better or worse although the verdict is undecided or untrusted.
 
-    For an undecided verdict, the possible verdicts follow. The list is empty if no quantity is better or worse, or if
-    the verdict is decided.
+    For an undecided verdict, the text ends with the possible verdicts. The list is empty if no quantity is better or
+    worse, or if the verdict is decided.
 
     >>> certain({"throughput": ("better", "same", "worse"), "accuracy": ("same",), "memory": ("better",)})
     ['saves memory; pays or trades']
@@ -55,7 +56,10 @@ def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
 def reasons(
     throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
 ) -> tuple[str, ...]:
-    """Return the reasons and advice for one variant. ``stopped``: True if ``bench`` considered the variant settled."""
+    """Return why quantities of one variant are untrusted or undecided, and what would help.
+
+    ``stopped``: True if the bench stopped measuring the variant early, because it found the variant's ratios settled.
+    """
     cost = planning.cost_of(bench)
     found = [
         *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),
@@ -134,7 +138,8 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} will suffice, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
-    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)  # one side may be cut off
+    # An accuracy of 0 or 1 may cut off one side of the interval.
+    half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [
         f"{undecided} at the margin of {percentage_points(accuracy.margin_fraction)}; with {MOST_SEEDS} more seeds, a "

@@ -27,7 +27,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
     If no variant gains speed, memory decides, then energy. A variant that pays loses no accuracy. Return None if no
     variant pays.
 
-    ``paying``: the variants' ratios in the order of ``QUANTITIES``. An undecided gain does not count.
+    ``paying``: variant -> its ratios in the order of ``QUANTITIES``. An undecided gain does not count.
     """
     for index, quantity in enumerate(QUANTITIES):
         told = {name: each[index] for name, each in paying.items() if index < len(each)}

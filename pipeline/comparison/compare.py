@@ -32,11 +32,12 @@ def compare(
 ) -> Comparison:
     """Compare every result with the baseline's.
 
-    The first of ``sessions`` is the present bench. A variant's ratios use all sessions that measured it and the
-    baseline as the present bench did. All other figures come from the present bench only.
+    The first of ``sessions`` is the present bench. A variant's ratios use all sessions that measured the variant and
+    the baseline as the present bench did. All other figures of the bench come from the present bench only.
 
-    The Pareto front holds the variants that no other variant beats in throughput, memory and accuracy, each relative to
-    the baseline. A difference that was not shown to matter is ignored. Untrusted variants are not on the front.
+    The Pareto front consists of the variants that no other variant beats in throughput, memory and accuracy, each
+    relative to the baseline. A difference that is not decided as better or worse is ignored. Untrusted variants are not
+    on the front.
 
     Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).

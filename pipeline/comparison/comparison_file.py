@@ -33,7 +33,7 @@ class AccuracyDifference(Record):
 
 
 class SeedTarget(Record):
-    """The step at which one seed's run reached the target."""
+    """The step at which one seed's run reached the target accuracy."""
 
     seed: int
     steps: int | None
@@ -79,7 +79,7 @@ class EqualTime(Record):
 
 
 class Compared(Record):
-    """One variant compared with the baseline. The baseline has an entry too, whose comparisons are None."""
+    """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None."""
 
     variant: VariantName
     techniques: tuple[str, ...]
@@ -101,7 +101,7 @@ class Compared(Record):
     verdict: Verdict | None
     """None for the baseline, like throughput, memory and accuracy."""
     reasons: tuple[str, ...]
-    """Why a quantity is untrusted or undecided, and about how many more rounds, sessions or seeds a decision needs."""
+    """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help."""
     throughput: Ratio | None
     memory: Ratio | None
     accuracy: Accuracy | None
@@ -121,11 +121,11 @@ class Compared(Record):
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
     peak_reserved_bytes: int | None = None
-    """On a GPU: median of the bytes that torch's allocator holds on the rank that holds the most."""
+    """On a GPU: median of the largest number of bytes that torch's allocator reserved on one rank."""
     driver_memory_bytes: int | None = None
-    """On a GPU: median of the bytes that the driver holds for the process."""
+    """On a GPU: median of the largest number of bytes that the driver held for one process."""
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
-    """Median over the bench's samples. ``results.Window`` defines it."""
+    """Energy as ``results.Window`` defines it: median over the bench's samples."""
     allocator_retries: int | None = None
     """Sum over all samples. Samples with a retry are rejected. None on a CPU."""
     rejected: int
@@ -202,7 +202,7 @@ class SessionSummary(Session):
     noise_throughput: Noise
     noise_memory: Noise
     variants: tuple[str, ...]
-    """The variants that the session measured in their present form. The session's untrusted ratios do not count."""
+    """The variants that the session measured in their present form, even if their ratios are untrusted."""
 
 
 class Comparison(Document):

@@ -87,7 +87,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
                 problems.append(str(error))
         if data and data.sha256 != result.dataset.sha256:
             problems.append(
-                f"{file} was measured on another data set than that of {DATASET}: {_described(result.dataset)}. {again}"
+                f"{file} was measured on {_described(result.dataset)}, not on the data set of {DATASET}. {again}"
             )
     recorded = _recorded(root / LOCK)
     for file in files:
@@ -116,8 +116,10 @@ def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) 
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
-    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``, because a
-    comparison must describe the code that is checked out."""
+    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``.
+
+    A comparison must describe the code that is checked out.
+    """
     there = environment.get("stages", {})
     changed = [
         path
@@ -153,7 +155,7 @@ def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
 
 
 def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
-    """Return the files from which a comparison was made that have changed since or no longer exist."""
+    """Return the files in ``comparison["made_of"]`` that changed after the comparison was made, or no longer exist."""
     then = comparison.get("made_of", {})
     return [name for name, sha in then.items() if not (root / name).is_file() or results.sha256(root / name) != sha]
 
@@ -195,7 +197,8 @@ def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
 def _key_problem(
     key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
 ) -> str:
-    """Return how a variant's run differs from environment.json. Empty if it does not, or the file has no stages."""
+    """Return a message if a variant ran with other code, plan or settings than ``environment`` records; else an empty
+    text. The text is also empty if ``environment`` records no stages."""
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
@@ -216,7 +219,7 @@ def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
 
 
 def _job_problems(result: Result, baseline: Result) -> list[str]:
-    """List the parts of the job in which ``result`` differs from the baseline."""
+    """Return a message for each part of the job in which ``result`` differs from the baseline."""
     name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
     again = "Run `dvc repro`, which trains every variant with the present params.yaml."
     problems = []
@@ -238,7 +241,8 @@ def _job_problems(result: Result, baseline: Result) -> list[str]:
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
-    """List the ``runs``, given by name, whose threads per process differ from a run with the same world size."""
+    """Return a message for each run whose number of threads per process differs from an earlier run's with the same
+    world size. ``runs``: name -> run."""
     first: dict[int, tuple[str, int]] = {}
     problems = []
     for name, each in runs.items():
@@ -255,7 +259,7 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """List the differences, in job and variants, between the bench and the training runs."""
+    """Return a message for each difference, in job or variants, between the bench and the training runs."""
     again = "Run `dvc repro bench`, which measures with the present params.yaml."
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     here = hash_of(environment, "variants", *variants)
@@ -302,7 +306,7 @@ def _bench_problems(
     problems += _thread_problems({arm.name: arm for arm in bench.arms})
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
     if set(counts.values()) != {bench.rounds}:
-        problems.append(f"the bench holds fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
+        problems.append(f"the bench has fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
     return [f"bench.json: {problem}. {again}" for problem in problems]
 
 

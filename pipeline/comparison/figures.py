@@ -20,7 +20,9 @@ from pipeline.results import Arm, Bench, HistoryRow, Result
 
 
 def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
-    """Return the fields of Compared that the bench measured. ``speeds``, ``memory``, ``energy``: True if trusted.
+    """Return the fields of Compared that the bench measured.
+
+    ``speeds``, ``memory``, ``energy``: True if these figures are trusted; if not, they become None.
 
     If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
     is the baseline's median over all its rounds, divided by the baseline's median over only those rounds that the arm
@@ -128,7 +130,7 @@ def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | N
 
 
 def model_of(result: Result) -> tuple[str, dict[str, Any]]:
-    """Return name and options of the model that the variant trained."""
+    """Return the name and the options of the model that the variant trained."""
     named = result.applied if result.applied.get("model") else result.config["train"]
     return named.get("model", ""), named.get("model_options", {})
 
@@ -146,7 +148,11 @@ def equal_time(
     histories: Mapping[str, Sequence[HistoryRow]],
     speeds: Mapping[str, float | None],
 ) -> EqualTime | None:
-    """Compare the test accuracies at the end of the faster training. ``speeds``: the throughputs in the bench."""
+    """Return the test accuracies of ``result`` and ``baseline`` at the time when the faster training ends.
+
+    Return None if a throughput is unknown, or if a seed was not evaluated by this time. ``histories`` and ``speeds``:
+    variant -> its history, or its throughput in the bench.
+    """
     rates = [(speeds[each.variant] or 0.0) / each.batch_size for each in (result, baseline)]  # steps a second
     if not all(rates):
         return None

@@ -29,7 +29,8 @@ class Judgement(NamedTuple):
 def judge(
     result: Result, baseline: Result, pooled: Sequence[PooledSession], own: PooledSession, margins: Margins
 ) -> Judgement:
-    """Turn the samples of each quantity into an interval over sessions and a decision; the decisions give the verdict.
+    """Return the verdict on ``result``: a quantity's samples result in an interval over sessions, each interval in a
+    decision, and all decisions in the verdict.
 
     ``own``: the session in ``pooled`` that has the present bench's rounds.
     """

@@ -74,7 +74,10 @@ def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
 
 
 def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
-    """Advise on a machine that ``stats.distrust`` finds too noisy. ``rejected``: number of rounds without a pair."""
+    """Say what helps on a machine that ``stats.distrust`` finds too noisy: a quieter machine, or more rounds.
+
+    ``rejected``: number of rounds without a pair. ``why_rejected``: this number as text, and the most common reason.
+    """
     quiet = why_rejected or ("let nothing else run here" if aa.low > 0 else None)
     more = None
     if calm := calm_pairs(aa, max_spread):
@@ -158,12 +161,12 @@ def seeds_needed(result: Equivalence) -> int | None:
     return int(enough.argmax()) + 1 if enough.any() else None
 
 
-def margin_of_seeds(mean: float, half: float, count: int, seeds: int, *, confidence: float = 0.95) -> float:
+def margin_of_seeds(mean: float, half: float, count: int, seeds: int) -> float:
     """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
 
     This assumes that mean and deviation stay the same. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of
     n = ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N). The margin is |mean| plus this
     half-width.
     """
-    narrower = stdtrit(seeds - 1, confidence) / stdtrit(count - 1, confidence) * math.sqrt(count / seeds)
+    narrower = stdtrit(seeds - 1, 0.95) / stdtrit(count - 1, 0.95) * math.sqrt(count / seeds)
     return abs(mean) + half * float(narrower)

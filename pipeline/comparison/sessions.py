@@ -1,4 +1,4 @@
-"""Combine several sessions of the bench into a ratio that holds beyond one session.
+"""Combine several sessions of the bench into a ratio that is valid beyond one session.
 
 The interval of a ratio in one session covers only the variation between rounds. Some conditions vary only between
 sessions: the memory layout, the boot, other users of the machine, the day.
@@ -23,8 +23,8 @@ MOST_SESSIONS = 20
 """Adding more sessions than this is never advised."""
 
 
-def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) -> Interval:
-    """Return the equally weighted geometric mean of the sessions' ratios with its interval.
+def over_sessions(intervals: Sequence[Interval]) -> Interval:
+    """Return the equally weighted geometric mean of the sessions' ratios with its 95% interval.
 
     The interval of a single session is returned unchanged. Each session is an independent draw of the conditions. So
     the interval of S sessions is a t interval with S - 1 degrees of freedom on the logarithms of the ratios. On each
@@ -36,14 +36,14 @@ def over_sessions(intervals: Sequence[Interval], *, confidence: float = 0.95) ->
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]
-    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs), confidence)
+    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs))
     below, above = _median_widths(intervals)
     low, high = mean - max(half, below), mean + max(half, above)
     return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
 
 
-def _half(deviation: float, sessions: int, confidence: float = 0.95) -> float:
-    return float(stdtrit(sessions - 1, (1 + confidence) / 2)) * deviation / math.sqrt(sessions)
+def _half(deviation: float, sessions: int) -> float:
+    return float(stdtrit(sessions - 1, 0.975)) * deviation / math.sqrt(sessions)
 
 
 def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:

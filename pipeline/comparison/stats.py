@@ -155,8 +155,8 @@ class Equivalence:
 
     @property
     def decision(self) -> Decision:
-        """*worse* if the whole interval lies below -margin, *better* if above margin, *same* if between these bounds,
-        else *undecided*."""
+        """*worse* if the whole interval lies below -margin, *better* if it lies above margin, *same* if it lies between
+        these bounds, else *undecided*."""
         found = outcomes(self.low, self.high, -self.margin, self.margin)
         return found[0] if len(found) == 1 else "undecided"
 

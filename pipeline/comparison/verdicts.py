@@ -201,7 +201,8 @@ def ratio(
     interval = None
     if pairs.above:
         interval = stats.widened(stats.paired_ratio(pairs.above, pairs.below, confidence=confidence), doubt)
-    why_untrusted = noise.why_untrusted or pairs.why_untrusted  # noise of the machine concerns all arms
+    # The machine's noise takes precedence over rejected rounds, because the noise concerns all arms.
+    why_untrusted = noise.why_untrusted or pairs.why_untrusted
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
@@ -250,7 +251,7 @@ def accuracy(
 
 
 def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: float, cost: RoundCost) -> Noise:
-    """Return the A/A comparison of one quantity, with the reason if the machine was too noisy to compare anything."""
+    """Return the A/A comparison of one quantity. ``why_untrusted`` is set if the machine was too noisy to compare."""
     pairs = _pairs(control, baseline, quantity)
     interval = stats.paired_ratio(pairs.above, pairs.below) if pairs.above else None
     why_untrusted = pairs.why_untrusted
@@ -315,7 +316,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(arm: Arm, reference: Arm, quantity: Quantity) -> _Pairs:
-    rounds = list(zip(arm.samples, reference.samples, strict=False))  # an arm that was settled early has fewer
+    rounds = list(zip(arm.samples, reference.samples, strict=False))  # an arm that was settled early has fewer samples
     figures = [(getattr(sample, quantity.field), getattr(other, quantity.field)) for sample, other in rounds]
     known = [(a, b) for a, b in figures if a and b]
     rejected = len(rounds) - len(known)

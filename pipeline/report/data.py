@@ -14,7 +14,7 @@ VERDICTS = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_differ
 
 
 def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
-    """Map each figure to the value of each variant, for ``dvc metrics show`` and ``dvc metrics diff``.
+    """Return figure -> variant -> value, for ``dvc metrics show`` and ``dvc metrics diff``.
 
     DVC sorts by name, so a number before each figure's name keeps the order of ``VERDICTS``. Unknown and untrusted
     values are left out.
@@ -27,7 +27,7 @@ def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
 
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
-    """One variant's figures, for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
+    """Return a variant's figures for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
     difference, accuracy = each.accuracy_difference, each.accuracy
     return {
         "verdict": each.verdict,
@@ -69,8 +69,8 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 
 
 def ratios_csv(comparison: Comparison) -> str:
-    """The intervals of the ratios to the baseline, and of the baseline against itself (A/A). Untrusted ratios and
-    ratios without an interval are left out."""
+    """Return the intervals of the ratios to the baseline, and of the baseline against itself (A/A). Untrusted ratios
+    and ratios without an interval are left out."""
     control = f"{comparison.baseline} (A/A)"
     rows: list[tuple[str, str, Ratio | Noise | None]] = []
     for each in comparison.variants[1:]:
@@ -92,7 +92,7 @@ def ratios_csv(comparison: Comparison) -> str:
 
 
 def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row per evaluation, for all variants and seeds. No field is blank."""
+    """Return one row per evaluation, for all variants and seeds. No field is blank."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
         (
@@ -105,7 +105,7 @@ def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
-    """One row with the training loss for each row of the history, for all variants and seeds. No field is blank."""
+    """Return the training loss of each row of the histories, for all variants and seeds. No field is blank."""
     return _csv(
         ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
         (

@@ -19,7 +19,7 @@ CODE = re.compile(r"`([\w .-]+)`")
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """``value`` with at least ``digits`` significant digits and its unit."""
+    """Return ``value`` and its unit. The number has ``digits`` digits, or more if its integer part has more."""
     if value is None:
         return UNKNOWN
     magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
@@ -28,12 +28,12 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def speed(samples_per_second: float | None, unit: Unit) -> str:
-    """A throughput in the task's unit: "51,200 tokens/s"."""
+    """Return a throughput in the task's unit, such as "51,200 tokens/s"."""
     return number(samples_per_second and samples_per_second * unit.per_sample, f"{unit.name}/s")
 
 
 def size(value: float | None) -> str:
-    """``value`` bytes, in the largest unit that is not larger than ``value``."""
+    """Return ``value`` bytes as text, in the largest unit that is not larger than ``value``."""
     if value is None:
         return UNKNOWN
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -43,7 +43,7 @@ def size(value: float | None) -> str:
 
 
 def scaled(value: float | None, unit: str) -> str:
-    """``value`` with the SI prefix that leaves one to three digits before the decimal point.
+    """Return ``value`` with the SI prefix that leaves one to three digits before the decimal point.
 
     >>> scaled(2.5e9, "FLOP/s").replace(JOINED, " ")
     '2.50 GFLOP/s'
@@ -61,12 +61,12 @@ def percent(fraction: float | None, decimals: int = 2) -> str:
 
 
 def plain_percent(fraction: float) -> str:
-    """A percentage from the settings, with as many digits as the user wrote: 3%."""
+    """Return a percentage from the settings without trailing zeros, such as "3%"."""
     return f"{100 * fraction:g}%"
 
 
 def points(fraction: float | None) -> str:
-    """A difference in percentage points, with its sign; a difference that rounds to zero has no sign."""
+    """Return a difference in percentage points with its sign. A difference that rounds to zero has no sign."""
     if fraction is None:
         return UNKNOWN
     text = f"{100 * fraction:+.2f}"
@@ -87,7 +87,7 @@ def _bare(ratio: float, decimals: int) -> str:
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
+    """Return nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -100,7 +100,7 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def heading(text: str) -> str:
-    """``text`` with its first letter as a capital."""
+    """Return ``text`` with a capital as its first letter."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
@@ -109,19 +109,19 @@ def estimate(ratio: Ratio | Noise) -> str:
 
 
 def interval(ratio: Ratio | Noise) -> str:
-    """The ends of the ratio's interval, or the reason why the ratio has no interval."""
+    """Return the ends of the ratio's interval, or the reason why the ratio has no interval."""
     if ratio.low is None or ratio.high is None:
         return f"too few rounds ({ratio.pairs}) for an interval"
     return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
 
 
 def ends(low: float, high: float) -> str:
-    """The ends of a ratio's interval that is shown, but from which nothing is decided."""
+    """Return the ends of an interval on which no decision depends, with two decimals."""
     return _to(_bare(low, 2), _bare(high, 2))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
-    """The number of decimals: 2, or 3 if the interval is so narrow that its ends could look the same with 2."""
+    """Return the number of decimals: 2, or 3 if the interval is so narrow that its ends could look the same with 2."""
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 
@@ -136,7 +136,7 @@ def _to(low: str, high: str) -> str:
 
 
 def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """A ratio as the lines of a table cell: the estimate and its interval, in brackets if the ratio is untrusted."""
+    """Return a ratio as the lines of a table cell: the estimate and its interval, in brackets if it is untrusted."""
     if ratio is None:
         return ()
     if ratio.decision == "untrusted":
@@ -146,7 +146,7 @@ def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """A ratio on one line: the estimate and its interval, in brackets if the ratio is untrusted."""
+    """Return a ratio on one line: the estimate and its interval, in brackets if the ratio is untrusted."""
     if ratio is None:
         return DASH
     lines = ratio_lines(ratio)
@@ -154,7 +154,7 @@ def ratio_text(ratio: Ratio | None) -> str:
 
 
 def unbelieved(ratio: Ratio | Noise) -> tuple[str, ...]:
-    """The word "untrusted", then the ratio in brackets, which the page shows in grey."""
+    """Return the word "untrusted" and, if it is known, the ratio in brackets. The page shows brackets in grey."""
     return (UNTRUSTED,) if ratio.estimate is None else (UNTRUSTED, f"[{estimate(ratio)}, {interval(ratio)}]")
 
 

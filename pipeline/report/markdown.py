@@ -24,7 +24,7 @@ CUT = "\n*This comment is cut short: comparison.html has the whole report.*\n"
 
 
 def markdown(comparison: Comparison) -> str:
-    """The text of one comment. If it is too long, whole blocks are cut from its end."""
+    """Return the report as one comment. If it is too long, whole blocks are cut from its end."""
     comparison = decided_first(comparison)
     headline, *others = tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
@@ -77,7 +77,7 @@ def _answers(comparison: Comparison) -> list[str]:
 
 
 def _verdict(verdict: str | None) -> str:
-    """The verdict as part of a sentence: ddp *pays*, memory is *undecided*."""
+    """Return the verdict as the end of a sentence: ddp **pays**, memory is **undecided**."""
     return f"{'' if verdict in ('pays', 'trades', 'costs') else 'is '}**{verdict}**"
 
 
@@ -119,7 +119,7 @@ def _folded(summary: str, lines: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, with Markdown and HTML escaped. Backticks around a command or a name stay."""
+    """Return ``text`` on one line, with Markdown and HTML escaped. Backticks around a command or a name stay."""
     shown = re.sub(r"[ \t\n\r\f\v]+", " ", text).strip()  # a no-break space stays
     shown = shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(rf"({CODE.pattern})|([\\`*_{{}}\[\]|#~!])", lambda found: found[1] or f"\\{found[3]}", shown)

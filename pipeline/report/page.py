@@ -22,7 +22,7 @@ DASHES = 4
 
 
 def html(comparison: Comparison, histories: Histories) -> str:
-    """The whole page, with all names escaped."""
+    """Return the whole page, with all names escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -80,13 +80,13 @@ def html(comparison: Comparison, histories: Histories) -> str:
 
 
 def _marked(text: str) -> Markup:
-    """``text`` as HTML: figures in brackets, which are untrusted, become grey, and words in backticks become code."""
+    """Return ``text`` as HTML: figures in brackets, which are untrusted, in grey, and words in backticks as code."""
     coded = formats.CODE.sub(r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', coded))
 
 
 def _environment(comparison: Comparison) -> dict[str, Any]:
-    """The environment's fingerprint. Its key "relied_on" keeps only the variants that rely on optional packages."""
+    """Return the environment's fingerprint. "relied_on" lists only the variants that rely on optional packages."""
     known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
     return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
         {"relied_on": known} if known else {}
@@ -94,7 +94,7 @@ def _environment(comparison: Comparison) -> dict[str, Any]:
 
 
 def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
-    """For each arm: its name, the throughput of every round in samples a second, and the peak memory in MiB."""
+    """Return each arm's name, its throughputs in samples a second and its peak memories in MiB, round by round."""
     return [
         (
             arm.name,

@@ -44,7 +44,7 @@ LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "co
 
 
 def sentence(each: Compared, comparison: Comparison) -> str:
-    """The figures behind a variant's verdict, in one sentence; for the baseline, its own figures."""
+    """Return the figures behind a variant's verdict in one sentence; for the baseline, its own figures."""
     if each.throughput is None or each.memory is None or each.accuracy is None:
         pace = speed(each.samples_per_second, comparison.unit) if each.samples_per_second else "throughput unknown"
         memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
@@ -127,13 +127,13 @@ def _saving(each: Compared) -> str:
 
 
 def _despite(each: Compared) -> str:
-    """The decided gains and losses of a variant whose verdict is untrusted."""
+    """Name the decided gains and losses of a variant whose verdict is untrusted. Empty if there are none."""
     said = [text for decision in ("better", "worse") for _, text in _figures(each, decision)]
     return f"`{each.variant}` has {' and '.join(said)}" if said else ""
 
 
 def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
-    """For each quantity with this ``decision``: when that quantity matters, and how large the difference is."""
+    """Return, for each quantity with this ``decision``, when the quantity matters and how large the difference is."""
     found = []
     if each.throughput and each.throughput.decision == decision:
         found.append(("speed counts most", f"{interval(each.throughput)} times the speed"))
@@ -149,14 +149,15 @@ def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
 
 
 def banner(comparison: Comparison) -> list[str]:
-    """The reasons for untrusted verdicts that all variants share, and the remedy; shown once, at the top."""
+    """Return the reasons that all variants share for untrusted verdicts, each with its remedy, and a sentence if the
+    bench was interrupted. The report shows these sentences once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
     noises = {"throughput": comparison.noise_throughput, "memory": comparison.noise_memory}
     noises |= {"energy": comparison.noise_energy} if comparison.noise_energy else {}
     for field, noise in noises.items():
         if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
-            continue  # all these ratios are trusted because of other sessions
+            continue  # other sessions make all these ratios trusted
         noun, _, why = (noise.why_untrusted or "").partition(": ")
         doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
         if len(doubts) > 1 and all(doubts):
@@ -172,7 +173,7 @@ def banner(comparison: Comparison) -> list[str]:
 
 
 def reasons(each: Compared, comparison: Comparison) -> list[str]:
-    """The reasons why a variant's verdict is untrusted or undecided, except the reasons that the banner gives."""
+    """Return why a variant's verdict is untrusted or undecided, without the reasons that are in the banner."""
     noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
     everybodys = [each.why_untrusted for each in noises if each]
     stopped = interrupted(comparison.bench)
@@ -180,19 +181,19 @@ def reasons(each: Compared, comparison: Comparison) -> list[str]:
 
 
 def sentences(fragments: Sequence[str]) -> list[str]:
-    """Each fragment as a sentence, with a capital and a full stop."""
+    """Return each fragment as a sentence, with a capital and a full stop."""
     return [f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in fragments]
 
 
 def sessions(comparison: Comparison) -> str:
-    """The text above the ratios: how many sessions the ratios come from, and what this says about other sessions."""
+    """Say how many sessions the ratios come from, and what this means for other sessions."""
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
     several = any(each.benches > 1 for each in comparison.sessions)
     others = " Benches less than an hour apart count as one session with all their rounds." if several else ""
     if aside := comparison.sessions_set_aside:
-        others += f" Not used, because code, settings, data or machine differ: {count(aside, 'session')}."
+        others += f" Number of benches that are not used, because code, settings, data or machine differ: {aside:,}."
     if most == 1:
         said = (
             "These ratios come from one session and may differ in other sessions by an unknown amount. To add a "
@@ -232,14 +233,14 @@ def champion(comparison: Comparison) -> str:
     if pair := best.head_to_head:
         between = _BETWEEN.get(pair.decision, pair.decision)
         found += (
-            f" In the same rounds, its ratio to {best.runner_up}, the second best, is {estimate(pair)} "
+            f" In the rounds that measured both, its ratio to {best.runner_up}, the second best, is {estimate(pair)} "
             f"({interval(pair)}): {between}."
         )
     return found
 
 
 def share_notes(comparison: Comparison) -> list[str]:
-    """Notes on the techniques' shares: which were not measured, and how to read their verdicts."""
+    """Say which techniques' shares were not measured or depend on other techniques, and how to read the verdicts."""
     notes = []
     for share in comparison.shares:
         name = f"{share.technique} in {share.variant}"
@@ -256,7 +257,7 @@ def share_notes(comparison: Comparison) -> list[str]:
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
-    """The accuracy of a technique alone, and the variant that trained it; "not trained alone" if no variant did."""
+    """Return the accuracy of a technique alone and the variant that trained it; "not trained alone" if none did."""
     if share.accuracy is None:
         return ("not trained alone",)
     return (*accuracy_lines(share.accuracy), f"variant {share.accuracy_from}")
@@ -279,8 +280,8 @@ def basis(comparison: Comparison) -> list[str]:
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
         "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
         *([f"Ended early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
-        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. With {seeds}, a failure of one training in ten "
-        f"is missed in {0.9 ** len(comparison.seeds):.0%} of all comparisons.",
+        f"Accuracy: {seeds}, paired, with two one-sided tests{few}. If one training in ten fails, "
+        f"{0.9 ** len(comparison.seeds):.0%} of all comparisons with {seeds} do not show it.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
@@ -314,14 +315,14 @@ def noise_text(noise: Noise) -> str:
 
 
 def remarks(each: Compared) -> list[str]:
-    """Remarks on skipped techniques, on the techniques' decisions, and on all that makes the variant hard to compare:
-    another job, another model, a teacher, or processes whose memory is not counted."""
-    found = [f"Skipped: {name}, as {reason.rstrip('.')}." for name, reason in each.skipped.items()]
+    """Return remarks on skipped techniques, on the techniques' automatic choices, and on everything that makes the
+    variant hard to compare: another job, another model, a teacher, or processes whose memory is not counted."""
+    found = [f"Skipped: {name}, because {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling changes this variant's job: the global batch is {each.batch_size:,} and the peak learning "
-            f"rate {each.learning_rate:g}. Its throughput can be compared with the other variants; its step time "
+            f"rate {each.learning_rate:g}. Its throughput can be compared with that of other variants; its step time "
             "cannot."
         )
     if each.another_model:
@@ -342,8 +343,8 @@ def remarks(each: Compared) -> list[str]:
 
 
 def contradicted(each: Compared, baseline: Compared) -> list[str]:
-    """Return a sentence if a variant's speed ratio in the trainings contradicts the ratio in the bench, which means
-    that they differ by more than the noise of both.
+    """Return a sentence if a variant's speed ratio in the trainings contradicts the ratio in the bench: they differ by
+    more than the noise of both.
 
     The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Returns an empty list if the
     ratios agree, or if there are fewer than two seeds, because one seed shows no noise.
@@ -363,14 +364,15 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """A line that names the seeds whose training times are not trusted because a sample was rejected, if there are
-    any."""
+    """Return a line that names the seeds whose training times are not trusted, because figures were rejected. Empty if
+    there are none."""
     seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 
 
 def notes(comparison: Comparison) -> list[tuple[str, str]]:
-    """Pairs (variant or arm, note): what was skipped, rejected, resumed, not predicted or contradicted."""
+    """Return pairs (variant or arm, note) about all that was skipped, rejected, resumed, not predicted or
+    contradicted."""
     found: list[tuple[str, str]] = []
     for each in comparison.variants:
         name = each.variant
@@ -405,24 +407,24 @@ def target(comparison: Comparison) -> str:
 
 
 def score(comparison: Comparison) -> str:
-    """The report's name for ``test_accuracy``, such as "test accuracy"."""
+    """Return the report's name for ``test_accuracy``, such as "test accuracy"."""
     return f"test {ScoreName(name=comparison.train.get('metric', 'accuracy')).in_words}"
 
 
 def counted(comparison: Comparison) -> str:
-    """What the throughput counts, for use before "of the global batch"."""
+    """Say what the throughput counts, for use before "of the global batch"."""
     unit = comparison.unit
     return heading(unit.name) if unit.per_sample == 1 else f"{heading(unit.name)} ({unit.per_sample:,} a sample)"
 
 
 def metric(comparison: Comparison) -> str:
-    """The name of the job's metric, for use before "over all test samples"."""
+    """Describe the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
     return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 
 def setup(each: Compared) -> str:
-    """A variant's number of processes, and their backend."""
+    """Return a variant's number of processes, and their backend."""
     backend = f" over {each.backend}" if each.backend else ""
     return f"{count(each.world_size, 'process')}{backend}"
 
@@ -432,7 +434,7 @@ def techniques(each: Compared) -> str:
 
 
 def job(comparison: Comparison) -> list[str]:
-    """The job that every variant trained, and the device."""
+    """Describe the device and the job that every variant trained."""
     train, data = comparison.train, comparison.dataset
     parts = [
         comparison.device,
@@ -451,7 +453,7 @@ def job(comparison: Comparison) -> list[str]:
 
 
 def measured_at(bench: Bench) -> str:
-    """The commit that was measured, in words."""
+    """Name the commit that was measured."""
     if bench.commit is None:
         return UNKNOWN
     commit = bench.commit.rstrip("+")[:12]

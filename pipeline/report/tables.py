@@ -31,14 +31,14 @@ class Table(NamedTuple):
 
 
 def decided_first(comparison: Comparison) -> Comparison:
-    """``comparison`` with its variants in this order: the baseline, variants with a decided verdict, the others."""
+    """Return ``comparison`` with its variants in this order: the baseline, those with a decided verdict, the others."""
     baseline, *others = comparison.variants
     ordered = sorted(others, key=lambda each: each.verdict in ("undecided", UNTRUSTED))
     return comparison.model_copy(update={"variants": (baseline, *ordered)})
 
 
 def tables(comparison: Comparison) -> tuple[Table, ...]:
-    """All tables, the comparison first."""
+    """Return all tables, the comparison first."""
     return (
         Table("The comparison", _headline(comparison)),
         Table("Where the time goes", _time(comparison)),
@@ -112,10 +112,10 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Peak memory",
-            "Measured in the throughput's rounds (on a CPU in an earlier window), with the same statistics. On GPUs: "
-            "the most bytes PyTorch had allocated in one process, because each GPU has its own memory. On a CPU: the "
-            "peak resident set minus the resident set after the imports, summed over all processes, because they share "
-            "memory.",
+            "Measured in the same rounds as the throughput (on a CPU in an earlier window), with the same statistics. "
+            "On GPUs: the most bytes that PyTorch had allocated in one process, because each GPU has its own memory. "
+            "On a CPU: the peak resident set minus the resident set after the imports, summed over all processes, "
+            "because the processes share one memory.",
             memory,
         ),
         *([energies] if comparison.noise_energy else []),
@@ -132,7 +132,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
             f"{sentences.score(comparison)}: the samples until then (median over seeds) divided by the bench's "
             "throughput. Known only if every seed reached the target. Evaluations are an epoch apart, so the time is "
-            "precise to one epoch. The ratio's interval covers only the throughput.",
+            "precise to one epoch. The ratio's interval covers only the uncertainty of the throughput.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -170,7 +170,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Training",
             "Wall time of all training steps, the first and the warm-up steps included, without evaluation; median "
-            "over seeds. The variants trained one after the other, so the ratio decides nothing.",
+            "over seeds. The variants trained one after the other, so no verdict depends on the ratio.",
             training,
         ),
         Column(
@@ -180,7 +180,8 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "First step",
-            "Time of the first seed's first step, with compilation, autotuning and allocation; it is in no throughput.",
+            "Time of the first seed's first step, with compilation, autotuning and allocation. No throughput includes "
+            "it.",
             lambda each: Cell(formats.number(each.first_step_seconds, "s")),
         ),
     )
@@ -266,7 +267,7 @@ def session_headings(comparison: Comparison) -> list[str]:
 
 
 def session_rows(comparison: Comparison) -> list[list[str]]:
-    """One row per session: the state of the machine, the baseline's speed and A/A ratio, and each variant's ratios."""
+    """Return a row per session: the machine's state, the baseline's speed and A/A ratio, and each variant's ratios."""
     return [
         [
             each.start_utc[:16].replace("T", " "),
@@ -305,7 +306,7 @@ def share_headings() -> tuple[str, ...]:
 
 
 def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[str, tuple[str, ...]]]]]:
-    """Rows (variant, technique, verdict of the technique alone, cells in the order of the headings)."""
+    """Return rows (variant, technique, verdict on the technique alone, pairs of a heading and its cell)."""
     return [
         (
             share.variant,
@@ -331,7 +332,7 @@ def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[s
 
 
 def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
-    """Variant -> rows of its measured and its predicted ledger: the parts and the peak, as text."""
+    """Return variant -> rows of its measured and its predicted ledger: the parts and the peak, as text."""
     return {
         each.variant: [
             [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*sentences.LEDGER_PARTS, "peak"))]
@@ -344,7 +345,7 @@ def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
 
 
 def run_rows(each: Compared) -> list[list[str]]:
-    """One row per seed, in the order of the page's headings."""
+    """Return one row per seed, in the order of the page's headings."""
     paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
     differences = {item.seed: item.difference_fraction for item in paired}
     targets = {item.seed: item.steps for item in each.time_to_target.seeds}

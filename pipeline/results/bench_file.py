@@ -87,9 +87,8 @@ class Session(Record):
     start_utc: Annotated[str, AfterValidator(_utc)]
     """ISO 8601, to the second."""
     boot_id: str | None
-    """Id of the boot. Sessions of one boot share everything that is randomised at boot.
-
-    None here, and in the fields below, means that the system does not report the value."""
+    """Id of the boot. Sessions of one boot share everything that is randomised at boot. Here, in ``uptime_seconds`` and
+    in ``steal_fraction``, None means that the system does not report the value."""
     uptime_seconds: float | None
     """The machine's uptime when the session started."""
     load_average: float
@@ -102,15 +101,14 @@ class Session(Record):
 
 ONE_SESSION = timedelta(hours=1)
 """Benches of one boot belong to one session if the second bench begins within this time after the first bench's end.
-Such benches share the other guests of the host and the time of day."""
+Such benches are not independent, because they share the host's other guests and the time of day."""
 
 
 class Bench(Document):
     """``bench.json``, and each file of ``sessions``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """Version 1 had the role "again" instead of "aa_control". Version 1 is not read, because a new measurement takes
-    only minutes."""
+    """Files of older versions are refused, because a new measurement takes only minutes."""
     indent = 1
     environment: str
     """Hash of the environment on which all variants' numbers depend."""

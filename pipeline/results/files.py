@@ -54,22 +54,23 @@ def history_file(variant: str, root: Path = RESULTS) -> Path:
 
 
 def system_file(variant: str, root: Path = RESULTS) -> Path:
-    """File of the use of processor, memory and the job's GPUs on the main rank's host, about one row per second."""
+    """Return the file with the use of processor, memory and the job's GPUs on the main rank's host, about one row per
+    second."""
     return root / variant / "system.csv"
 
 
 def model_file(variant: str, seed: int, root: Path = MODELS) -> Path:
-    """The trained weights of one seed: a state dict, loadable with ``torch.load(weights_only=True)``."""
+    """Return the file of one seed's trained weights: a state dict, loadable with ``torch.load(weights_only=True)``."""
     return root / variant / f"seed-{seed}.pt"
 
 
 def profile_directory(variant: str, root: Path = PROFILES) -> Path:
-    """Directory of profile.json, profile.md, trace.json.gz, and (only on CUDA) memory.pickle."""
+    """Return the directory of profile.json, profile.md, trace.json.gz, and (only on CUDA) memory.pickle."""
     return root / variant
 
 
 def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFERENCE) -> Path:
-    """File of the inference measurements with the variant's model: json for programs, md for readers."""
+    """Return the file of the inference measurements with the variant's model: json for programs, md for readers."""
     return root / f"{variant}.{kind}"
 
 
@@ -144,7 +145,7 @@ def read_bench(path: Path = BENCH_FILE) -> Bench:
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> D:
-    """Read a file that ``to_json`` made. Raises ResultError, which names file, wrong keys and ``remedy``."""
+    """Read a file that ``to_json`` made. Raises ResultError, which names the file, the wrong keys and ``remedy``."""
     try:
         document = kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:

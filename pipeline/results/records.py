@@ -43,7 +43,7 @@ class Document(Record):
     indent: ClassVar[int] = 2
 
     def problems(self) -> list[str]:
-        """Return the contradictions between figures: they cannot all have been measured. Empty if there are none."""
+        """Return one message for each contradiction between figures, which cannot all have been measured."""
         return []
 
     def to_json(self) -> str:
@@ -108,10 +108,10 @@ class Window(Record):
         """Return contradictions between the window's figures. ``batch_size`` is the global batch size."""
         if not (self.samples_per_second and self.step_p50_ms):
             return []
-        found = [] if self.measured_steps else ["a speed of a window without steps"]
+        found = [] if self.measured_steps else ["a speed, although no steps were measured"]
         if not self.step_p50_ms <= (self.step_p90_ms or 0) <= (self.step_p99_ms or 0):
             found.append("percentiles of the step times that are not in ascending order")
-        # Half of the steps take the median or longer, so the mean step time is at least half the median.
+        # Half of the steps take the median or longer, so the mean is at least half the median (10% tolerance).
         if self.samples_per_second > 2.2 * batch_size / (self.step_p50_ms / 1e3):
             found.append(
                 f"{self.samples_per_second:g} samples/s, although half of the steps of {batch_size} samples took "
@@ -249,7 +249,8 @@ class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """Version 1 had none of the next three fields, so it recorded nothing about the origin of the result."""
+    """Files of older versions are refused. Version 1 had none of the next three fields, so it did not record the origin
+    of the result."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
     history_sha256: str

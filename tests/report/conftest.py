@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.results import Flops, HistoryRow, Result
+from pipeline.results import Bench, Flops, HistoryRow, Result
 from tests.factories import make_bench, make_comparison, make_histories, make_result, make_results, make_run
 
 REASON = "other processes took 31% of the CPU's time"
@@ -16,6 +16,16 @@ HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
 def plain(text: str) -> str:
     """Return ``text`` with typographic characters replaced by ASCII."""
     return text.translate({0xA0: " ", ord("\N{MINUS SIGN}"): "-", ord("\N{MULTIPLICATION SIGN}"): "x"})
+
+
+def without_memory(bench: Bench) -> Bench:
+    """Return ``bench`` as a machine would measure it that does not report memory."""
+    unknown = {"peak_memory_bytes": None}
+    arms = [
+        arm.model_copy(update={"samples": tuple(each.model_copy(update=unknown) for each in arm.samples)})
+        for arm in bench.arms
+    ]
+    return bench.model_copy(update={"arms": tuple(arms)})
 
 
 class Made(NamedTuple):
@@ -32,13 +42,13 @@ def made(measured: Sequence[Result], **bench: Any) -> Made:
 
 @pytest.fixture(scope="session")
 def usual() -> Made:
-    """ddp pays and memory, whose techniques were measured one by one, trades."""
+    """ddp pays; memory trades, and each of its techniques was measured on its own."""
     return made(make_results(), ablate=True)
 
 
 @pytest.fixture(scope="session")
 def mixed() -> Made:
-    """A variant of each verdict, named after it; what makes it so is its throughput or its accuracy."""
+    """One variant for each verdict, named after its verdict."""
     throughput = {"pays": 1.5, "costs": 0.7, "neutral": 1.0, "undecided": 1.04, "untrusted": 1.5, "trades": 1.5}
     measured = [
         make_result(name, [make_run(seed, test_correct=9000 + 3 * seed) for seed in range(3)])
@@ -50,27 +60,21 @@ def mixed() -> Made:
 
 @pytest.fixture(scope="session")
 def noisy() -> Made:
-    """A machine on which nothing can be trusted."""
+    """A machine so noisy that no verdict can be trusted."""
     return made(make_results(), noise=0.5, rejected={})
 
 
 @pytest.fixture(scope="session")
 def silent() -> Made:
-    """A machine that tells no memory, and a model in which nothing can be counted."""
-    bench = make_bench()
-    arms = tuple(
-        arm.model_copy(
-            update={"samples": tuple(each.model_copy(update={"peak_memory_bytes": None}) for each in arm.samples)}
-        )
-        for arm in bench.arms
-    )
+    """A machine that reports no memory, and a model whose operations cannot be counted."""
+    bench = without_memory(make_bench())
     flops = dict.fromkeys(bench.flops, Flops(model_per_sample=0, executed_per_sample=0, peak_per_second=None))
-    return made(make_results(), arms=arms, flops=flops)
+    return made(make_results(), arms=bench.arms, flops=flops)
 
 
 @pytest.fixture(scope="session")
 def hostile() -> Made:
-    """Names and reasons that would be markup, were they not text."""
+    """Names and reasons that contain markup, which the report must show as text."""
     baseline = make_result("baseline")
     config = {**baseline.config, "train": {**baseline.config["train"], "model": HOSTILE}}
     applied: dict[str, Any] = {"extra": {HOSTILE: {}}}

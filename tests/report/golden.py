@@ -1,6 +1,7 @@
-"""Whole reports of fixed results, as files beside this one: Markdown, and the page as one who hears it reads it.
+"""Whole reports of fixed results, as files beside this one: the Markdown, and the page as a screen reader reads it.
 
-After a change of what reports say, ``python -m tests.report.golden`` writes them anew: then read ``git diff``.
+After a change of the reports' text, run ``python -m tests.report.golden``, which rewrites the files, and read
+``git diff``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FILES = Path(__file__).with_name("golden")
 
 
 def every_verdict() -> Made:
-    """A variant of each verdict on a GPU, techniques one by one, and what else there may be to say of a variant."""
+    """One variant for each verdict on a GPU, the shares of single techniques, and every kind of remark on a variant."""
     baseline, ddp, memory = make_results()
     seeds = {
         "costs": [make_run(seed, test_correct=8700 + 3 * seed) for seed in range(3)],
@@ -83,7 +84,7 @@ def _on_gpu(window: Window) -> Window:
 
 
 def stopped() -> Made:
-    """An interrupted bench on a noisy machine, of one seed, few test images, and a loss and a metric of the user's."""
+    """An interrupted bench on a noisy machine, with one seed, few test images, and the user's own loss and metric."""
     dataset = Dataset(name="digits", sha256="d" * 64, train_count=1_500, test_count=297)
     train = {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
     measured = []
@@ -97,14 +98,14 @@ def stopped() -> Made:
 
 
 def alone() -> Made:
-    """A baseline with nothing beside it, of which little is known."""
+    """A baseline without other variants, most of whose figures are unknown."""
     runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
     every = {"baseline": dict.fromkeys(range(12), REASON)}
     return made([make_result("baseline", runs)], rejected=every, ledgers={}, flops={}, commit=None)
 
 
 def over_sessions() -> Made:
-    """Four sessions of three variants: one was noisy, and ddp was another before the last."""
+    """Four sessions of three variants: one session was noisy, and in the oldest one, ddp had other settings."""
     measured = make_results()
 
     def session(day: int, ddp: float, **changes: Any) -> Bench:
@@ -129,7 +130,7 @@ REPORTS: Mapping[str, Callable[[], Made]] = {
 
 
 def texts(name: str) -> dict[str, str]:
-    """File -> what must stand there."""
+    """Return file -> the text that the file must contain."""
     found = REPORTS[name]()
     heard = Page(html(found.comparison, found.histories)).heard
     return {f"{name}.md": markdown(found.comparison), f"{name}.txt": heard}

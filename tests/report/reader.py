@@ -1,4 +1,4 @@
-"""An HTML page as a program reads it, and as a screen reader reads it aloud."""
+"""Parse an HTML page into its elements, and into the text that a screen reader reads aloud."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 
 VOID = {"meta", "img", "br", "wbr", "hr", "input", "link"}
 BEFORE = {"span": " ", "th": " | ", "td": " | ", **dict.fromkeys(("b", "strong", "code", "wbr"), "")}
-"""Between what is heard on one line; any other element begins a line."""
+"""Element -> the separator that its start adds to the line. Every other element begins a new line."""
 
 
 class Page(HTMLParser):
-    """Every element with its attributes, and the text outside <style>."""
+    """A page's elements with their attributes, and its text outside <style>."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Page(HTMLParser):
         self.wrong: list[str] = []
         self._heard = ""
         self._hidden = 0
-        """How many elements are open from the first on that is hidden from one who hears the page."""
+        """Number of open elements that a screen reader skips: the outermost hidden element and those inside it."""
         self.feed(html)
 
     @property
@@ -42,7 +42,7 @@ class Page(HTMLParser):
             self._hidden += 1
         elif label := attributes.get("aria-label"):
             self._heard += f"[{label}]\0"
-            self._hidden += attributes.get("role") == "img"  # whose content the label stands for
+            self._hidden += attributes.get("role") == "img"  # the label replaces the picture's content
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, {key: value or "" for key, value in attrs}))

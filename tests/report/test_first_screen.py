@@ -1,4 +1,4 @@
-"""What a reader meets first: what to take, then what is decided, then the rest."""
+"""The top of the report: which variant to use, then the decided verdicts, then the other verdicts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_saving_counts_though_its_price_is_not_decided() -> None:
         r"\(not decided yet\)\.",
         advised(of(3)),
     )
-    assert advised(of(1)) == "`small` is not decided yet.", "what it costs in accuracy is not bounded"
+    assert advised(of(1)) == "`small` is not decided yet.", "one seed bounds no loss of accuracy"
 
 
 @pytest.mark.parametrize("name", ["alone", "stopped"])
@@ -87,7 +87,7 @@ def test_it_stands_first_and_what_is_decided_before_what_is_not(mixed: Made) -> 
 
 def test_a_failed_bench_is_one_banner() -> None:
     found = REPORTS["stopped"]()
-    assert len(sentences.banner(found.comparison)) == 2  # too few pairs, as it was interrupted
+    assert len(sentences.banner(found.comparison)) == 2  # the bench has too few pairs, and it was interrupted
     assert len(re.findall("^> ", markdown(found.comparison), re.MULTILINE)) == 1
     assert len(Page(html(*found)).all("section", "banner")) == 1
 

@@ -9,4 +9,4 @@ from tests.report.golden import FILES, REPORTS, texts
 def test_a_report_says_what_it_said(name: str) -> None:
     said = texts(name)
     kept = {file: (FILES / file).read_text(encoding="utf-8") for file in said}
-    assert said == kept, "if it is meant, run `python -m tests.report.golden` and read the diff"
+    assert said == kept, "if the change is intended, run `python -m tests.report.golden` and read the diff"

@@ -72,7 +72,8 @@ def test_the_page_is_whole_and_accessible(page: Page) -> None:
     assert len(page.all("h1")) == 1
     assert all(heading.get("scope") in ("col", "row", "rowgroup") for heading in page.all("th"))
     assert all(box["tabindex"] == "0" and box["aria-label"] for box in page.all("div", "scroll"))
-    assert all(table["role"] == "table" for table in page.all("table", "cards"))  # as cards no longer by itself
+    # The style of cards, "display: block", removes a table's own role.
+    assert all(table["role"] == "table" for table in page.all("table", "cards"))
     plots = {"forest", "bars", "chart", "strips"}
     drawn = [each for each in page.all("div") if plots & set(each.get("class", "").split())]
     assert len(drawn) == 3 + 1 + 1 + 2 + 2 + 2

@@ -62,7 +62,7 @@ def test_a_whisker_beyond_the_shaded_margin_is_a_difference(mixed: Made) -> None
     throughput = pictures.forests(mixed.comparison)[0]
     left, right = throughput.band[0], sum(throughput.band)
     assert left < throughput.none < right
-    assert right - throughput.none == pytest.approx(throughput.none - left, abs=0.02)  # on a scale of ratios
+    assert right - throughput.none == pytest.approx(throughput.none - left, abs=0.02)  # the scale is logarithmic
     for row in throughput.rows:
         whisker = row.marks[0].whisker
         assert whisker
@@ -98,7 +98,7 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
         measured, predicted = bars
         assert measured.tensors == pytest.approx(100 * each.ledgers.measured.tensors_bytes / (1.02 * largest), abs=0.01)
         assert predicted.tensors is None
-    assert "communication" not in drawn.parts  # of one process
+    assert "communication" not in drawn.parts  # the ledgers are of single processes
 
 
 def test_the_front_goes_through_what_nothing_beats(usual: Made) -> None:
@@ -108,7 +108,7 @@ def test_the_front_goes_through_what_nothing_beats(usual: Made) -> None:
     assert (baseline.x, baseline.y) == front.baseline
     assert (baseline.across, baseline.along) == (None, None)
     assert ddp.x > baseline.x > memory.x
-    assert memory.y > baseline.y > ddp.y  # y grows downwards: less memory stands lower
+    assert memory.y > baseline.y > ddp.y  # y grows downwards, so less memory is lower
     for point in (ddp, memory):
         assert point.across
         assert point.along
@@ -147,7 +147,7 @@ def test_a_thin_line_a_seed_and_a_thick_one_at_the_median_time(usual: Made) -> N
     ]
     assert len(seeds) == 3  # the run of seed 7 is not part of the result
     for index in (0, 1):
-        assert together[index][0] == sorted(seed[index][0] for seed in seeds)[1], "one slowed seed moves nothing"
+        assert together[index][0] == sorted(seed[index][0] for seed in seeds)[1], "a slow seed must not move the line"
         assert together[index][1] == pytest.approx(sum(seed[index][1] for seed in seeds) / 3, abs=0.01)
     assert accuracy.target
     assert accuracy.target.label == "target 85%"

@@ -1,4 +1,4 @@
-"""What makes a careful reader doubt a figure is said beside it."""
+"""The report names everything that makes a figure doubtful."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.factories import make_bench, make_comparison, make_result, make_run
     ("trained", "benched", "told"),
     [
         ((20_000.0, 20_000.0), 1.3, True),
-        ((20_000.0, 20_000.0), 1.15, False),  # two sessions
-        ((20_000.0, 24_000.0), 1.3, False),  # what seeds differ by
+        ((20_000.0, 20_000.0), 1.15, False),  # two sessions may differ by as much
+        ((20_000.0, 24_000.0), 1.3, False),  # the seeds differ by 20%
         ((20_000.0, 20_000.0), 0.7, True),
-        ((20_000.0,), 1.3, False),  # a single seed tells no noise
+        ((20_000.0,), 1.3, False),  # a single seed shows no noise
         ((20_000.0, None), 1.3, False),
     ],
 )

@@ -85,7 +85,7 @@ def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
 
 
 def _runs(each: Compared, rows: Iterable[tuple[int, int, float, float | None]]) -> list[_Run]:
-    """One line per seed of the result, from rows of (seed, step, x, y)."""
+    """Return one line per seed of the result, from rows of (seed, step, x, y)."""
     lines: dict[int, _Run] = {run.seed: [] for run in each.runs}
     for seed, step, x, y in rows:
         if seed in lines and y is not None and math.isfinite(y):
@@ -119,8 +119,8 @@ def _chart(
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """The median of x and the mean of y, at each step that all lines have. The tables also show medians of times and
-    means of accuracies."""
+    """Return the median of x and the mean of y at each step that all lines have, because the tables also show medians
+    of times and means of accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [

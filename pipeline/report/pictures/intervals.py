@@ -1,4 +1,4 @@
-"""Intervals drawn as whiskers, for variants against the baseline and for single techniques."""
+"""Intervals drawn as whiskers: of the variants' ratios to the baseline, and of the effects of single techniques."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ _Row = tuple[str, Sequence[_Estimate], str]
 
 
 def forests(comparison: Comparison) -> list[Forest]:
-    """Throughput, memory and accuracy of every variant against the baseline; the last row is the A/A control."""
+    """Return the intervals of every variant's throughput, memory and accuracy against the baseline. For throughput and
+    memory, the last row is the A/A control."""
     others, margins = comparison.variants[1:], comparison.margins
     control = f"{comparison.baseline}, A/A control"
     made = [
@@ -91,7 +92,7 @@ def forests(comparison: Comparison) -> list[Forest]:
 
 
 def share_forests(comparison: Comparison) -> list[Forest]:
-    """Each technique's ratios in each ablated variant: added alone to the baseline, and within the variant's stack."""
+    """Return each technique's ratios in each ablated variant: added alone to the baseline, and within the stack."""
     margins, made = comparison.margins, []
     for variant in dict.fromkeys(share.variant for share in comparison.shares):
         shares = [share for share in comparison.shares if share.variant == variant]

@@ -36,7 +36,7 @@ class Bars(NamedTuple):
 
 
 def bars(comparison: Comparison) -> Bars | None:
-    """Bars of the measured and the predicted ledgers; None if no variant has a ledger."""
+    """Return bars of the measured and the predicted ledgers; None if no variant has a ledger."""
     ledgers = [
         (each.variant, kind, ledger)
         for each in comparison.variants

@@ -42,8 +42,8 @@ class Front(NamedTuple):
 
 
 def front(comparison: Comparison) -> Front | None:
-    """Plot ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out; the result is
-    None if all verdicts are untrusted."""
+    """Return a plot of the ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out.
+    Return None if all verdicts are untrusted."""
     placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
     for number, each in enumerate(comparison.variants[1:], 2):
         if each.verdict != UNTRUSTED:
@@ -97,7 +97,8 @@ def _ends(ratio: Ratio | None, at: Callable[[float], float]) -> tuple[float, flo
 
 
 def _staircase(best: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float, float]]:
-    """Lines of a staircase from the left edge to the top edge, through ``best``, which goes from left to right."""
+    """Yield the lines of a staircase from the left edge to the top edge, through the points ``best``, which are sorted
+    from left to right."""
     left = 0.0
     for (x, y), (_, above) in zip(best, [*best[1:], (0.0, 0.0)], strict=True):
         yield left, y, x, y

@@ -40,7 +40,7 @@ class Strips(NamedTuple):
 
 
 def strips(comparison: Comparison) -> list[Strips]:
-    """Throughput and peak memory of every sample of every arm in the order of the rounds."""
+    """Return strips of the throughput and the peak memory of every sample of every arm, in the order of the rounds."""
     arms = comparison.bench.arms
     return [
         _strips("Throughput of every sample", arms, "samples_per_second", lambda v: formats.speed(v, comparison.unit)),

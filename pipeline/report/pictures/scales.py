@@ -26,7 +26,7 @@ class Scale(NamedTuple):
         return round(100 * (value - low) / (high - low), 2)
 
     def ticks(self, label: Callable[[float, int], str], most: int = 5) -> tuple[Tick, ...]:
-        """Ticks at round values. ``label`` gets a value and the number of its decimals."""
+        """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals."""
         if self.logarithmic and self.high / self.low > 4:
             first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
             stride = math.ceil((last - first + 1) / most)
@@ -46,7 +46,7 @@ def plain(value: float, decimals: int) -> str:
 
 
 def padded(values: Sequence[float], share: float, *, logarithmic: bool) -> Scale:
-    """A scale over the range of ``values``, extended at both ends by ``share`` of this range."""
+    """Return a scale over the range of ``values``, extended at both ends by ``share`` of this range."""
     low, high = min(values), max(values)
     if logarithmic:
         padding = (high / low) ** share
