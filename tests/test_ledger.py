@@ -98,9 +98,9 @@ def endless(count: int) -> Dataset:
 def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
     trace = AllocationTrace()
     trace.free(9)  # it was there before the trace ran
-    trace.input(True)
+    trace.section("data", begins=True)
     trace.allocate(1, 10)
-    trace.input(False)
+    trace.section("data", begins=False)
     trace.allocate(2, 90)
     trace.free(2)
     trace.allocate(2, 70)  # the same address again

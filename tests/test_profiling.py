@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
@@ -26,7 +25,7 @@ from pipeline.profiling.steps.findings import RULES, Facts, findings
 from pipeline.profiling.steps.intervals import difference, intersection, length, partition, union
 from pipeline.profiling.steps.profile_file import StepTimes
 from pipeline.profiling.steps.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
-from tests.nets import conv_net
+from tests.nets import ALONE, conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training
 from tests.workspaces import PREPARED, enter
@@ -293,8 +292,7 @@ def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **a
 
 
 def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
-    found = profiled(digits, tmp_path / "trace.json", alone, wait=0.1)
+    found = profiled(digits, tmp_path / "trace.json", ALONE, wait=0.1)
     times = StepTimes.of(found.times())
     assert found.steps == 5
     assert sum(found.times().parts.values()) == found.times().whole
@@ -307,14 +305,12 @@ def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_said(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
     with pytest.raises(PipelineError, match=r"missing/trace\.json could not be written: make room there"):
-        profiled(digits, tmp_path / "missing" / "trace.json", alone)
+        profiled(digits, tmp_path / "missing" / "trace.json", ALONE)
 
 
 def test_a_plain_step_computes(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
-    found = profiled(digits, tmp_path / "trace.json", alone, activation_checkpointing=True, gradient_accumulation=2)
+    found = profiled(digits, tmp_path / "trace.json", ALONE, activation_checkpointing=True, gradient_accumulation=2)
     parts = found.times().parts
     assert parts["backward"] > parts["forward"], "it holds the second forward pass"
     assert parts["communication"] == 0

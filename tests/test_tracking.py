@@ -281,16 +281,6 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
 
 
-def test_points_travel_a_thousand_at_a_time(root: Path) -> None:
-    sent: list[Any] = []
-    client: Any = SimpleNamespace(log_batch=lambda _, metrics: sent.append(metrics))
-    experiment: Any = SimpleNamespace(experiment_id="1", artifact_location="")
-    store = Store(client, stores.address(root), root, experiment)
-    store.log_points("run", (metrics.Point("loss", 0.5, 1000 * step, step) for step in range(2500)))
-    assert [len(batch) for batch in sent] == [1000, 1000, 500]
-    assert [metric.step for batch in sent for metric in batch] == list(range(2500))
-
-
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lists: dict[str, Any] = {"profile": {"variants": ["ddp", "baseline"]}, "infer": {"variants": ["ddp"]}}
     config = config_of(**lists)

@@ -68,7 +68,9 @@ def publish(config: Config, root: Path = Path()) -> Published:
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = _link(uri, experiment_id, wanted)
+    link = views.link(uri, experiment_id, wanted)
+    if not uri.startswith("http"):
+        link += " (after `make ui`)"
     if not changes:
         print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
         return Published(children)
@@ -76,12 +78,6 @@ def publish(config: Config, root: Path = Path()) -> Published:
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
     print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
     return Published(children, len(changes.create), len(changes.delete))
-
-
-def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """The address of the page that compares the runs."""
-    link = views.link(uri, experiment_id, wanted)
-    return link if uri.startswith("http") else f"{link} (after `make ui`)"
 
 
 def _show(wanted: Wanted, store: Store) -> None:

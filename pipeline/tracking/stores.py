@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 ARTIFACTS = "mlartifacts"
 DATABASE = "mlflow.db"
 PAGE = 1000
-METRICS_PER_BATCH = 1000
-PARAMS_PER_BATCH = 100
 SQLITE = "sqlite:///"
 LOCK_SECONDS = 60.0
 
@@ -139,16 +137,12 @@ class Store:
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         from mlflow.entities import Metric
 
-        listed = [Metric(*point) for point in points]
-        for start in range(0, len(listed), METRICS_PER_BATCH):
-            self.client.log_batch(run_id, metrics=listed[start : start + METRICS_PER_BATCH])
+        self.client.log_batch(run_id, metrics=[Metric(*point) for point in points])
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        listed = [Param(key, value) for key, value in params.items()]
-        for start in range(0, len(listed), PARAMS_PER_BATCH):
-            self.client.log_batch(run_id, params=listed[start : start + PARAMS_PER_BATCH])
+        self.client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag

@@ -208,14 +208,11 @@ class Estimate:
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
-                with training.step.instrument(update=lambda _: _nothing):  # no update, because its state can be large
+                # The update is left out, because the optimizer's state can be large.
+                with training.step.instrument(update=lambda _: lambda: None):
                     tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
-
-
-def _nothing() -> None:
-    """Do nothing; used instead of the optimizer's update."""
 
 
 @contextmanager

@@ -59,9 +59,9 @@ class FakeTracker(Tracker, TorchDispatchMode):
 
     @contextmanager
     def input(self) -> Iterator[None]:
-        self._trace.input(True)
+        self._trace.section("data", begins=True)
         yield
-        self._trace.input(False)
+        self._trace.section("data", begins=False)
         self._calls.restart()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:

@@ -190,9 +190,9 @@ class DeviceTracker(Tracker):
             elif event.name == _GRADIENTS:
                 trace.gradients(next(noted))
             elif event.name in (_INPUT, _INPUT_ENDS):
-                trace.input(event.name == _INPUT)
+                trace.section("data", begins=event.name == _INPUT)
             elif event.name.startswith((_FSDP, _FSDP_ENDS)):
-                trace.communication(event.name.startswith(_FSDP))
+                trace.section("communication", begins=event.name.startswith(_FSDP))
 
     def input(self) -> AbstractContextManager[object]:
         return profiler.record_function(_INPUT)
