@@ -92,10 +92,10 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
             f"the model of {child.name} cannot be made here: publish.models must be true, and its weights and "
             f"{PREPARED} must exist; `dvc pull` or `dvc repro` restores both."
         )
+    uri = stores.address(root)
+    stores.set_defaults()  # first, because MLflow reads some of these settings when it is imported
     with importing():
         from pipeline.tracking import logged_models
-    uri = stores.address(root)
-    stores.set_defaults()
     try:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
