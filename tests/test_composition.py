@@ -38,7 +38,7 @@ def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa:
 
 
 def applied(lines: list[str]) -> dict[str, str]:
-    """Technique -> what the lines say that it changes, in their order."""
+    """Return technique -> what it changes, read from ``lines``, in their order."""
     return {line.split()[0]: line.split("[")[-1].split("]")[0] for line in lines if line.startswith("  ")}
 
 

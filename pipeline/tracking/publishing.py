@@ -40,8 +40,8 @@ def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
     The comparison is one parent run, with one complete child run for each variant and seed. Other comparisons stay as
-    history. Prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot be
-    read, a result of another job, or weights of another digest.
+    history. Prints what was written, and a link. If MLflow fails, prints a warning on stderr. Raises ResultError for
+    files that cannot be read, a result of another job, or weights of another digest.
     """
     wanted = comparisons.wanted(config, root)
     if wanted is None:

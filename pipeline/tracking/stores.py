@@ -75,12 +75,12 @@ class MisplacedStore(Exception):
 
 
 def address(root: Path) -> str:
-    """The value of MLFLOW_TRACKING_URI; if it is not set, the embedded SQLite store of this checkout."""
+    """Return the value of MLFLOW_TRACKING_URI or, if it is not set, the address of this checkout's embedded store."""
     return os.environ.get("MLFLOW_TRACKING_URI") or SQLITE + str(root.resolve() / DATABASE)
 
 
 def checkout(root: Path) -> str:
-    """An identifier of this directory on this machine, which marks the live runs of this checkout."""
+    """Return an identifier of this directory on this machine, which marks the live runs of this checkout."""
     return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:16]
 
 
@@ -91,12 +91,12 @@ def set_defaults() -> None:
 
 
 def warn(message: str) -> None:
-    """Print one line of warning on stderr, without secrets."""
+    """Print ``message`` as a warning on stderr, without secrets."""
     print(f"warning: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def describe(uri: str, error: Exception) -> str:
-    """Say in one line, without secrets, what failed."""
+    """Return one line, without secrets, that says what failed and, for a known error, what to do."""
     reason = redacted(" ".join(str(error).split()))
     if of_sqlite := OF_SQLITE.search(reason):
         reason = f"{of_sqlite[1]}."
@@ -115,7 +115,7 @@ class Store:
         self.experiment_id, self.artifacts = str(experiment.experiment_id), str(experiment.artifact_location)
 
     def runs(self, comparison: str) -> list[StoredRun]:
-        """Runs of the comparison with this key, and live runs of this checkout; without deleted runs."""
+        """Return the runs of the comparison with this key, and the live runs of this checkout, without deleted runs."""
         found = {}
         for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
             token = None
@@ -168,7 +168,7 @@ class Store:
 
 
 def client_class() -> type[MlflowClient]:
-    """MLflow's client, imported with ``DEFAULTS``; the import takes seconds."""
+    """Import MLflow with ``DEFAULTS``, which takes seconds, and return its client class."""
     set_defaults()
     with importing():
         from mlflow.tracking import MlflowClient
@@ -222,7 +222,7 @@ def locked(uri: str) -> Iterator[None]:
 
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
-    """The experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
+    """Return the experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)

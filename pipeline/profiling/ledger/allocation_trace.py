@@ -38,7 +38,7 @@ class AllocationTrace:
             self._peak, self._peak_at = self._total, block.taken
 
     def free(self, key: int) -> None:
-        """Free a block. A block that was allocated before the trace ran is ignored."""
+        """Free a block. A block that was allocated before the trace began is ignored."""
         block = self.held.pop(key, None)
         if block is not None:
             block.given_back = len(self._blocks)
