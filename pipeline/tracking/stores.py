@@ -150,8 +150,8 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
-        """Log ``file`` as an artifact. Raises ResultError for a link, unless it leads into DVC's cache, because through
-        a link any file of this machine could be published."""
+        """Log ``file`` as an artifact. Raises ResultError for a link that does not lead into DVC's cache, because
+        such a link could publish any file of this machine."""
         if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
             raise ResultError(
                 f"{file} is a link to {file.resolve()}, which is not in DVC's cache, so it is not logged: replace the "

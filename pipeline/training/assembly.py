@@ -149,7 +149,8 @@ class Assembly:
     def fitted(self) -> Plan:
         """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
 
-        Each number is tried in a training of its own, which is discarded, so the tries do not affect the real training.
+        Each number of micro-batches is tried in a training of its own, which is then discarded, so that it cannot
+        affect the real training.
         All ranks call this method together. Raises OutOfMemory if even the smallest micro-batch that the model can
         train with is too large for the memory of some rank.
         """

@@ -85,7 +85,7 @@ class Estimate:
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
-        """Return the ledger for ``micro_batch_size`` samples per micro-step. Its peak predicts a measured ledger's
+        """Return the ledger for micro-batches of ``micro_batch_size`` samples. Its peak predicts a measured ledger's
         ``tensors_bytes``.
 
         Raises PredictionError if a technique's memory cannot be predicted, or if the model cannot run on fake tensors,

@@ -87,7 +87,7 @@ class FakeTracker(Tracker, TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor) -> bool:
-        """Follow the tensor's storage until it is freed; True if the storage is new."""
+        """Track the tensor's storage until it is freed. Return True if the storage is new."""
         key = self.key(tensor)
         if key in self._storages:
             return False

@@ -22,7 +22,8 @@ from pipeline.tasks import Task
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]
-"""An operation of a micro-step: its name, and its number among the operations of that name, counted from 1."""
+"""An operation of a micro-step, which is the work for one micro-batch: the operation's name, and its number among the
+operations of that name, counted from 1."""
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
