@@ -43,7 +43,7 @@ def test_a_checkpoint_that_was_cut_or_changed_is_named_and_the_one_before_used(
         assert found is not None
         (state, file), said = found, capsys.readouterr().out
         refused += file != path
-        steps = 3 if file == path else 2  # a bit that holds no content may be flipped
+        steps = 3 if file == path else 2  # a flipped bit outside of the content is not noticed
         assert (state["steps"], state["weights"].tolist()) == (steps, [float(steps)] * 40)
         assert (str(path) in said) is (steps == 2)
     assert refused > len(flipped) / 2

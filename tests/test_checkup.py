@@ -17,7 +17,7 @@ from pipeline import tracking
 from pipeline.tracking import stores
 from tests.servers import hang, serving
 
-pytestmark = [  # what MLflow's own modules do as they are imported
+pytestmark = [  # warnings of MLflow's own modules during their import
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType"),
 ]

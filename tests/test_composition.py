@@ -38,7 +38,7 @@ def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa:
 
 
 def applied(lines: list[str]) -> dict[str, str]:
-    """Return, for each technique in the order of the lines, what it changes."""
+    """Return technique -> what it changes, read from ``lines``, in their order."""
     return {line.split()[0]: line.split("[")[-1].split("]")[0] for line in lines if line.startswith("  ")}
 
 
@@ -77,6 +77,6 @@ def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[st
 
 
 def test_the_baseline_is_the_plain_step(shown: Shown) -> None:
-    assert "applied: no technique; the training runs the plain step" in shown("baseline")
+    assert "applied: no technique, so this is the plain step" in shown("baseline")
     with pytest.raises(ConfigError, match=r"variants\.none: no such variant"):
         shown("none")

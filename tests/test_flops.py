@@ -1,4 +1,4 @@
-"""FLOPs counted against what one counts by hand."""
+"""Counted FLOPs, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_peak_is_that_of_the_precision_and_of_all_devices() -> None:
 
 def test_an_unknown_peak_is_unknown() -> None:
     assert counted(machine=WITH_GPUS, device="NVIDIA GeForce GTX 970").peak_per_second is None
-    assert counted(machine=WITH_GPUS, device="Tesla T4", precision="bf16").peak_per_second is None  # it has none
+    assert counted(machine=WITH_GPUS, device="Tesla T4", precision="bf16").peak_per_second is None  # it has no bf16
     assert counted(device="NVIDIA H200").peak_per_second is None  # a plan for the CPU
 
 

@@ -60,7 +60,7 @@ PARAMS: dict[str, Any] = {
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, furnished like a checkout in which the train stages can run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the server that ranks are forked from
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the server from which ranks are forked
     furnish(configure())
     return tmp_path
 
@@ -118,7 +118,8 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
     assert result.runs[0].model_sha256 != result.runs[1].model_sha256
     assert result.runs[0].startup_seconds
     trained = result.runs[0].train_seconds + result.runs[0].evaluate_seconds
-    assert before <= result.runs[0].startup_seconds <= age_seconds() - trained + 0.02  # age_seconds knows hundredths
+    # The tolerance is needed because age_seconds counts hundredths of a second.
+    assert before <= result.runs[0].startup_seconds <= age_seconds() - trained + 0.02
     assert result.runs[1].startup_seconds is None
     assert not checkpoint_file("baseline", 0).exists()
     with results.system_file("baseline").open() as file:
@@ -220,9 +221,9 @@ def test_one_process_at_a_time_trains_a_variant(workspace: Path) -> None:  # noq
     ("variant", "asks", "code"),
     [
         ("baseline", lambda job: os.kill(job.pid, signal.SIGTERM), 143),
-        # The launcher passes it on.
+        # The launcher passes the signal on to its ranks.
         pytest.param("ddp", lambda job: os.kill(job.pid, signal.SIGTERM), 143, marks=pytest.mark.slow),
-        # A terminal and a container's init tell all.
+        # A terminal and a container's init signal all processes.
         pytest.param("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130, marks=pytest.mark.slow),
     ],
 )
@@ -313,7 +314,7 @@ if sys.orig_argv[2:4] == ["pipeline", "follow"]:
         print(sys.orig_argv[4], repr(sys.stdin.read()), file=file)
     os._exit(0)
 """
-"""As sitecustomize.py, in place of the live mirror: notes whom it follows, and what it hears of the job's end."""
+"""As sitecustomize.py, this code replaces the live mirror: it records the variant, and what standard input says."""
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
     before = set(psutil.Process().children())  # servers of earlier tests, perhaps
     with job._live_mirror("baseline"):
         [hanging] = set(psutil.Process().children()) - before
-        assert os.getpgid(hanging.pid) == hanging.pid, "a terminal's Ctrl-C is not for it"
+        assert os.getpgid(hanging.pid) == hanging.pid, "Ctrl-C in a terminal must not reach it"
     assert not hanging.is_running()
     assert "MLflow does not show all of this training yet; the stage publish completes it." in capsys.readouterr().err
 
@@ -413,7 +414,7 @@ def test_without_a_fingerprint_nothing_is_trained(workspace: Path) -> None:
 
 
 class Asked(Exception):
-    """Raised when the detectors are requested, with the devices."""
+    """Raised with the devices for which detectors are requested."""
 
 
 def test_every_gpu_of_a_process_is_watched(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001

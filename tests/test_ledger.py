@@ -97,10 +97,10 @@ def endless(count: int) -> Dataset:
 
 def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
     trace = AllocationTrace()
-    trace.free(9)  # it was there before the trace ran
-    trace.input(True)
+    trace.free(9)  # allocated before the trace began
+    trace.section("data", begins=True)
     trace.allocate(1, 10)
-    trace.input(False)
+    trace.section("data", begins=False)
     trace.allocate(2, 90)
     trace.free(2)
     trace.allocate(2, 70)  # the same address again
@@ -118,11 +118,11 @@ def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
     many = watched(asked("tests.test_ledger:linear", batch_size=128), digits)
     assert (many.parameters_bytes, many.optimizer_state_bytes, many.communication_bytes) == (matrix, matrix, 0)
     assert many.data_bytes == 128 * (64 * 4 + 8) + draws
-    # It is highest in the loss: logits, their log-softmax and its gradient, the loss and what it is divided by. The
+    # The peak is in the loss: logits, their log-softmax and its gradient, the loss and what it is divided by. The
     # matrix has no gradient yet.
     assert (many.activations_bytes, many.gradients_bytes) == (3 * 128 * 10 * 4 + 4 + 4, 0)
     few = watched(asked("tests.test_ledger:linear", batch_size=2), digits)
-    # With few samples it is highest when the matrix has its gradient: the logits' gradient is the last activation.
+    # With few samples, the peak is when the matrix has its gradient: the logits' gradient is the last activation.
     assert few.gradients_bytes == matrix
     assert few.activations_bytes < 3 * 2 * 10 * 4
 
@@ -130,7 +130,7 @@ def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
 def test_adamw_keeps_twice_what_momentum_does(digits: Dataset) -> None:
     sgd, adamw = (watched(asked(optimizer=name), digits) for name in ("sgd", "adamw"))
     tensors = 8
-    assert adamw.optimizer_state_bytes == 2 * sgd.optimizer_state_bytes + 4 * tensors  # and a count a tensor
+    assert adamw.optimizer_state_bytes == 2 * sgd.optimizer_state_bytes + 4 * tensors  # and one count per tensor
     assert watched(asked(momentum=0.0), digits).optimizer_state_bytes == 0
 
 
@@ -145,7 +145,7 @@ def test_the_parts_add_up_to_the_peak(digits: Dataset) -> None:
 def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
     training = trained(asked(), plan(asked(), "tried", LAPTOP), digits)
     backward, variables = training.step.backward, dict(os.environ)
-    assert ledger.measured(training, None) is None  # of an unknown peak there is no ledger
+    assert ledger.measured(training, None) is None  # without a known peak there is no ledger
     assert training.step.backward is backward
     assert dict(os.environ) == variables
     assert len(list(islice(training.run(), 2))) == 2
@@ -161,7 +161,7 @@ def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
         asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": True}),
         asked("resnet9", model_options={"base_width": 8}, variant={"channels_last": True}, optimizer="adamw"),
         asked("resnet9", 128, {"gradient_accumulation": 2}, model_options={"base_width": 8}, augment={"flip": True}),
-        asked("tests.test_ledger:stack", 4, optimizer="adamw"),  # its highest point is when the gradients are there
+        asked("tests.test_ledger:stack", 4, optimizer="adamw"),  # its peak is when all gradients exist
         asked("small_cnn", variant={"precision": "bf16", "channels_last": True, "activation_checkpointing": True}),
         asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": "selective"}),
         asked("resnet9", model_options={"base_width": 8}, variant={"activation_checkpointing": 0.7}),
@@ -191,7 +191,7 @@ def test_a_prediction_repeats_and_leaves_the_random_state_alone(digits: Dataset)
 def test_gradients_that_are_zeroed_are_there_all_the_time(digits: Dataset) -> None:
     freed, zeroed = (watched(asked(batch_size=256, variant={"set_to_none": value}), digits) for value in (True, False))
     trained_bytes = freed.optimizer_state_bytes  # momentum is as large as the gradients
-    assert freed.gradients_bytes < trained_bytes  # it is highest before the gradients are there
+    assert freed.gradients_bytes < trained_bytes  # the peak is before the gradients exist
     assert zeroed.gradients_bytes == trained_bytes
     assert zeroed.communication_bytes == 0
     assert zeroed.activations_bytes >= freed.activations_bytes
@@ -244,9 +244,9 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
         gradients = found.parameters_bytes  # every parameter has one, and there are no buffers
         assert found.gradients_bytes == foreseen.gradients_bytes == gradients
         assert found.communication_bytes == foreseen.communication_bytes
-        if micro_batches == 1:  # the buckets are where the gradients are
+        if micro_batches == 1:  # the gradients are in the buckets
             assert found.communication_bytes == 0
-        else:  # they wait while the gradients are summed up beside them, and begin to fill in the last micro-batch
+        else:  # gradients accumulate outside of the buckets, which begin to fill in the last micro-batch
             assert 0.9 * gradients < found.communication_bytes <= gradients
         assert foreseen.peak_bytes == pytest.approx(found.tensors_bytes, rel=0.05)
         assert foreseen.peak_bytes > alone.peak_bytes
@@ -284,7 +284,7 @@ def test_a_gpu_is_foreseen_without_one() -> None:
     config = asked("resnet18", 100_000, {"precision": "fp16"}, device="auto")
     dataset = endless(200_000)
     found = rehearsed(config, dataset, SERVER)
-    assert found.peak_bytes > 2**40  # more than any GPU has, foreseen by a laptop
+    assert found.peak_bytes > 2**40  # more than any GPU has, predicted without a GPU
     assert found.data_bytes > dataset.train.inputs.nbytes
     assert found.rest_bytes >= 0
     streamed = rehearsed(asked("resnet18", 64, device="auto", placement="streamed"), dataset, SERVER)
@@ -330,7 +330,7 @@ def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFix
     assert "MiB" in baseline
     assert "fits" in baseline or "too large" in baseline
     assert "global batch of 128" in "\n".join(rest)
-    assert "bf16 is skipped" not in "\n".join(rest)  # a GPU is assumed that has it
+    assert "bf16 is skipped" not in "\n".join(rest)  # the assumed GPU has native bf16
 
 
 def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,4 +384,4 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     foreseen = ledger.predicted(how, task_of(digits, how.train))
     assert foreseen.parameters_bytes == found.parameters_bytes
     assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
-    assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not foreseen
+    assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not predicted

@@ -1,4 +1,4 @@
-"""Each number of a window has one definition: known answers of ranks that differ."""
+"""The figures of a window: known answers for ranks that differ."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
@@ -26,7 +25,7 @@ from pipeline.profiling.steps.findings import RULES, Facts, findings
 from pipeline.profiling.steps.intervals import difference, intersection, length, partition, union
 from pipeline.profiling.steps.profile_file import StepTimes
 from pipeline.profiling.steps.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, PARTS, STEP, Event, Trace
-from tests.nets import conv_net
+from tests.nets import ALONE, conv_net
 from tests.ranks import run_ranks
 from tests.test_training import make_training
 from tests.workspaces import PREPARED, enter
@@ -89,7 +88,7 @@ ON_CPU = [
     operator("autograd::engine::evaluate_function: ConvolutionBackward0", 140, 165),
     operator("ConvolutionBackward0", 141, 150),
     operator("aten::convolution_backward", 142, 149),
-    Event("gloo:all_reduce", "user_annotation", 145, 175, 9, {}),  # 145 to 150 behind the backward pass
+    Event("gloo:all_reduce", "user_annotation", 145, 175, 9, {}),  # hidden from 145 to 150 behind the backward pass
     operator("c10d::allreduce_", 150, 160),
     annotation(OPTIMIZER, 182, 196),
     annotation("Optimizer.step#SGD.step", 183, 195),
@@ -122,7 +121,7 @@ def test_operators_take_what_they_do_not_pass_on() -> None:
     assert spent["aten::convolution_backward"] == 7
     assert spent["ConvolutionBackward0"] == 2
     assert "aten::elsewhere" not in spent
-    assert spent["aten::index_select"] == 14, "what is read ahead is not the step's"
+    assert spent["aten::index_select"] == 14, "reading ahead is not part of the step"
 
 
 ON_GPU = [
@@ -203,7 +202,7 @@ def test_an_operator_that_waits_for_others_does_no_work_meanwhile() -> None:
         operator("aten::clone", 60, 90),
         operator("_c10d_functional::wait_tensor", 65, 80),
         Event("gloo:all_reduce", "user_annotation", 25, 45, 9, {}),
-        Event("gloo:all_reduce", "user_annotation", 62, 75, 9, {}),  # from 62 to 65 behind the clone
+        Event("gloo:all_reduce", "user_annotation", 62, 75, 9, {}),  # hidden from 62 to 65 behind the clone
     ]
     found = Trace(events, gpu=None)
     times = found.times()
@@ -293,8 +292,7 @@ def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **a
 
 
 def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
-    found = profiled(digits, tmp_path / "trace.json", alone, wait=0.1)
+    found = profiled(digits, tmp_path / "trace.json", ALONE, wait=0.1)
     times = StepTimes.of(found.times())
     assert found.steps == 5
     assert sum(found.times().parts.values()) == found.times().whole
@@ -307,16 +305,14 @@ def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_said(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
     with pytest.raises(PipelineError, match=r"missing/trace\.json could not be written: make room there"):
-        profiled(digits, tmp_path / "missing" / "trace.json", alone)
+        profiled(digits, tmp_path / "missing" / "trace.json", ALONE)
 
 
 def test_a_plain_step_computes(digits: Dataset, tmp_path: Path) -> None:
-    alone = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
-    found = profiled(digits, tmp_path / "trace.json", alone, activation_checkpointing=True, gradient_accumulation=2)
+    found = profiled(digits, tmp_path / "trace.json", ALONE, activation_checkpointing=True, gradient_accumulation=2)
     parts = found.times().parts
-    assert parts["backward"] > parts["forward"], "it holds the second forward pass"
+    assert parts["backward"] > parts["forward"], "it includes the second forward pass"
     assert parts["communication"] == 0
     names = {each.name for each in found.operators()}
     assert "aten::mkldnn_convolution" in names
@@ -333,8 +329,8 @@ def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, t
     for times in (first, second):
         assert sum(times.parts.values()) == times.whole
         assert times.parts["communication"] + times.hidden > 0
-    assert second.parts["input"] >= 5 * 100_000_000, "the one that is slow"
-    assert first.parts["communication"] > second.parts["communication"], "the one that waits for it"
+    assert second.parts["input"] >= 5 * 100_000_000, "the slow rank"
+    assert first.parts["communication"] > second.parts["communication"], "the rank that waits"
     assert first.parts["input"] < second.parts["input"]
     assert not [name for name in operators if name.startswith("gloo:")]
 
@@ -348,7 +344,7 @@ def _reductions(world: World, dataset: Dataset, directory: Path) -> int:
 
 def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Dataset, tmp_path: Path) -> None:
     for reductions in run_ranks(_reductions, digits, tmp_path):
-        assert 1 <= reductions <= 2, "of five steps, one in four"
+        assert 1 <= reductions <= 2, "one step in four is followed by a reduction, and five steps were profiled"
 
 
 @pytest.fixture
@@ -377,7 +373,7 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, varian
     assert len(values["ranks"]) == values["world_size"] == (2 if variant == "ddp" else 1)
     for rank in values["ranks"]:
         assert sum(rank[f"{part}_ms"] for part in PARTS) == pytest.approx(rank["step_ms"])
-    assert values["config"]["train"]["epochs"] == 1, "as it was asked for"
+    assert values["config"]["train"]["epochs"] == 1, "as params.yaml asks"
     assert values["step_p50_ms"] > 0
     assert values["profiled_step_p50_ms"] > 0
     assert not [key for key in values if "per_second" in key], "a profile is no measurement of speed"
@@ -393,7 +389,7 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, varian
             each.get("name") for each in json.load(file)["traceEvents"]
         }
     found = Trace(trace.read(directory / "trace.json.gz"), gpu=None)
-    assert StepTimes.of(found.times()).model_dump() == values["ranks"][0], "the table is the trace's"
+    assert StepTimes.of(found.times()).model_dump() == values["ranks"][0], "the table's figures come from the trace"
 
 
 @pytest.mark.slow

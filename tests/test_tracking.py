@@ -1,4 +1,4 @@
-"""MLflow holds exactly what the files say, whatever happened before; and never stands in the way."""
+"""MLflow holds exactly what the files say, whatever happened before, and no failure of MLflow stops the pipeline."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from tests.factories import (
 from tests.pages import blocks
 from tests.servers import Reply, hang, serving
 
-pytestmark = [  # what MLflow's own modules do as they are imported
+pytestmark = [  # warnings of MLflow's own modules during their import
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated"),
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType"),
 ]
@@ -98,7 +98,7 @@ def wanted_of(root: Path, config: Config | None = None) -> Wanted:
 def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: Any) -> None:
     """Write one variant's files as training does, with 3 epochs of history and 4 samples of the machine per seed.
 
-    If weights are present, the result refers to them.
+    If weights are present, the result contains their digests.
     """
     files = {seed: results.model_file(variant, seed, root / "models") for seed in SEEDS}
     digests: dict[int, dict[str, Any]] = {
@@ -190,7 +190,7 @@ def runs_of(root: Path) -> list[MlflowRun]:
 
 
 def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
-    """The one parent and its children by name. Fails if the store holds anything else, or anything half-written."""
+    """Return the parent, and its children by name. Fails if the store holds anything else, or anything half-written."""
     runs = runs_of(root)
     parents = [run for run in runs if PARENT not in run.data.tags]
     children = [run for run in runs if PARENT in run.data.tags]
@@ -203,7 +203,7 @@ def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
 
 
 def agrees(root: Path, config: Config) -> bool:
-    """Whether the store holds what the files say, whatever the stamp beside it says."""
+    """Return whether the store itself holds what the files say; the stamp is not read."""
     wanted = wanted_of(root, config)
     store = stores.open_store(stores.address(root), root, config.publish.experiment)
     return not reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
@@ -215,12 +215,12 @@ def stamp_agrees(root: Path, wanted: Wanted | None = None) -> bool:
 
 
 def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keywords: Any) -> subprocess.Popen[str]:
-    """``pipeline.tracking.<call>`` in a process of its own, as the command line would call it."""
+    """Start ``pipeline.tracking.<call>`` in a process of its own, as the command line does."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
         "from pipeline.tracking import live\n"
         "live.FIRST_PAUSE_SECONDS = 0.1\n"
-        # On a busy machine what yields would never run. One test looks at the yielding itself.
+        # On a busy machine, a process that yields would never run. One test checks that it yields.
         f"{'' if yielding else 'live._yield_to_training = lambda: None'}\n"
         f"values = {config_of().model_dump(mode='json')!r}\n"
         f"done = tracking.{call}(params.parse(values), *{arguments!r}, root=Path({str(root)!r}))\n"
@@ -230,7 +230,7 @@ def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keyw
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first true value of ``condition``; the test's own time limit ends a hopeless wait."""
+    """Wait for a true value of ``condition``, and return it. The test's time limit ends an endless wait."""
     while not (value := condition()):
         time.sleep(0.2)
     return value
@@ -272,23 +272,13 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert get_source(given.dataset).to_dict() == {"uri": "data/prepared"}
     assert {file.path for file in client.list_artifacts(run_id)} == {"ddp.json", "history.csv"}
 
-    # By its name: stores that are older than this code have it under that.
+    # The tag is spelled out here, because older stores contain it under this name.
     assert parent.info.run_name == f"comparison-{parent.data.tags['pipeline.comparison'][:8]}"
     assert parent.data.metrics == {"ddp/throughput_ratio": 1.5}
     assert parent.data.tags[labels.NOTE] == "# Compared"
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
-
-
-def test_points_travel_a_thousand_at_a_time(root: Path) -> None:
-    sent: list[Any] = []
-    client: Any = SimpleNamespace(log_batch=lambda _, metrics: sent.append(metrics))
-    experiment: Any = SimpleNamespace(experiment_id="1", artifact_location="")
-    store = Store(client, stores.address(root), root, experiment)
-    store.log_points("run", (metrics.Point("loss", 0.5, 1000 * step, step) for step in range(2500)))
-    assert [len(batch) for batch in sent] == [1000, 1000, 500]
-    assert [metric.step for batch in sent for metric in batch] == list(range(2500))
 
 
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +400,7 @@ def test_a_deleted_store_is_rebuilt_once_by_two_publishers_at_once(root: Path) -
         output, errors = publisher.communicate()
         assert (publisher.returncode, errors) == (0, ""), output
     assert stamp_agrees(root)
-    moved = root.with_name("moved")  # another address: MLflow keeps connections to the deleted file
+    moved = root.with_name("moved")  # at another address, because MLflow keeps connections to the deleted file
     moved.mkdir()
     shutil.copy(root / "mlflow.db", moved)
     family(moved)
@@ -477,7 +467,7 @@ def test_a_disk_that_cannot_be_written_holds_nobody_up(tmp_path: Path, monkeypat
         workspaces.remount(place, "ro")
         assert "mlflow.db.lock' Let this user write there. The result files are complete" in publish(checkout)
         workspaces.remount(place, "rw")
-        for free_bytes in (0, 1 << 16, 3 << 18, 1 << 20, 5 << 18, 3 << 19, 1 << 22):  # the database has about 3 << 18
+        for free_bytes in (0, 1 << 16, 3 << 18, 1 << 20, 5 << 18, 3 << 19, 1 << 22):  # the database takes about 3 << 18
             workspaces.fill(place, free_bytes)
             if not (said := publish(checkout)):
                 break
@@ -520,9 +510,9 @@ def test_what_was_damaged_by_hand_comes_back(root: Path, damage: Callable[[Path]
     [
         (Store, "log_params", 1),  # a run with nothing but its tags
         (Store, "log_points", 2),  # the second run without metrics
-        (MlflowClient, "set_terminated", 2),  # the second run, which lacks nothing but its mark
+        (MlflowClient, "set_terminated", 2),  # the second run, which lacks only its tag COMPLETE
         (Store, "set_tags", 1),  # the parent, whose children are all there
-        (Store, "set_tags", 2),  # the parent's last act
+        (Store, "set_tags", 2),  # the last call for the parent
     ],
 )
 def test_a_killed_publish_leaves_nothing_that_counts(
@@ -618,9 +608,9 @@ def test_the_parent_holds_intervals_and_no_number_that_is_not_trusted(root: Path
     assert before["ddp/throughput_pairs"] == 12
     write_comparison(root, rejected=8)
     after = {point.key: point for point in metrics.parent_points(wanted, root, 0, known=before)}
-    assert math.isnan(after["ddp/throughput_ratio"].value)  # of what it was MLflow forgets nothing
+    assert math.isnan(after["ddp/throughput_ratio"].value)  # because MLflow cannot delete the old value
     assert after["ddp/throughput_pairs"].value == 4
-    assert after["ddp/throughput_pairs"].timestamp_ms > 1_700_000_000_000  # younger than what it replaces
+    assert after["ddp/throughput_pairs"].timestamp_ms > 1_700_000_000_000  # newer than the value that it replaces
 
 
 def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path) -> None:
@@ -643,8 +633,8 @@ def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path)
     for tag in (new.data.tags["verdict.ddp"], children["ddp-seed0"].data.tags["verdict"]):
         assert tag.startswith("untrusted: throughput: ")
     assert children["baseline-seed0"].data.tags["verdict"] == "baseline"
-    assert math.isnan(children["ddp-seed0"].data.metrics["bench/samples_per_second"]), "most rounds were refused"
-    assert new.data.metrics["ddp/throughput_pairs"] == 4  # the smaller value, as it is younger
+    assert math.isnan(children["ddp-seed0"].data.metrics["bench/samples_per_second"]), "most rounds were rejected"
+    assert new.data.metrics["ddp/throughput_pairs"] == 4  # the smaller value, because it is newer
     assert math.isnan(new.data.metrics["ddp/throughput_ratio"])
     assert agrees(root, config_of())
 
@@ -672,7 +662,7 @@ def test_a_copied_checkout_does_not_write_into_the_original(root: Path, capsys: 
 
 
 def live_run(root: Path, variant: str = "ddp", *, status: str = "FINISHED", tags: dict[str, str] | None = None) -> str:
-    """A live run of seed 0 as a follower of this checkout leaves it."""
+    """Create a live run of seed 0, as a follower of this checkout leaves it. Return its id."""
     store = stores.open_store(stores.address(root), root, "training-performance")
     own = {LIVE: stores.checkout(root), "variant": variant, "seed": "0"} | (tags or {})
     run_id: str = store.client.create_run(store.experiment_id, tags=own, run_name=f"{variant}-seed0").info.run_id
@@ -696,10 +686,10 @@ def test_a_live_run_that_an_older_version_made_a_child_stays_one(root: Path) -> 
 
 
 def test_a_training_that_goes_on_and_one_without_a_result_keep_their_live_runs(root: Path) -> None:
-    running = live_run(root, status="RUNNING")  # started after the result at hand was written
+    running = live_run(root, status="RUNNING")  # started after the present result was written
     interrupted = live_run(root, "memory", status="KILLED")
     stale = live_run(root, "baseline", status="RUNNING")
-    os.utime(root / "results/baseline.json", (time.time() + 5, time.time() + 5))  # a result younger than its live run
+    os.utime(root / "results/baseline.json", (time.time() + 5, time.time() + 5))  # a result newer than its live run
     tracking.publish(config_of(), root)
     left = {run.info.run_id for run in runs_of(root)}
     assert {running, interrupted} <= left
@@ -716,7 +706,7 @@ def test_live_runs_of_another_checkout_are_left_alone(root: Path) -> None:
 
 
 def histories(root: Path, variant: str, count: int) -> None:
-    """The first ``count`` rows, as the trainer replaces the file."""
+    """Replace the history by its first ``count`` rows, as training does."""
     rows = make_history([make_run(seed) for seed in SEEDS], rows_per_epoch=2)[:count]
     results.write_history(rows, results.history_file(variant, root / "results"))
 
@@ -835,7 +825,7 @@ def test_the_follower_keeps_trying_but_warns_once_and_ends_with_the_training(
     assert "Training goes on" in warning
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux alone has a scheduler for idle processes")
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has a scheduling policy for idle processes")
 def test_the_follower_takes_only_what_the_training_leaves(root: Path) -> None:
     with start(root, "follow", "ddp", yielding=True, stdin=subprocess.PIPE) as follower:
         wait_for(lambda: os.sched_getscheduler(follower.pid) == os.SCHED_IDLE)
@@ -944,7 +934,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     np.save(tmp_path / "images.npy", images)
     code = (
         "import sys, numpy as np, torch, mlflow\n"
-        "sys.modules['pipeline'] = None\n"  # the model needs none of our code
+        "sys.modules['pipeline'] = None\n"  # the model needs none of this project's code
         f"mlflow.set_tracking_uri({stores.address(root)!r})\n"
         "images = np.load('images.npy')\n"
         f"np.save('pyfunc.npy', mlflow.pyfunc.load_model({run.data.tags['model']!r}).predict(images))\n"
@@ -979,7 +969,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     assert f"torch=={torch.__version__.partition('+')[0]}" in requirements.splitlines()
     assert agrees(root, config_of(models=True))
 
-    client.delete_run(run.info.run_id)  # a model whose run is gone does not stay behind when ours is deleted
+    client.delete_run(run.info.run_id)  # unlike this call, ``Store.delete`` deletes the run's models, too
     stores.open_store(stores.address(root), root, "training-performance").delete(children["ddp-seed0"].info.run_id)
     left = client.search_logged_models([run.info.experiment_id])
     assert children["ddp-seed0"].info.run_id not in {model.source_run_id for model in left}
@@ -1029,7 +1019,7 @@ def write_gate(root: Path, outcome: str = "passed", commit: str = COMMIT) -> Non
 
 
 def compared(*variants: tuple[str, str | None, float, float]) -> dict[str, Any]:
-    """A comparison's content: of each variant its verdict, and what it does to throughput and memory."""
+    """Return a comparison's content. ``variants``: name, verdict, ratio of throughput and ratio of memory."""
 
     def ratio(estimate: float, *, better: bool) -> dict[str, Any]:
         told = [
@@ -1202,7 +1192,7 @@ def test_the_champion_carries_its_evidence(
     assert np.array_equal(champion, mlflow.pyfunc.load_model(run.data.tags["model"]).predict(images))
     assert agrees(root, config)
 
-    for variant in VARIANTS:  # another training, which no longer pays: the baseline follows as champion
+    for variant in VARIANTS:  # trained again, ddp no longer pays: the baseline becomes champion
         write_result(root, variant, speed=21_000)
     write_comparison(root, rejected=12)
     tracking.publish(config, root)
@@ -1220,7 +1210,7 @@ def forge(file: Path, **changes: Any) -> None:
 
 
 def kept(root: Path) -> str:
-    """All text that the store keeps as artifacts."""
+    """Return all text in the store's artifacts."""
     files = (file for file in (root / "mlartifacts").rglob("*") if file.is_file())
     return "".join(file.read_text(errors="replace") for file in files)
 
@@ -1309,7 +1299,7 @@ def test_a_comparison_names_no_file_to_read(root: Path) -> None:
     forge(file, variants=[compared[0], compared[1] | {"variant": "../x"}])
     assert labels.compared(wanted, root) == {}
     write_gate(root)
-    forge(file, variants=[])  # and still names a champion
+    forge(file, variants=[])  # this comparison still names a champion
     assert tracking.promote(config_of(models=True), COMMIT, root) == promoting.TOO_FEW
     forge(file, baseline="../x", champion=None)
     with pytest.raises(tracking.PromotionError, match=r"names '\.\./x', which is not under variants"):
@@ -1339,7 +1329,7 @@ def test_the_champion_is_made_from_the_weights_here_whatever_a_tag_names(
     write_comparison(root)
     write_gate(root)
     config, client, name = config_of(models=True), client_of(root), "training-performance"
-    with monkeypatch.context() as patched:  # exports take their time, and one is enough
+    with monkeypatch.context() as patched:  # an export takes long, and one is enough
         patched.setattr(logged_models, "log", lambda *_: SimpleNamespace(model_uri="not logged here"))
         tracking.publish(config, root)
     run = family(root)[1]["ddp-seed0"]
@@ -1423,7 +1413,7 @@ def test_publishing_prints_a_link_to_charts_of_exactly_these_runs(
     tracking.publish(config_of(), root)
     write_result(root, "ddp", speed=30_000)
     write_comparison(root)
-    tracking.publish(config_of(), root)  # another comparison, which the first one's view must not show
+    tracking.publish(config_of(), root)  # another comparison, whose view must not show the first one's runs
     tracking.publish(config_of(), root)
     *_, written, again = capsys.readouterr().out.splitlines()
     links = {line.partition(": http")[2].partition(" ")[0] for line in (written, again)}
@@ -1448,9 +1438,9 @@ def test_the_verdicts_are_a_view_with_a_row_a_variant_in_a_person_s_units(root: 
     tracking.publish(config_of(), root)
     client = client_of(root)
     view = json.loads(client.get_experiment("1").tags["mlflow.sharedViewState.verdicts"])
-    assert (view["name"], type(view["createdAt"])) == ("Verdicts", int)  # else the menu does not show it
+    assert (view["name"], type(view["createdAt"])) == ("Verdicts", int)  # otherwise the menu does not show it
     table = json.loads(view["state"])
-    assert "start_time" not in table["orderByKey"]  # MLflow folds up what is in that order
+    assert "start_time" not in table["orderByKey"]  # in this order, MLflow would fold runs under their parent
     shown = {
         run.data.tags["variant"]: [run.data.tags[column[6:-1]] for column in table["selectedColumns"]]
         for run in client.search_runs(["1"], filter_string=table["searchFilter"])

@@ -41,7 +41,7 @@ def make_training(
     steady: bool = False,
     **applied: Any,
 ) -> Training:
-    """A run of ``conv_net`` over the digits: 44 steps an epoch."""
+    """Return a run of ``conv_net`` over the digits: 44 steps per epoch."""
     plan = make_plan(
         processes=joined.size,
         batch_size=train.batch_size,
@@ -62,10 +62,10 @@ def weights(training: Training) -> str:
 
 
 def resumes_exactly(whole: Training, half: Training, resumed: Training) -> bool:
-    """Whether ``resumed`` goes on from where ``half`` was left as ``whole`` does, which is not interrupted."""
+    """Return whether ``resumed``, which continues from the state of ``half``, ends with the weights of ``whole``."""
     whole.advance(30)
     half.advance(13)
-    state = half.world.broadcast(half.state())  # as a job does it, which saves the main rank's
+    state = half.world.broadcast(half.state())  # a job saves the main rank's state, too
     resumed.restore({**state, "model": {name: value.clone() for name, value in state["model"].items()}})
     resumed.advance(17)
     return weights(resumed) == weights(whole)
@@ -153,7 +153,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(
     assert weights(resumed) == weights(whole)
     assert [row.train_loss for row in before + after] == [row.train_loss for row in rows]
     assert resumed.epoch_loss == whole.epoch_loss
-    # The steps that warm the new process up are not measured.
+    # The new process's warm-up steps are not measured.
     assert len(resumed.clock.step_seconds) == whole.total_steps - 2 * TRAIN.warmup_steps
 
 
@@ -174,7 +174,7 @@ def test_each_rank_goes_on_from_its_own_clock(digits: Dataset) -> None:
 
 
 class _BreaksAt(nn.Module):
-    """Passes its input on until ``breaks`` forward passes are done in training; then everything is NaN."""
+    """Calls ``net``. In training, the output of the forward pass with number ``breaks`` is NaN."""
 
     def __init__(self, net: nn.Module, breaks: int | None) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, 
 def _until_broken(
     joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any
 ) -> tuple[str, list[str], str]:
-    """The message, the weights before each step, and those after the run broke off."""
+    """Return the error's message, the weights before each step, and the weights after the error."""
     training = _broken(joined, dataset, broken_rank, on_device, **applied)
     before = [weights(training)]
     try:
@@ -288,7 +288,7 @@ def _note_until_broken(joined: World, dataset: Dataset, directory: str) -> None:
             for _ in training.run():
                 print(weights(training), file=file, flush=True)
         except NonFiniteLoss:
-            time.sleep(1.0)  # the other rank could take the step now, and note it
+            time.sleep(1.0)  # time in which the other rank could take the step and note it
             raise
 
 
@@ -307,7 +307,7 @@ def test_paused_time_is_not_training_time(digits: Dataset, monkeypatch: pytest.M
 
 
 class _Counts(Detector):
-    """Counts the windows; ``watched`` are those that were measured."""
+    """Counts the windows; ``watched`` counts the measured ones."""
 
     def __init__(self) -> None:
         self.opened = self.closed = self.watched = 0
@@ -339,7 +339,7 @@ def test_advancing_in_parts_trains_the_same_and_measures_the_last_part(digits: D
 
 
 def _late(joined: World, dataset: Dataset) -> float:
-    """Train with a rank 0 that opens its windows late."""
+    """Return this rank's training time in a run in which rank 0 opens its windows late."""
 
     class Slow(_Counts):
         def open(self) -> None:
@@ -352,4 +352,4 @@ def _late(joined: World, dataset: Dataset) -> float:
 
 
 def test_what_one_rank_s_detectors_take_is_no_rank_s_training_time(digits: Dataset) -> None:
-    assert all(seconds < 1.0 for seconds in run_ranks(_late, digits))  # of three windows, each opened after a second
+    assert all(seconds < 1.0 for seconds in run_ranks(_late, digits))  # rank 0 opens three windows, each 1 s late

@@ -110,7 +110,7 @@ class Fewer(Technique):
 
     def change_step(self, setup):
         step = setup.step
-        step.syncs = [True]  # of all micro-batches, the first
+        step.syncs = [True]  # only the first of all micro-batches
 
 
 class Padding(nn.Module):
@@ -289,7 +289,7 @@ def test_a_step_that_takes_the_samples_of_another_is_found(digits: Dataset) -> N
         ({"extra": {"fewer": {}}, "gradient_accumulation": 4}, 8, 8),
         ({"extra": {"padded": {}}}, 16, 32),
         ({"extra": {"inside": {}}}, 16, 32),
-        ({"extra": {"inside": {}}, "compile": "default"}, 32, 32),  # what enters the graph, which nothing stays in
+        ({"extra": {"inside": {}}, "compile": "default"}, 32, 32),  # counted where samples enter the compiled graph
         ({"extra": {"whole": {}}}, 32, 32),
         ({"extra": {"twice": {}}}, 64, 64),
     ],
@@ -329,7 +329,7 @@ def test_of_ranks_that_hold_a_model_together_the_first_has_its_input_and_the_las
     for rank, model, loss in zip(ranks, (8, 9, 8, 9), (0, 8, 0, 7), strict=True):
         rank.model, rank.loss = [model], [loss]
     assert work_of(ranks, 16, 2) == Work(16, 16, 15)
-    ranks[3].loss = []  # a loss of its own
+    ranks[3].loss = []  # a technique that calls its own loss
     assert work_of(ranks, 16, 2) == Work(16, 16, None)
     assert Work(16, 16, None).missing == 0
     assert Work(16, 12, None).missing == 4

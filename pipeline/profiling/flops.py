@@ -1,4 +1,4 @@
-"""Floating-point operations of training, counted operator by operator; and the peak throughput of devices."""
+"""Count the floating-point operations of training, operator by operator. List the peak throughput of GPUs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int
     """Count the operations of the forward pass and, if the model has trainable parameters, of the backward pass."""
     try:
         return _count_on("meta", model, task, techniques)
-    except Exception:  # without values, an operation can raise anything; a bug of the model is raised again on the CPU
+    except Exception:  # without values, an operation can raise any error; a bug in the model raises again on the CPU
         return _count_on("cpu", model, task, techniques)
 
 

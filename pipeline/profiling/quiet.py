@@ -13,7 +13,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 def quiet() -> Iterator[None]:
     """Silence Kineto while the block runs, because it reports a missing GPU as an error.
 
-    The user's own log level is kept.
+    If the user has set a log level, this level stays.
     """
     silenced = _LEVEL not in os.environ
     if silenced:

@@ -23,7 +23,7 @@ class Health(NamedTuple):
 
 
 def health(root: Path, experiment: str) -> Health:
-    """The state of the store that ``publish`` would use. If a server does not answer, the check ends after
+    """Return the state of the store that ``publish`` would use. If a server does not answer, the check ends after
     the timeout in ``stores.DEFAULTS``, or after the user's own timeout."""
     uri = stores.address(root)
     embedded = uri.startswith(stores.SQLITE)
@@ -55,8 +55,8 @@ def health(root: Path, experiment: str) -> Health:
 
 
 def _read_only(path: Path) -> str:
-    """A read-only SQLite address for MLflow. With a usual address, MLflow would migrate the store of an older version,
-    and add its tables to another program's database. With ``sqlite:`` alone, MLflow would create directories."""
+    """Return a read-only SQLite address for MLflow. With a usual address, MLflow would migrate the store of an older
+    version, and add tables to another program's database. With ``sqlite:`` alone, MLflow would create directories."""
     return f"sqlite+pysqlite:///{quote(path.resolve().as_uri())}?mode=ro&uri=true&timeout=1"
 
 
@@ -67,7 +67,7 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
     if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
         return Health(
             False,
-            f"{where} was made by another version of MLflow, was left in the middle of a write, or is no MLflow store",
+            f"{where} was made by another version of MLflow, was left half-written, or is not an MLflow store",
             f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
             "away and run: python -m pipeline publish (it writes the runs of this checkout anew)",
         )
@@ -97,7 +97,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
 
 
 def _failure(error: Exception, uri: str, place: str) -> Health:
-    """Why this machine does not reach the server."""
+    """Return why MLflow on the server does not answer this machine, and the remedy."""
     from mlflow.exceptions import MlflowException
     from requests import exceptions
 

@@ -1,4 +1,4 @@
-"""The runs that a store must hold, as the files give them: a comparison, and a child run for each variant and seed."""
+"""Derive from the files the runs that a store must hold: one parent per comparison, one child per variant and seed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ COMPARISON = "pipeline.comparison"
 RUN = "pipeline.run"
 """Tag of a child: the key of the run. A parent does not have this tag."""
 REPORT = "pipeline.report"
-"""Tag of a parent: the digest of the report it holds."""
+"""Tag of a parent: the digest of the report that the parent contains."""
 COMPLETE = "pipeline.complete"
-"""Tag that is set last when a run is written; a run without this tag does not count."""
+"""Tag that is set last when a run is written. A run without this tag counts as half-written."""
 LIVE = "pipeline.live"
 """Tag of a run that a follower writes. Its value identifies the checkout that trains."""
 PARENT = "mlflow.parentRunId"
@@ -45,7 +45,7 @@ class Child:
     result: Result
     run: Run
     train: Train
-    """The job in params.yaml: models are built from this job, not from the one that the result names."""
+    """The job in params.yaml. The model to log is built from this job, not from the job that the result names."""
     root: Path
     model_file: Path | None
     """The weights to log as a model; None: no model is logged."""
@@ -72,7 +72,7 @@ class Child:
 
     @property
     def written_ms(self) -> int:
-        """When the result was written in this checkout."""
+        """When the result was written in this checkout, in Unix milliseconds."""
         return round(self.result_file.stat().st_mtime * 1000)
 
 
@@ -104,7 +104,7 @@ class Wanted:
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
-    """The comparison of the present results; None if there is no result.
+    """Return the comparison of the present results; None if there is no result.
 
     Raises ResultError if a file is not a result, is of another job than ``config``, or does not match its inputs or its
     record; the message names the file. Also raises the errors of ``consistency.broken_links``.
@@ -133,7 +133,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
 
 
 def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
-    """The run that the store must hold for one seed of ``result``."""
+    """Return the child that the store must hold for one seed of ``result``."""
     weights = results.model_file(result.variant, run.seed, root / results.MODELS)
     has_model = config.publish.models and weights.exists() and (root / PREPARED / "dataset.json").exists()
     about = result.model_dump(mode="json", exclude={"runs", "summary"})
@@ -148,12 +148,12 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
 
 
 def report_files(root: Path) -> list[Path]:
-    """The report's files: JSON, Markdown and HTML."""
+    """Return the report's files: JSON, Markdown and HTML."""
     return [file for file in sorted((root / results.REPORTS).glob("comparison.*")) if file.suffix != ".partial"]
 
 
 def context_files(root: Path) -> list[Path]:
-    """Further files that a comparison depends on. If only these files change, the parent run is not written again."""
+    """Return further files that a comparison depends on. If only these change, the parent run is not written again."""
     return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
 
 

@@ -35,13 +35,13 @@ NOTE_LIMIT = 7900
 
 
 def child_params(result: Result) -> dict[str, str]:
-    """The configuration that the user asked for, and the configuration that ran on the machine."""
+    """Return the configuration that the user asked for, and the configuration that ran on the machine."""
     values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
     return flatten(values.pop("config") | values)
 
 
 def child_tags(child: Child) -> dict[str, str]:
-    """The tags that people search by, and the run's key."""
+    """Return the tags that people search by, and the run's key."""
     tags = {
         RUN: child.key,
         "variant": child.variant,
@@ -57,7 +57,7 @@ def child_tags(child: Child) -> dict[str, str]:
 
 
 def parent_params(wanted: Wanted) -> dict[str, str]:
-    """The parameters of the job, which all variants share."""
+    """Return the parameters of the job, which all variants share."""
     by_variant = {child.variant: child.result for child in wanted.children.values()}
     first = next(iter(by_variant.values()))
     return flatten(
@@ -72,8 +72,8 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
 
 
 def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
-    """Tags that can change while the results stay the same, such as the comparison's settings, the verdicts of the
-    report and the digest of dvc.lock."""
+    """Return the tags that can change while the results stay the same, such as the comparison's settings, the report's
+    verdicts and the digest of dvc.lock."""
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
@@ -97,12 +97,12 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 
 
 def session_count(ratio: Mapping[str, Any]) -> int:
-    """For a ratio in comparison.json, the number of sessions whose ratio is trusted and has bounds."""
+    """Return how many sessions have a trusted ratio with bounds, for one ratio in comparison.json."""
     return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
 
 
 def parent_note(root: Path) -> str | None:
-    """The comparison in Markdown, which MLflow shows as the run's description."""
+    """Return the comparison in Markdown, which MLflow shows as the run's description."""
     path = root / results.REPORTS / "comparison.md"
     if not path.exists():
         return None
@@ -115,7 +115,7 @@ def parent_note(root: Path) -> str | None:
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
-    """The origin of a run, in the tags that MLflow's page shows. Its commit is the commit checked out now."""
+    """Return the origin of a run, in the tags that MLflow's page shows. The commit is the one checked out now."""
     tags = {"mlflow.source.name": f"python -m pipeline {command}", "mlflow.source.type": "LOCAL"}
     with suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
@@ -127,12 +127,12 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
 
 
 def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """The content of comparison.json; an empty dict if this file does not exist or is ``stale``."""
+    """Return the content of comparison.json; an empty dict if this file does not exist or is ``stale``."""
     return {} if stale(wanted, root) else _comparison(root)
 
 
 def stale(wanted: Wanted, root: Path) -> list[str]:
-    """The files and settings from which comparison.json was made and which have changed since then."""
+    """Return the files and settings that have changed since comparison.json was made from them."""
     runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
             for child in wanted.children.values()}  # fmt: skip
     content = _comparison(root)
@@ -154,7 +154,7 @@ def _comparison(root: Path) -> dict[str, Any]:
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Variant -> its verdict in the comparison (see ``compared``), with the reasons if it is undecided or untrusted."""
+    """Return variant -> its verdict in ``comparison``, with the reasons if the verdict is undecided or untrusted."""
     found = {}
     for each in comparison.get("variants", ()):
         verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
@@ -164,7 +164,7 @@ def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
 
 
 def columns(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Variant -> tags of its children: the verdict, and speed, memory and accuracy as text for a table."""
+    """Return variant -> tags of its children: the verdict, and speed, memory and accuracy as text for a table."""
     found, said, unit = {}, verdicts(comparison), comparison.get("unit", {"name": "samples", "per_sample": 1})
     for each in comparison.get("variants", ()):
         speed, memory, difference = each["samples_per_second"], each["peak_memory_bytes"], each["accuracy_difference"]
@@ -184,7 +184,7 @@ def _beside(ratio: Mapping[str, Any] | None) -> str:
 
 
 def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Tags: the best variant, its gain over the baseline, and its ratio to the second-best variant."""
+    """Return tags: the best variant, its gain over the baseline, and its ratio to the second-best variant."""
     best = comparison.get("champion")
     if not best:
         return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
@@ -204,7 +204,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
 
 
 def lock_sha256(lock: Path) -> str:
-    """The digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
+    """Return the digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
 
     So the digest logged now is also the digest of the file that is committed later.
     """
@@ -213,7 +213,7 @@ def lock_sha256(lock: Path) -> str:
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested values as ``a.b.c`` -> text; values other than text become JSON.
+    """Return nested values as ``a.b.c`` -> text; values other than text become JSON.
 
     >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
@@ -222,7 +222,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
-    """The origin of a result, except for its commit: the machine, the container image and the digest of dvc.lock."""
+    """Return the origin of a result, except for its commit: machine, container image and digest of dvc.lock."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
     known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
@@ -236,7 +236,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
 
 
 def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
-    """The rejected samples of a variant in the bench, one line per round."""
+    """Return the rejected samples of a variant in the bench, one line per round."""
     samples = [
         sample
         for arm in comparison.get("bench", {}).get("arms", ())

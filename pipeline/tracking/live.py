@@ -121,7 +121,7 @@ class _LiveRun:
         self.started = started
         """Unix time, in seconds, at which the history's clock is zero."""
         self.ended_ms = 0
-        """When the last logged point was measured."""
+        """When the last logged point was measured, in Unix milliseconds."""
         self.run_id: str | None = None
         self.samples = 0
         self.pending: list[Point] = []
@@ -149,7 +149,7 @@ class _Tail:
 
     def read(self) -> list[dict[str, str]]:
         """Return the complete rows that were not read yet. A file that was not written since this object was made
-        belongs to an earlier training, and gives no rows."""
+        belongs to an earlier training, so its rows are not returned."""
         if self._written() in (None, self._earlier):
             return []
         content = self._path.read_bytes()
@@ -162,7 +162,7 @@ class _Tail:
 
 
 def _yield_to_training() -> None:
-    """Use one thread, and only CPU time that nothing else wants."""
+    """Use one thread, and only CPU time that no other process uses."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     try:

@@ -41,7 +41,7 @@ class NotLoggable(Exception):
 
 
 def log(store: Store, run_id: str, child: Child) -> LoggedModel:
-    """Log the model of ``child`` under its run.
+    """Log the model of ``child`` under its run, and return MLflow's record of the model.
 
     Raises NotLoggable and MLflow's errors. Raises OSError if the disk for temporary files has no room for the model,
     and ResultError if the weights here are not those that the result names.

@@ -34,15 +34,16 @@ class Point(NamedTuple):
 
 
 def history_points(row: HistoryRow, started: float) -> Iterator[Point]:
-    """Metrics of one row. Their timestamp is ``started`` (unix seconds) plus the row's training time, because a row has
-    no other time."""
+    """Yield the metrics of one row of the history. Their timestamp is ``started`` (Unix seconds) plus the row's
+    training time, because a row has no other time."""
     for name, value in row.model_dump(exclude={"seed", "step"}).items():
         if value is not None:
             yield Point(f"history/{name}", value, round((started + row.train_seconds) * 1000), row.step)
 
 
 def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
-    """Metrics of one sample of the machine, the ``step``-th of its run. MLflow shows system/... on its own page."""
+    """Yield the metrics of one sample of the machine, the ``step``-th of its run. MLflow shows system/... on a separate
+    page."""
     timestamp = round(float(row["seconds"]) * 1000)
     for column, text in row.items():
         value = _number(text)
@@ -51,7 +52,7 @@ def system_points(row: Mapping[str, str], step: int) -> Iterator[Point]:
 
 
 def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
-    """Metrics from those figures of the run that are known."""
+    """Yield the metrics of the run's figures. Unknown figures are left out."""
     for name, value in run.model_dump(exclude={"seed", "peak_memory_rank_bytes"}).items():
         if isinstance(value, int | float):
             yield Point(name, value, timestamp_ms, run.steps)
@@ -64,7 +65,7 @@ def final_points(run: Run, timestamp_ms: int) -> Iterator[Point]:
 
 
 def recorded_points(child: Child, started: float) -> list[Point]:
-    """History and system metrics of one seed, from its files. ``started``: see ``run_times``."""
+    """Return the history and system metrics of one seed, from its files. ``started``: see ``run_times``."""
     history = results.read_history(child.history_file) if child.history_file.exists() else []
     rows = [row for row in history if row.seed == child.run.seed]
     points = [point for row in rows for point in history_points(row, started)]
@@ -74,7 +75,7 @@ def recorded_points(child: Child, started: float) -> list[Point]:
 
 
 def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
-    """The comparison's figures for the child's variant. The run's own speed and memory are not used for this: the
+    """Yield the comparison's figures for the child's variant. The run's own speed and memory are not used, because the
     trainings ran one after the other, so their figures cannot be compared.
 
     ``known``: the metrics of the run in the store. A value that is unknown now is logged as NaN.
@@ -92,8 +93,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     """Yield the comparison's figures, named ``<variant>/<figure>``: the content of ``reports/metrics``, the shares of a
     profiled step, and the figures of inference.
 
-    ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that
-    no longer has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
+    ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that no longer
+    has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
     metrics get the time of the newest file, because MLflow shows a metric's latest value.
     """
     files = [
@@ -117,8 +118,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
 
 
 def run_times(child: Child) -> tuple[float, float]:
-    """Start and end of a run in unix seconds: from the system samples or, if there are none, from the time at which the
-    result's file was written."""
+    """Return start and end of a run in Unix seconds: from the system samples or, if there are none, from the time at
+    which the result's file was written."""
     sampled = [float(sample["seconds"]) for sample in _samples(child)]
     durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
     if sampled:
@@ -130,12 +131,12 @@ def run_times(child: Child) -> tuple[float, float]:
 
 
 def allowed(text: str) -> str:
-    """``text`` with "_" for each character that MLflow does not allow."""
+    """Return ``text`` with "_" in place of each character that MLflow does not allow."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
 
 
 def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Metrics from the record of a profile or of inference."""
+    """Yield the name and value of each metric in the record of a profile or of inference."""
     for rank, times in enumerate(record.get("ranks", ())):
         for name, value in times.items():
             if name != "step_ms":
@@ -158,7 +159,7 @@ def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _samples(child: Child) -> list[dict[str, str]]:
-    """The rows of system.csv that belong to this seed; an empty list if the file does not exist."""
+    """Return the rows of system.csv that belong to this seed; an empty list if the file does not exist."""
     if not child.system_file.exists():
         return []
     with child.system_file.open(newline="", encoding="utf-8") as file:

@@ -37,11 +37,11 @@ class PromotionError(PipelineError):
 def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
 
-    The model is logged anew, because somebody else may have logged the model that is in the store. The new one comes
-    from the local weights, whose digest the result names. The version's tags and description hold the
-    evidence: the gate's decision and commits, the verdict, the gain (from measurements that were not used to choose the
-    variant), and links to the variant's run and to the comparison. The gate's report is added to the comparison's run.
-    Each call makes another version.
+    The model is logged anew, because somebody else may have logged the model that is in the store. The new model is
+    built from the local weights, whose digest the result names. The version's tags and description hold the evidence:
+    the gate's decision and commits, the verdict, the gain (from measurements that were not used to choose the variant),
+    and links to the variant's run and to the comparison. The gate's report is added to the comparison's run. Each call
+    creates another version.
 
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison. Raises ResultError for files that do not match their record.
@@ -77,7 +77,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
             file=sys.stderr,
         )
         return TOO_FEW
-    # Take the first seed. The seed with the highest test accuracy would be chosen by luck, and look too good.
+    # Take the first seed. The seed with the highest test accuracy would be chosen partly by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
     if child is None:
         raise PromotionError(f"the comparison names {variant!r}, which is not under variants; run `dvc repro`.")
@@ -92,10 +92,10 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
             f"the model of {child.name} cannot be made here: publish.models must be true, and its weights and "
             f"{PREPARED} must exist; `dvc pull` or `dvc repro` restores both."
         )
+    uri = stores.address(root)
+    stores.set_defaults()  # first, because MLflow reads some of these settings when it is imported
     with importing():
         from pipeline.tracking import logged_models
-    uri = stores.address(root)
-    stores.set_defaults()
     try:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
@@ -119,8 +119,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
 
 
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
-    """The smallest number of sessions behind any trusted ratio of the variant, the champion's gain included; 0 if no
-    ratio is trusted."""
+    """Return the smallest number of sessions behind any trusted ratio of the variant, the champion's gain included; 0
+    if no ratio is trusted."""
     return min(
         (
             labels.session_count(ratio)
@@ -133,20 +133,24 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
-    """The gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
+    """Return the gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
         outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
-        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # the champion's tags hold them
+        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # raises here if a value is missing
         _ = [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
-        raise PromotionError(f"{GATE[0]} is missing, but only a commit that passed is promoted. {GATE_AGAIN}") from None
+        raise PromotionError(
+            f"{GATE[0]} is missing, but only a commit that passed the gate is promoted. {GATE_AGAIN}"
+        ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
     if outcome != "passed":
         raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")
     if commit is None:
-        raise PromotionError("no commit is checked out here, so the champion's code could not be found again.")
+        raise PromotionError(
+            "no commit is checked out here, so the champion's code could not be found again: commit the files."
+        )
     if judged != commit:
         raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {GATE_AGAIN}")
     if commit.endswith("+"):
@@ -155,7 +159,7 @@ def _passed(root: Path, commit: str | None) -> dict[str, Any]:
 
 
 def _stored(store: Store, wanted: Wanted, child: Child) -> tuple[StoredRun, StoredRun]:
-    """The runs of the comparison and of ``child`` in the store. Raises PromotionError if one is missing."""
+    """Return the runs of the comparison and of ``child`` in the store. Raises PromotionError if one is missing."""
     stored = [run for run in store.runs(wanted.key) if run.tags.get(COMPARISON) == wanted.key and run.is_complete]
     parents = [run for run in stored if RUN not in run.tags]
     runs = [run for run in stored if run.tags.get(RUN) == child.key]

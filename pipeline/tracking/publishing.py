@@ -40,8 +40,8 @@ def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
     The comparison is one parent run, with one complete child run for each variant and seed. Other comparisons stay as
-    history. Prints one line. A failure of MLflow is a warning on stderr. Raises ResultError for files that cannot be
-    read, a result of another job, or weights of another digest.
+    history. Prints what was written, and a link. If MLflow fails, prints a warning on stderr. Raises ResultError for
+    files that cannot be read, a result of another job, or weights of another digest.
     """
     wanted = comparisons.wanted(config, root)
     if wanted is None:
@@ -68,7 +68,9 @@ def publish(config: Config, root: Path = Path()) -> Published:
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = _link(uri, experiment_id, wanted)
+    link = views.link(uri, experiment_id, wanted)
+    if not uri.startswith("http"):
+        link += " (after `make ui`)"
     if not changes:
         print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
         return Published(children)
@@ -76,12 +78,6 @@ def publish(config: Config, root: Path = Path()) -> Published:
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
     print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
     return Published(children, len(changes.create), len(changes.delete))
-
-
-def _link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """The address of the page that compares the runs."""
-    link = views.link(uri, experiment_id, wanted)
-    return link if uri.startswith("http") else f"{link} (after `make ui`)"
 
 
 def _show(wanted: Wanted, store: Store) -> None:

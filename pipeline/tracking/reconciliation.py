@@ -31,7 +31,7 @@ class Changes:
     """The changes from the store's state to the wanted one; every change can be repeated."""
 
     parent: StoredRun | None
-    """The run to use as parent; None: it must be created."""
+    """The run to use as parent; None if a parent must be created."""
     finish_parent: bool
     """True if the parent must be written (again): it is new or half-written, or its report has changed."""
     create: list[str] = field(default_factory=list)
@@ -44,7 +44,10 @@ class Changes:
 
 
 def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
-    """Return the changes. ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout.
+    """Return the changes that make the store hold ``wanted`` exactly once.
+
+    ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout. ``checkout``: the
+    value of their tag LIVE.
 
     Runs of other comparisons are history and stay. Live runs of this checkout are treated as follows. If the seed has a
     result, a live run is deleted when it has ended, or when it started before the result was written. A live run that

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 ARTIFACTS = "mlartifacts"
 DATABASE = "mlflow.db"
 PAGE = 1000
-METRICS_PER_BATCH = 1000
-PARAMS_PER_BATCH = 100
 SQLITE = "sqlite:///"
 LOCK_SECONDS = 60.0
 
@@ -77,12 +75,12 @@ class MisplacedStore(Exception):
 
 
 def address(root: Path) -> str:
-    """The value of MLFLOW_TRACKING_URI; if it is not set, the embedded SQLite store of this checkout."""
+    """Return the value of MLFLOW_TRACKING_URI or, if it is not set, the address of this checkout's embedded store."""
     return os.environ.get("MLFLOW_TRACKING_URI") or SQLITE + str(root.resolve() / DATABASE)
 
 
 def checkout(root: Path) -> str:
-    """An identifier of this directory on this machine, which marks the live runs of this checkout."""
+    """Return an identifier of this directory on this machine, which marks the live runs of this checkout."""
     return hashlib.sha256(f"{socket.gethostname()}:{root.resolve()}".encode()).hexdigest()[:16]
 
 
@@ -93,12 +91,12 @@ def set_defaults() -> None:
 
 
 def warn(message: str) -> None:
-    """Print one line of warning on stderr, without secrets."""
+    """Print ``message`` as a warning on stderr, without secrets."""
     print(f"warning: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def describe(uri: str, error: Exception) -> str:
-    """Say in one line, without secrets, what failed."""
+    """Return one line, without secrets, that says what failed and, for a known error, what to do."""
     reason = redacted(" ".join(str(error).split()))
     if of_sqlite := OF_SQLITE.search(reason):
         reason = f"{of_sqlite[1]}."
@@ -117,7 +115,7 @@ class Store:
         self.experiment_id, self.artifacts = str(experiment.experiment_id), str(experiment.artifact_location)
 
     def runs(self, comparison: str) -> list[StoredRun]:
-        """Runs of the comparison with this key, and live runs of this checkout; without deleted runs."""
+        """Return the runs of the comparison with this key, and the live runs of this checkout, without deleted runs."""
         found = {}
         for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
             token = None
@@ -139,16 +137,12 @@ class Store:
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         from mlflow.entities import Metric
 
-        listed = [Metric(*point) for point in points]
-        for start in range(0, len(listed), METRICS_PER_BATCH):
-            self.client.log_batch(run_id, metrics=listed[start : start + METRICS_PER_BATCH])
+        self.client.log_batch(run_id, metrics=[Metric(*point) for point in points])
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        listed = [Param(key, value) for key, value in params.items()]
-        for start in range(0, len(listed), PARAMS_PER_BATCH):
-            self.client.log_batch(run_id, params=listed[start : start + PARAMS_PER_BATCH])
+        self.client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -156,8 +150,8 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
-        """Log ``file`` as an artifact. Raises ResultError for a link, unless it leads into DVC's cache, because through
-        a link any file of this machine could be published."""
+        """Log ``file`` as an artifact. Raises ResultError for a link that does not lead into DVC's cache, because
+        such a link could publish any file of this machine."""
         if file.is_symlink() and not DVC_OBJECT.search(file.resolve().as_posix()):
             raise ResultError(
                 f"{file} is a link to {file.resolve()}, which is not in DVC's cache, so it is not logged: replace the "
@@ -174,7 +168,7 @@ class Store:
 
 
 def client_class() -> type[MlflowClient]:
-    """MLflow's client, imported with ``DEFAULTS``; the import takes seconds."""
+    """Import MLflow with ``DEFAULTS``, which takes seconds, and return its client class."""
     set_defaults()
     with importing():
         from mlflow.tracking import MlflowClient
@@ -228,7 +222,7 @@ def locked(uri: str) -> Iterator[None]:
 
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
-    """The experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
+    """Return the experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)

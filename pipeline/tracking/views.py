@@ -1,4 +1,4 @@
-"""The comparison as ready-made views in MLflow: a table of verdicts, and charts of its runs."""
+"""Define MLflow's views of the comparison: a table of verdicts, and charts of its runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.tracking.labels import COLUMNS
 from pipeline.tracking.metrics import COMPARED, run_times
 
 TAG = "mlflow.sharedViewState."
-"""Start of the tag in which MLflow's menu "Views" stores a view of an experiment; the view's key follows."""
+"""Prefix of the tag in which MLflow's menu "Views" stores a view of an experiment. The view's key follows it."""
 VERDICTS = "verdicts"
 """Key of the view that `make ui` opens: one row per variant of the comparison that was published last."""
 
@@ -23,8 +23,8 @@ LINES = ("history/train_loss", "history/test_accuracy")
 
 
 def tags(wanted: Wanted) -> dict[str, str]:
-    """The experiment's tags that define the views: the comparison's charts, and the table of verdicts, which the menu
-    lists by name. By default MLflow's table shows only the columns source, models and data set."""
+    """Return the experiment's tags that define the views: the comparison's charts, and the table of verdicts, which the
+    menu lists by name. By default MLflow's table shows only the columns source, models and data set."""
     widths = dict(zip((f"tags.`{name}`" for name in COLUMNS), (110, 260, 230, 140), strict=True))
     seed = next(iter(wanted.children.values())).run.seed
     table = {
@@ -41,7 +41,7 @@ def tags(wanted: Wanted) -> dict[str, str]:
 
 
 def state(wanted: Wanted) -> str:
-    """The view of the charts, in the format of MLflow's page. The page ignores unknown keys."""
+    """Return the view of the charts, in the format of MLflow's page. The page ignores unknown keys."""
     variants = dict.fromkeys(child.variant for child in wanted.children.values())
     others = (
         "Model metrics",
@@ -72,12 +72,12 @@ def state(wanted: Wanted) -> str:
 
 
 def link(uri: str, experiment_id: str, wanted: Wanted) -> str:
-    """The address of the view, which works once its tag is set. `make ui` serves an embedded store."""
+    """Return the address of the view, which works once its tag is set. `make ui` serves an embedded store."""
     return f"{page(uri)}/#/experiments/{experiment_id}/runs?compareRunsMode=CHART&viewStateShareKey={wanted.name}"
 
 
 def page(uri: str) -> str:
-    """The address of the store's page, without a name or password."""
+    """Return the address of the store's page, without a name or password."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return LOCAL

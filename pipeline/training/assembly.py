@@ -42,26 +42,26 @@ DETERMINISTIC = "deterministic"
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
     """Return the variant's plan (``plans.plan``), with at most as many processes as the model can be divided among.
 
-    ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps it, and each
-    process checks it when it sets up the model. Raises PipelineError.
+    ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps this number,
+    and each process checks it while setting up the model. Raises PipelineError.
     """
     launched = launched_size()
     found = plan_of(config, name, machine, launched)
     if found.model_processes == 1 or launched is not None:
         return found
-    with redirect_stdout(sys.stderr):  # a user's model may print here, and prints again when it trains
+    with redirect_stdout(sys.stderr):  # a user's model may print while it is built, and is built again to train
         task = tasks.of_job(found.train, read_dataset(prepared))
         setup = Setup(task.model(), task)
         for kind in of_plan(found):
             if kind.name == found.applied.parallelism:
                 return plan_of(config, name, machine, None, kind.why_not_held_by(setup))
             kind(found, ALONE).change_model(setup)
-    raise AssertionError(f"{found.applied.parallelism} is no technique")
+    raise AssertionError(f"{found.applied.parallelism} is not a technique")
 
 
 @contextmanager
 def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
-    """Set up this process as a rank of the variant's world, with everything except the model.
+    """Set up this process as a rank of the variant's world; yield all parts of its trainings except the model.
 
     ``prepared``: the data set's folder. Raises PipelineError.
     """
@@ -99,7 +99,7 @@ class Assembly:
     techniques: Sequence[type[Technique]]
     """The techniques that the plan applies, in order."""
     check_imports: Callable[[], None] = lambda: None
-    """The check that ``code.unfollowed`` returns."""
+    """Raises Unfollowed if a module of the user has no digest (``code.unfollowed``)."""
 
     @contextmanager
     def training(
@@ -149,7 +149,8 @@ class Assembly:
     def fitted(self) -> Plan:
         """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
 
-        Each number is tried in a training of its own, which is discarded, so the tries do not affect the real training.
+        Each number of micro-batches is tried in a training of its own, which is then discarded, so that it cannot
+        affect the real training.
         All ranks call this method together. Raises OutOfMemory if even the smallest micro-batch that the model can
         train with is too large for the memory of some rank.
         """
@@ -161,7 +162,7 @@ class Assembly:
         def too_large(why_not_fewer: str = "") -> OutOfMemory:
             return OutOfMemory(
                 f"variants.{plan.name}.gradient_accumulation: found 'auto', but even {samples // failed} micro-batches "
-                f"of {count(failed, 'sample')} do not fit into a process's memory{why_not_fewer}; take a smaller "
+                f"of {count(failed, 'sample')} do not fit into a process's memory{why_not_fewer}; use a smaller "
                 "model, or a technique that saves memory, such as activation_checkpointing."
             )
 
@@ -181,7 +182,7 @@ class Assembly:
             if fits:
                 break
             if plan.applied.compile != "none":
-                torch.compiler.reset()  # otherwise the second try would compile for any batch size
+                torch.compiler.reset()  # otherwise torch would compile the second try for any batch size
             failed = tried.micro_batch_size
             if failed == 1:
                 raise too_large()
@@ -205,7 +206,7 @@ class Assembly:
             if DETERMINISTIC not in plan.decided:
                 operation = next(filter(None, self.world.gather(self._without_deterministic_form(plan, model))), None)
                 if operation:
-                    decision = f"{operation} has no deterministic form here, so the same seed can give other numbers"
+                    decision = f"{operation} has no deterministic form here, so one seed can give different numbers"
                     plan = plan.model_copy(update={"decided": plan.decided | {DETERMINISTIC: decision}})
                     if self.world.is_main:
                         print(f"{plan.name}: {DETERMINISTIC}: {decision}", flush=True)
@@ -217,7 +218,7 @@ class Assembly:
             torch.use_deterministic_algorithms(False)
 
     def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
-        """Try two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
+        """Try a step of two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
         one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the
@@ -235,7 +236,7 @@ class Assembly:
                     loss = task.objective.loss(outputs, targets)
                 loss.backward()
             task.objective.scores(outputs.detach().float(), targets)
-        except Exception as error:  # the training raises any other error
+        except Exception as error:  # the training itself will raise any other error
             return without_deterministic_form(error)
         finally:
             model.zero_grad()

@@ -63,7 +63,7 @@ def before(path: Path) -> Path:
 def keep(state: dict[str, Any], path: Path) -> None:
     """``save`` a checkpoint, after moving the existing checkpoint to ``before(path)``."""
     with suppress(FileNotFoundError):
-        path.replace(before(path))  # moved before saving, so that the disk never holds three
+        path.replace(before(path))  # moved before saving, so that the disk never holds three checkpoints
     save(state, path)
 
 

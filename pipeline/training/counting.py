@@ -14,7 +14,8 @@ from pipeline.errors import PipelineError
 from pipeline.step import TrainingStep
 
 FEWEST_COMPARED = 8
-"""Steps with fewer samples are not compared, because by chance two steps may take the same few samples in one order."""
+"""Steps with fewer samples are not compared, because two steps may by chance take the same few samples in the
+same order."""
 COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
 """Two steps' inputs are compared in part: about ``COMPARED_SAMPLES`` samples of each call of the model, and about
 ``COMPARED_VALUES`` of these samples' values."""
@@ -38,6 +39,7 @@ class Work(NamedTuple):
 
     @property
     def missing(self) -> int:
+        """Samples of the global batch that the step left out."""
         if self.repeated:
             return self.credited
         return max(0, self.credited - min(self.model, self.model if self.loss is None else self.loss))

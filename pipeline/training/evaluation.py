@@ -85,7 +85,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     correct, count, loss, outside = world.sum_(sums).tolist()
     if outside:
         raise ObjectiveError(
-            f"train.metric: {outside:.0f} of {count:.0f} test samples have a score that is not from 0 to 1."
+            f"train.metric: {outside:.0f} of {count:.0f} test samples have a score that is not from 0 to 1. "
+            "Change the metric: it must return a score from 0 to 1 for each sample."
         )
     if not math.isfinite(loss):
         raise ObjectiveError(

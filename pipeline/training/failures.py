@@ -37,7 +37,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_too_few_samples(error: Exception) -> bool:
-    """True if a normalisation got only one value per channel, such as one sample of one pixel, and so no variance."""
+    """True if ``error`` says that a normalisation got only one value per channel, such as one sample of one pixel."""
     return "Expected more than 1 value per channel when training" in str(error)
 
 

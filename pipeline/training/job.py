@@ -38,7 +38,7 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
-"""How long a finished job waits for the live mirror to catch up; ``publish`` sends the rest."""
+"""How long a finished job waits for the live mirror to log the last rows. ``publish`` logs what is missing then."""
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
 """How long an interrupted job waits for the live mirror. It is short because `docker stop` waits only ten seconds."""
@@ -52,8 +52,8 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     """
     plan = planned(config, name, machine, prepared)
     started = time.monotonic() - age_seconds()  # all processes share this clock, and nobody can set it
-    # The code's hash is that of the current files, even if environment.json is older. The key's plan is made without a
-    # launcher's number of processes.
+    # ``stages.training`` reads the current code, because environment.json may be older. The key must not depend on a
+    # launcher, so its plan is made without the launcher's number of processes.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
     launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
@@ -71,6 +71,7 @@ def _work(
     """Train every seed in this process; the main process also writes the result.
 
     ``fingerprint``: the environment's fingerprint. ``depends_on``: see ``stages.training``. ``key``: the result's key.
+    ``started``: when the command started, in seconds of the monotonic clock.
     """
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, _alone(plan.name) if assembly.world.is_main else nullcontext():
@@ -209,7 +210,7 @@ class Job:
         results.write(result, results.result_file(plan.name))
 
     def _shown(self, training: Training, seed: int) -> Iterator[HistoryRow | None]:
-        """Run the training's steps, with a progress bar on a terminal and a printed line per epoch."""
+        """Yield what ``training.run`` yields. Show a progress bar on a terminal, and print a line per epoch."""
         label = f"{self.plan.name} seed {seed}"
         tqdm.set_lock(RLock())  # tqdm's own lock is a semaphore, which would outlive a killed rank
         bar = tqdm(
@@ -300,7 +301,8 @@ class Job:
 
 @contextmanager
 def _alone(variant: str) -> Iterator[None]:
-    """Raise PipelineError if another process trains this variant in this working directory.
+    """Keep other processes from training this variant in this working directory while the block runs. Raises
+    PipelineError if another process trains it already.
 
     The system releases a record lock when its process ends, even by a crash. Forked processes, such as a DataLoader's
     workers, do not inherit the lock.
@@ -312,7 +314,7 @@ def _alone(variant: str) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise PipelineError(
-                f"another training of variants.{variant} is running in {Path.cwd()}: wait for its end, or end it."
+                f"another training of variants.{variant} is running in {Path.cwd()}: wait until it ends, or end it."
             ) from None
         except OSError:  # a file system without locks
             pass

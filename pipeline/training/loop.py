@@ -37,7 +37,7 @@ class Training:
     """One seed's run of one variant, on one rank.
 
     All ranks call every method together. Random draws after the initialisation, such as dropout's, differ by rank,
-    unless a technique requires the same draws.
+    unless a technique requires that ranks draw the same numbers.
     """
 
     def __init__(self, composed: Composed, seed: int, detectors: Sequence[Detector] = ()) -> None:
@@ -66,15 +66,16 @@ class Training:
 
     @property
     def losses(self) -> Losses:
-        """The losses of the steps since the last row."""
+        """The losses of the steps since the last row of the history."""
         return self.step.losses
 
     def run(self) -> Generator[HistoryRow | None, None, None]:
-        """Train to the end, from the start or the restored step. Yields once per step: a row if one is due, else None.
+        """Train from the first step, or from the restored step, to the end. Yields after each step: a row of the
+        history if one is due, else None.
 
-        Raises NonFiniteLoss, which names the step. On a CPU, the rank with the bad loss raises this error, and the
-        parameters are still those of the previous step. On GPUs, all ranks raise this error when the next row is due,
-        and the parameters are useless.
+        Raises NonFiniteLoss, which names the step, if a loss is infinite or NaN. On a CPU, the rank with this loss
+        raises the error before the update, so the parameters are still those of the previous step. On GPUs, all ranks
+        raise it when the next row is due, and by then the parameters are useless.
         """
         per_epoch = self.batches.steps_per_epoch
         window_ends = {1, self.warm_after_step}
@@ -104,11 +105,11 @@ class Training:
         """Try a step; return True if every rank has enough memory for it. The training cannot be used afterwards.
 
         Ranks do not exchange gradients, because the other ranks would wait for a rank that fails. Gradients are
-        computed again after the update, because the update creates the optimizer's state, which needs memory. If a rank
-        has too few samples, all ranks raise TooFewSamples.
+        computed again after the update, because the update creates the optimizer's state, which needs memory. If a
+        rank's micro-batch has too few samples for the model, all ranks raise TooFewSamples.
         """
         step = self.step
-        step.syncs = [False] * min(2, len(step.syncs))  # the second adds to the gradients, as do all later ones
+        step.syncs = [False] * min(2, len(step.syncs))  # later micro-batches need as much memory as the second
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
 
@@ -127,7 +128,8 @@ class Training:
             if (worst := self.world.max_(failed)) > 1:
                 raise TooFewSamples(
                     f"train.model: found {self.train.model!r}, whose BatchNorm cannot train with a micro-batch of "
-                    f"{count(self.plan.micro_batch_size, 'sample')} per process, as in variants.{self.plan.name}."
+                    f"{count(self.plan.micro_batch_size, 'sample')} per process, as in variants.{self.plan.name}; "
+                    "allowed: a larger train.batch_size, or fewer micro-batches or processes."
                 )
             if worst:
                 return False
@@ -139,7 +141,7 @@ class Training:
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
-        elif self.steps % per_epoch:  # a new epoch opens its window itself
+        elif self.steps % per_epoch:  # ``run`` opens the window of a new epoch
             self._open()
         for _ in islice(self._advancing, steps):
             pass
@@ -153,7 +155,7 @@ class Training:
         self.advance(1)
 
     def count_later(self) -> None:
-        """Choose a random later step whose samples are counted, if there is one.
+        """Choose one of the later steps at random, so that its samples are counted. Without later steps, do nothing.
 
         The choice does not depend on the seed, so code in a step cannot predict the choice. All ranks call this method
         together.
@@ -166,14 +168,13 @@ class Training:
     def _counting(self) -> Iterator[None]:
         with counted(self.step, self.model) as seen:
             yield
-        if seen.model or not self.setup.replays:  # hooks cannot see into a replay
+        if seen.model or not self.setup.replays:  # a replayed step calls no hooks, so it has no counts
             self._counted.append(seen)
 
     def work(self) -> Work | None:
-        """Return the work of the counted step that left out the most samples, the same on every rank; None if this
-        process has counted no step.
+        """Return the work of the counted step that left out the most samples; None if no step was counted.
 
-        All ranks call this method together.
+        Every rank returns the same work. All ranks call this method together.
         """
         steps = list(zip(*self.world.gather([each.read() for each in self._counted]), strict=True))
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
@@ -215,7 +216,7 @@ class Training:
         """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank
         holds a part is a DTensor. All ranks call this method together, while paused.
 
-        Raises NonFiniteLoss, like ``run``: a run with a bad loss cannot be resumed.
+        Raises NonFiniteLoss if a loss since the last row is infinite or NaN, because such a run must not be resumed.
         """
         with self._located():
             self.losses.read()
@@ -242,7 +243,8 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
         tensors' values. All ranks call this method before ``run``."""
-        self.optimizer_state.load(state["optimizer"])  # before the model: torch creates the state by taking a step
+        # The model follows the optimizer, because torch may take a step, which changes the model, to create its state.
+        self.optimizer_state.load(state["optimizer"])
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
@@ -260,7 +262,7 @@ class Training:
     def _open(self) -> None:
         for detector in self.detectors:
             detector.open()
-        self.world.barrier()  # otherwise every rank's first step would include the time of one rank's detectors
+        self.world.barrier()  # otherwise each rank's first step would include the wait for the slowest rank's detectors
         self.memory.open()
         self.energy.open()
         self.clock.open()
@@ -339,7 +341,7 @@ class Training:
             plan = self.plan
             more = "'auto'" if plan.applied.gradient_accumulation != "auto" else 2 * plan.micro_batches
             raise OutOfMemory(
-                f"{place()}: out of memory with micro-batches of {plan.micro_batch_size} samples per process "
+                f"{place()}: out of memory with micro-batches of {count(plan.micro_batch_size, 'sample')} per process "
                 f"({first_line(error)}). Set variants.{plan.name}.gradient_accumulation to {more}, "
                 "lower train.batch_size, or end other programs that use this memory."
             ) from None

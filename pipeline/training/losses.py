@@ -22,9 +22,10 @@ class NonFiniteLoss(PipelineError):
 
 
 class HostLosses:
-    """Adds up the losses of steps on a CPU, where a loss can be read without waiting. Raises at the first bad loss.
+    """Adds up the losses of steps on a CPU, where a loss can be read without waiting.
 
-    ``add`` raises before the backward pass, so no rank gets this rank's gradients and no rank takes the step.
+    ``add`` raises NonFiniteLoss if a loss is infinite or NaN. It raises before the backward pass, so no rank gets this
+    rank's gradients and no rank takes the step.
     """
 
     def __init__(self, world: World) -> None:

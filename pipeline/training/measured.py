@@ -66,7 +66,7 @@ def window_of(
     Rejected figures are None. Figures are rejected if fewer than ``requested_steps`` steps were measured, or if the
     share of time spent waiting for input is above ``max_input_wait``. They are also rejected if the allocator retried,
     or if samples are missing in a counted step. ``seen`` and the detectors may contain further rejections. ``memory``:
-    the memory's measurement, if it was made in other windows than the speed's measurement.
+    the measurement of memory, if memory was measured in other windows than speed; by default the training's own.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]

@@ -28,7 +28,10 @@ def weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor] | N
             found: dict[str, torch.Tensor] = torch.load(Path(settings.teacher), map_location="cpu", weights_only=True)
             checkpoints.state_sha256(found)
     except FileNotFoundError:
-        raise PipelineError(f"students.{name}.distillation.teacher: there is no file {settings.teacher}.") from None
+        raise PipelineError(
+            f"students.{name}.distillation.teacher: there is no file {settings.teacher}; "
+            "set the path of a state dict that torch.save has written."
+        ) from None
     except checkpoints.Unreadable as error:
         raise PipelineError(
             f"students.{name}.distillation.teacher: {settings.teacher} cannot be read as weights, a state dict of "

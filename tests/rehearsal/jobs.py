@@ -39,7 +39,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _unnamed() -> dict[str, dict[str, Any]]:
-    """Of each technique for GPUs that no ready-made variant names, the variant that it declares."""
+    """Return the declared variant of each technique for GPUs that no ready-made variant uses."""
     able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
     named = {each.name for variant in variants for each in requested(variant)}
@@ -53,7 +53,7 @@ def _unnamed() -> dict[str, dict[str, Any]]:
 if unnamed := _unnamed():
     SETS["unnamed"] = unnamed
 READY_MADE = [(each, name) for each, variants in SETS.items() for name in variants]
-"""Set and name."""
+"""Pairs of a set's name and a variant's name."""
 
 
 @dataclass
@@ -61,12 +61,13 @@ class Step:
     """A training step on one rank."""
 
     waits: list[str] = field(default_factory=list)
+    """The lines of code at which the host waited for the simulated GPU."""
     sent: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Kind of collective -> how many calls, how many bytes."""
+    """Kind of collective -> number of calls, number of bytes."""
 
 
 def job_of(variant: dict[str, Any]) -> dict[str, Any]:
-    """What of ``train`` a variant asks for: another optimizer, or a model with BatchNorm."""
+    """Return the settings of ``train`` that a variant needs: another optimizer, or a model with BatchNorm."""
     changes: dict[str, Any] = {}
     if "optimizer_state" in variant:
         changes |= {"optimizer": "adamw", "learning_rate": 0.003}
@@ -78,9 +79,10 @@ def job_of(variant: dict[str, Any]) -> dict[str, Any]:
 def furnished(
     folder: Path, variants: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **train: Any
 ) -> Config:
-    """Make ``folder`` the checkout for which the stages that train are due; to be called there, as if on GPUs.
+    """Make ``folder``, which must be the current directory, a checkout in which training can run.
 
-    ``data``: the sections of another data set than the digits.
+    ``data``: sections of params.yaml for another data set than the digits. For simulated GPUs, call this function
+    inside ``as_if_cuda``.
     """
     params = PARAMS | (data or {}) | {"train": PARAMS["train"] | train}
     if variants:
@@ -95,7 +97,7 @@ def furnished(
 
 
 def offered(name: str, variant: str, machine: Machine) -> Config | None:
-    """params.yaml once ``variants NAME --add`` has been there; None: it did not offer the variant."""
+    """Run ``variants NAME --add`` and return the new config; None if the command did not offer the variant."""
     variant_sets.show(machine, name, add=True)
     config = load()
     return config if variant in config.variants else None

@@ -1,4 +1,4 @@
-"""The commands other than ``train`` on simulated GPUs; ``doctor`` and ``verify`` are steps of gpu-check."""
+"""The commands other than ``train`` on simulated GPUs. The test of gpu-check runs ``doctor`` and ``verify``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.as_if_cuda import NAME, as_if_cuda
 from tests.conftest import ROOT
 
 PYTHON = """#!/bin/sh
-# A python whose pipeline sees two GPUs; "$0" is what it starts others with.
+# A python whose pipeline sees two GPUs, and starts further processes with "$0".
 case "$1 $2" in
     "-m pipeline"*) shift; exec {python} -m tests.rehearsal.played "$0" "$@";;
 esac
@@ -35,7 +35,7 @@ def test_what_gpus_send_each_other_arrives() -> None:
 
 @pytest.mark.rehearsal
 def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the GPU tests, which `make rehearse` runs beside this one, and bytes by the gigabyte."""
+    """The steps "GPU tests", which `make rehearse` runs separately, and "transfers" are left out."""
     work, report, python = tmp_path / "work", tmp_path / "report.md", tmp_path / "bin" / "python"
     gpu_check.copied(work)
     python.parent.mkdir()

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _gpu(
-    baseline: Result,  # noqa: ARG001  (it plays a GPU of its own, before this one)
+    baseline: Result,  # noqa: ARG001  (it must simulate its own GPU before this one)
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
@@ -57,7 +57,7 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
     values, machine = SETS[name][variant], environment.machine()
     furnished(folder, **job_of(values))
     config = offered(name, variant, machine)
-    if config is None:  # because nothing of it can run, or is left, on one GPU
+    if config is None:  # because no technique of the variant can run on one GPU
         alone = parse({"compare": {"baseline": variant}, "variants": {variant: values}})
         with suppress(ConfigError):
             assert not requested(plan(alone, variant, machine).applied)
@@ -112,7 +112,7 @@ def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: di
     config = furnished(folder, {"gpt": variant}, data, **job, learning_rate=0.01, epochs=1)
     steps = train(config, "gpt", environment.machine())
     (run,) = result_of(config, "gpt").runs
-    assert run.train_loss < 4.5, "of the 257 tokens, chance is at 5.5"
+    assert run.train_loss < 4.5, "a guess among 257 tokens has a loss of 5.5"
     assert len(steps) == run.steps > 8
     assert not [line for step in steps for line in step.waits]
 

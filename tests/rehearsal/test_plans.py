@@ -22,7 +22,7 @@ def gpus(count: int) -> Machine:
 
 
 def check(made: Plan, count: int) -> None:
-    """That the plan uses GPUs that are there, and takes the batch that is asked for."""
+    """Assert that the plan uses only GPUs that exist, and takes the requested batch."""
     assert 1 <= made.processes <= count
     assert made.processes % made.model_processes == 0
     assert 1 <= made.devices_per_process <= count

@@ -1,4 +1,4 @@
-"""The server that a measurement's processes are forked from has imported torch and queried no driver."""
+"""The server from which measuring processes are forked has imported torch, but has not queried a driver."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or software.torch_build()["cuda"] is None,
-    reason="needs glibc, which tells who loads a library, and a torch for GPUs",
+    reason="needs glibc, which reports who loads a library, and a build of torch for GPUs",
 )
 
 
 def drivers_loaded(code: str) -> set[tuple[str, str]]:
-    """Which of the driver's libraries a Python that runs ``code`` looks for, and which library asks for it."""
+    """Run ``code`` in Python. Return which of the driver's libraries are searched for, and by which library."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"LD_DEBUG": "files", "PYTHONPATH": str(ROOT)},
@@ -35,7 +35,7 @@ def drivers_loaded(code: str) -> set[tuple[str, str]]:
 @pytest.mark.slow
 def test_to_be_forked_from_is_no_reason_to_ask_a_driver() -> None:
     modules = {*arm.PRELOAD, *observing.PRELOAD}
-    by_libraries = drivers_loaded("import torch")  # some of NVIDIA's load it when they are loaded, and ask nothing
+    by_libraries = drivers_loaded("import torch")  # some of NVIDIA's libraries load the driver's, but query nothing
     assert drivers_loaded(f"import {', '.join(modules)}") == by_libraries
     asked = drivers_loaded(
         "import contextlib, torch, pynvml\n"

@@ -16,22 +16,23 @@ from tests.rehearsal.jobs import PARAMS, READY_MADE, SETS, Step, furnished, job_
 Sent = dict[str, tuple[int, int]]
 
 SETTLED = 5
-"""The step from which all are alike: buckets are arranged, stages know each other, all that begins late has begun."""
+"""From this step on, all steps send the same: DDP has arranged its buckets, and late techniques have begun."""
 BYTES = 4 * 15_100
-"""Of the net's parameters, and of their gradients."""
+"""Size of the net's parameters, and of their gradients."""
 REDUCED: Sent = {"allreduce": (1, BYTES)}
 HALVED: Sent = {"allreduce": (1, BYTES // 2)}
 STAGES: tuple[Sent, ...] = tuple(dict.fromkeys(("send", "recv"), (8, 8 * 4 * cut * 4)) for cut in (320, 80, 50))
-"""Eight micro-batches of 4 samples of so many values, and their gradients; where the cut is, is measured."""
+"""Eight micro-batches of 4 samples, each with ``cut`` values in float32: activations one way, gradients the other. The
+pipeline measures where it cuts the net, so there are several right answers."""
 GATHERED_TWICE: Sent = {"allgather_base": (6, 2 * BYTES), "reduce_scatter_base": (3, BYTES // 2)}
-"""Three units, for the forward and for the backward pass; of what is scattered a rank gets half."""
+"""Three units are gathered for the forward and for the backward pass. Of the reduced gradients, a rank gets half."""
 SENT: dict[str, tuple[Sent, ...]] = {
     **dict.fromkeys((name for name in SETS["ddp"]), (REDUCED,)),
     "ddp-fp16-compression": (HALVED,),
     "ddp-bf16-compression": (HALVED,),
-    "ddp-powersgd": ({"allreduce": (3, 6_440)},),  # vectors as they are, then both factors of rank 2
+    "ddp-powersgd": ({"allreduce": (3, 6_440)},),  # vectors without compression, then both factors of rank 2
     "ddp-post-local-sgd": ({}, REDUCED),
-    # Two norms: mean, deviation and count of each rank, and two sums backward; the other net's gradients.
+    # For each of two norms: mean, deviation and count of each rank, and two sums in the backward pass. Then gradients.
     "ddp-sync-batchnorm": ({"allgather": (2, 400), "allreduce": (3, 24_616)},),
     "pipeline-1f1b": STAGES,
     "pipeline-gpipe": STAGES,
@@ -42,9 +43,9 @@ SENT: dict[str, tuple[Sent, ...]] = {
     "fsdp-bf16": ({"allgather_base": (6, BYTES), "reduce_scatter_base": (3, BYTES // 2)},),
     "fsdp-offloaded": (GATHERED_TWICE,),
     "fsdp-checkpointed": (GATHERED_TWICE,),
-    "tensor": ({"all_reduce": (2, 32 * (80 + 10) * 4)},),  # the gradient of what enters the pair, and what leaves it
+    "tensor": ({"all_reduce": (2, 32 * (80 + 10) * 4)},),  # the gradient of the pair's input, and the pair's output
 }
-"""What a step on each of two ranks sends, or one of several: kind of collective -> how often, how many bytes."""
+"""Variant -> what a step on each of two ranks may send: kind of collective -> number of calls, number of bytes."""
 
 WAITS = ("sync_batchnorm", "powersgd", "cpu_offload")
 """Techniques whose steps wait, as their ``costs`` say."""
@@ -64,7 +65,7 @@ PARALLEL = [
 
 
 def run(folder: Path, name: str, variant: str, gpus: int) -> tuple[Result, list[list[Step]]]:
-    """Train on ``gpus`` ranks, as a launcher starts them; what each rank saw. No GPU: on the CPU."""
+    """Train on ``gpus`` simulated GPUs or, if 0, in two CPU processes. Return the result, and each rank's steps."""
     ranks = gpus or 2
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -105,13 +106,13 @@ def test_two_ranks_send_what_they_must_and_wait_for_nothing(name: str, variant: 
 def test_gpus_send_what_cpus_send(name: str, variant: str, tmp_path: Path) -> None:
     values = SETS[name][variant]
     if values.get("sync_batchnorm") or values.get("cpu_offload"):
-        pytest.skip("a CPU has it not")
+        pytest.skip("this technique needs a GPU")
     both = []
     for gpus in (0, 2):
         (tmp_path / str(gpus)).mkdir()
         both.append(run(tmp_path / str(gpus), name, variant, gpus)[1])
     for on_cpu, on_gpu in zip(*both, strict=True):
-        if name == "pipeline":  # where the cut is, is measured
+        if name == "pipeline":  # the pipeline measures where it cuts the net
             assert all(step.sent in STAGES for step in (*on_cpu[SETTLED:], *on_gpu[SETTLED:]))
         else:
             assert [step.sent for step in on_gpu] == [step.sent for step in on_cpu]

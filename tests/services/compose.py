@@ -1,7 +1,7 @@
-"""compose.yaml as a program would run it, and its services as plain processes on loopback, without Docker.
+"""Read compose.yaml, and run its services as plain processes on loopback, without Docker.
 
-What is started is what compose.yaml says: its commands, environments and health checks are read from there, so that
-they cannot drift. PostgreSQL is the system's; the object store is moto's S3 server in place of the image's.
+Commands, environments and health checks are read from compose.yaml, so that they cannot differ from it. PostgreSQL is
+the one installed on this system. moto's S3 server replaces the object store of compose.yaml.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "compose.yaml"
 AUTHORISATION = "/workspace/docker/auth.ini"
-"""Where the image has it."""
+"""Path of the file in the image."""
 S3_SERVER = "SERVICES_S3"
-"""Variable that names moto's server; `make services-check` sets it."""
+"""Environment variable with the path of moto's server; `make services-check` sets it."""
 
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::([?-])([^}]*))?\})")
 
 
 def read(variables: Mapping[str, str]) -> dict[str, Any]:
-    """compose.yaml with ``variables`` put in. Raises KeyError, with the file's own message, where one is missing."""
+    """Return compose.yaml's content with ``variables`` inserted. Raises KeyError, with the file's own message, if a
+    required variable is missing."""
 
     def filled(match: re.Match[str]) -> str:
         escaped, name, operator, text = match.groups()
@@ -57,7 +58,7 @@ def read(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def postgresql() -> Path | None:
-    """Where the newest installed PostgreSQL has its programs: Debian keeps them off the path."""
+    """Return the folder of the newest PostgreSQL's programs, which Debian keeps off PATH; None if there is none."""
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     found = shutil.which("initdb") or (installed[-1] if installed else None)
     return Path(found).resolve().parent if found else None
@@ -77,7 +78,7 @@ class Services:
         return f"http://127.0.0.1:{self.ports['mlflow']}"
 
     def start(self) -> None:
-        """All of the server side, each once what it waits for is there."""
+        """Start the database, the object store and MLflow, each after the services that it needs."""
         self._start_postgres()
         self._spawn("s3", [os.environ[S3_SERVER], "--host", "127.0.0.1", "--port", str(self.ports["s3"])], {})
         self._wait("s3", lambda: _answers(self.ports["s3"]))
@@ -89,7 +90,7 @@ class Services:
         self._wait("mlflow", lambda: self.is_healthy("mlflow"))
 
     def object_store(self) -> Any:
-        """The object store, as MLflow's server may use it."""
+        """Return a client of the object store with the rights of MLflow's server."""
         storage = self.environment("mlflow")
         return boto3.client(
             "s3",
@@ -100,7 +101,7 @@ class Services:
         )
 
     def kill(self, name: str) -> None:
-        """End it and its children as a power cut would, with no last act."""
+        """Kill the service and its children with SIGKILL, so that they cannot clean up."""
         process = self._processes.pop(name)
         with suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(process.pid, signal.SIGKILL)
@@ -111,7 +112,7 @@ class Services:
             self.kill(name)
 
     def command(self, name: str) -> list[str]:
-        """What the container would run, with addresses here and the programs of this interpreter's environment."""
+        """Return the container's command, with local addresses and with the programs of this Python environment."""
         program, *arguments = [self._here(part, name) for part in self.services[name]["command"]]
         return [str(Path(sys.executable).with_name(program)), *arguments]
 
@@ -119,7 +120,7 @@ class Services:
         return {key: self._here(value, name) for key, value in self.services[name].get("environment", {}).items()}
 
     def is_healthy(self, name: str) -> bool:
-        """What compose.yaml's health check says."""
+        """Run compose.yaml's health check; return whether it succeeds."""
         kind, program, *arguments = [self._here(part, name) for part in self.services[name]["healthcheck"]["test"]]
         assert kind == "CMD"
         folder = postgresql() if name == "postgres" else Path(sys.executable).parent
@@ -129,14 +130,14 @@ class Services:
         return done.returncode == 0
 
     def _here(self, text: str, name: str) -> str:
-        """``text`` of service ``name``, with each service's address replaced by where it is here."""
+        """Return ``text`` of the service ``name``, with each service's address replaced by its local address."""
         text = re.sub(r"(?<=//|\w@)(mlflow|postgres|s3):\d+", lambda match: f"127.0.0.1:{self.ports[match[1]]}", text)
         if text == AUTHORISATION:
             path = self._directory / "auth.ini"
             settings = (ROOT / "docker" / "auth.ini").read_text(encoding="utf-8")
             path.write_text(self._here(settings, name), encoding="utf-8")
             return str(path)
-        if name == "mlflow":  # what it says of itself
+        if name == "mlflow":  # its own port and address
             text = re.sub(r"^--port=\d+$", f"--port={self.ports[name]}", text)
             text = re.sub(r"(?<=//127\.0\.0\.1:)5000(?=/)", str(self.ports[name]), text)
             text = text.replace("0.0.0.0", "127.0.0.1")
@@ -186,7 +187,7 @@ class Services:
             )
 
     def _wait(self, name: str, ready: Any) -> None:
-        """Until it is ready; the test's own time limit ends a hopeless wait. Fails at once if it ended."""
+        """Wait until ``ready`` returns true. Fails if the service ends. The test's time limit ends an endless wait."""
         while not ready():
             if self._processes[name].poll() is not None:
                 raise AssertionError(f"{name} ended:\n{(self._directory / f'{name}.log').read_text()}")

@@ -1,4 +1,4 @@
-"""What compose.yaml promises, as far as the file itself tells."""
+"""Check compose.yaml without starting its services."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_published_port_is_on_loopback() -> None:
 
 
 def test_who_knows_which_secret() -> None:
-    """What is trained knows its password alone, and the server not the one that may all in the object store."""
+    """The pipeline knows only its own password. The server does not know the root key of the object store."""
     knowing = {name: {secret for secret in SECRETS if f"the {secret}" in str(each)} for name, each in SERVICES.items()}
     assert knowing == {
         "bucket": {"S3_ROOT_KEY", "S3_SECRET_KEY"},
@@ -52,7 +52,7 @@ STORE = """#!/bin/sh
 echo "$ADMIN_ACCESS_KEY $ADMIN_SECRET_KEY" "$@" >>asked
 case " $* " in *" create-"*) exit "$TAKEN";; esac
 """
-"""In place of the object store's own tool. TAKEN: 1 where the user and the bucket are there, else 0."""
+"""Replaces the object store's own tool. TAKEN: 1 if the user and the bucket exist already, else 0."""
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -112,13 +112,13 @@ def test_state_is_in_named_volumes() -> None:
 
 
 def test_one_service_builds_the_image_that_several_use() -> None:
-    """Built side by side under one name, one of them can fail: the name is taken."""
+    """If several services built it at the same time under one name, a build could fail because the name is taken."""
     using = {name for name, service in SERVICES.items() if service["image"] == SERVICES["mlflow"]["image"]}
     assert using == {"mlflow", "pipeline", "pipeline-cpu"}
     assert {name for name, service in SERVICES.items() if "build" in service} == {"mlflow"}
 
 
-@pytest.mark.filterwarnings("ignore")  # what MLflow's server does as it is imported
+@pytest.mark.filterwarnings("ignore")  # warnings during the import of MLflow's server
 @pytest.mark.parametrize("name", [None, "mlflow.example.org"])
 def test_the_page_works_under_the_name_that_a_proxy_gives_it(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.server import security_utils

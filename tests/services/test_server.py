@@ -1,4 +1,4 @@
-"""The pipeline against the server that compose.yaml describes: PostgreSQL, an object store, MLflow, killed and back."""
+"""The pipeline with the services of compose.yaml: PostgreSQL, an object store, and MLflow, killed and restarted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.test_gate import written_gate
 pytestmark = [
     pytest.mark.services,
     pytest.mark.timeout(1500),
-    pytest.mark.filterwarnings("ignore"),  # what MLflow and boto3 do to each other is not ours
+    pytest.mark.filterwarnings("ignore"),  # warnings of MLflow and boto3
 ]
 
 SECRETS = {
@@ -49,7 +49,7 @@ PARAMS: dict[str, Any] = {
     "fetch.dataset": "digits",
     "train.device": "cpu",
     "train.seeds": [0, 1],
-    "train.epochs": 40,  # some ten seconds a seed: long enough for a server to die and to come back
+    "train.epochs": 40,  # about ten seconds per seed: long enough to kill and restart a server
     "train.batch_size": 32,
     "train.learning_rate": 0.05,
     "bench.max_rounds": 1,
@@ -63,7 +63,7 @@ EXPERIMENT = "training-performance"
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
     directory = Path(tempfile.mkdtemp())
-    directory.chmod(0o755)  # PostgreSQL's own user comes through
+    directory.chmod(0o755)  # PostgreSQL's own user must be able to enter it
     started = Services(directory, SECRETS)
     try:
         started.start()
@@ -75,7 +75,7 @@ def services() -> Iterator[Services]:
 
 @pytest.fixture
 def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
-    """A client that knows the server's address and a password and nothing else, to an empty experiment."""
+    """A client that knows only the server's address and a password. The experiment is empty."""
     for name, value in (stores.DEFAULTS | services.environment("pipeline")).items():
         monkeypatch.setenv(name, value)
     mlflow.set_tracking_uri(services.uri)
@@ -87,7 +87,7 @@ def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
 
 
 class Training:
-    """The pipeline's command of compose.yaml in a clone, in the background."""
+    """Runs compose.yaml's command of the pipeline in a clone, in the background."""
 
     def __init__(self, checkout: Clone, services: Services) -> None:
         self.checkout = checkout
@@ -106,13 +106,13 @@ class Training:
             )
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
-        """The test's own time limit ends a hopeless wait."""
+        """Wait until ``condition`` is true. Fails if the pipeline ends. The test's time limit ends an endless wait."""
         while not condition():
             assert self._process.poll() is None, f"it ended too early:\n{self._log.read_text()}"
             time.sleep(0.2)
 
     def output(self) -> str:
-        """All of it, once the pipeline has ended, which it must do well."""
+        """Wait until the pipeline has ended, which must succeed, and return its output."""
         code = self._process.wait()
         output = self._log.read_text()
         assert code == 0, output
@@ -125,12 +125,12 @@ def runs_of(client: MlflowClient) -> list[Run]:
 
 
 def is_followed(client: MlflowClient) -> bool:
-    """Whether a live run of the first variant shows some of its history."""
+    """Return whether a live run contains some of its history."""
     return any(LIVE in run.data.tags and "history/train_loss" in run.data.metrics for run in runs_of(client))
 
 
 def check_complete(client: MlflowClient, services: Services, checkout: Clone) -> None:
-    """The store holds each run exactly once, with every row of its history once, and a model that loads."""
+    """Assert that the store holds each run once, with every row of its history once, and a model that can be loaded."""
     runs = runs_of(client)
     children = [run for run in runs if PARENT in run.data.tags]
     [parent] = [run for run in runs if PARENT not in run.data.tags]
@@ -153,7 +153,7 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
         weights.add(run.data.tags["model"])
     assert len(weights) == len(children)
 
-    # The artifacts are in the object store, which the clients were never told of.
+    # The artifacts are in the object store, whose address the clients do not know.
     pages = services.object_store().get_paginator("list_objects_v2").paginate(Bucket="mlflow")
     objects = {item["Key"] for page in pages for item in page.get("Contents", ())}
     for run in children:
@@ -206,7 +206,7 @@ def test_a_server_that_dies_in_training_and_stays_away_costs_nothing(
         output = training.output()
     finally:
         services.start_mlflow()
-    assert output.count("warning: MLflow at") >= 2  # of the mirror, and of the stage publish
+    assert output.count("warning: MLflow at") >= 2  # from the mirror, and from the stage publish
     assert "nothing is lost" in output
     assert "is up to date" not in output
 

@@ -38,19 +38,18 @@ class AllocationTrace:
             self._peak, self._peak_at = self._total, block.taken
 
     def free(self, key: int) -> None:
-        """Free a block. A block that was allocated before the trace ran is ignored."""
+        """Free a block. A block that was allocated before the trace began is ignored."""
         block = self.held.pop(key, None)
         if block is not None:
             block.given_back = len(self._blocks)
             self._total -= block.size
 
-    def input(self, arriving: bool) -> None:
-        """Begin or end a section in which allocated blocks belong to the input."""
-        self._between(arriving, "data")
-
-    def communication(self, begins: bool) -> None:
-        """Begin or end a section in which allocated blocks serve communication between ranks; sections may nest."""
-        self._between(begins, "communication")
+    def section(self, kind: Kind, *, begins: bool) -> None:
+        """Begin or end a section in which allocated blocks are of this kind; sections may nest."""
+        if begins:
+            self._kinds.append(kind)
+        else:
+            self._kinds.pop()
 
     def gradients(self, keys: Iterable[int]) -> None:
         """Mark these blocks as gradients of parameters."""
@@ -65,9 +64,3 @@ class AllocationTrace:
             for block in self._blocks[: self._peak_at + 1]
             if block.kind == kind and (block.given_back is None or block.given_back > self._peak_at)
         )
-
-    def _between(self, begins: bool, kind: Kind) -> None:
-        if begins:
-            self._kinds.append(kind)
-        else:
-            self._kinds.pop()

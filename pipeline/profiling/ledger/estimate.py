@@ -31,14 +31,15 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
-"""Share of a device's memory that is kept free for memory that no prediction includes. On CUDA this is the context, the
-libraries' workspaces and fragmentation. On a CPU it is the free blocks between a process's tensors. These blocks take
-up to two thirds of the tensor memory, as ``rest_bytes`` in measured ledgers shows (``benchmarks/ledgers.py``)."""
+"""Share of a device's memory that is kept free for memory that no prediction includes. On CUDA, such memory is the
+context, the libraries' workspaces and fragmentation. On a CPU, it is the free blocks between a process's tensors, which
+take up to two thirds of the tensor memory, as ``rest_bytes`` in measured ledgers shows (``benchmarks/ledgers.py``)."""
 TRIED_SAMPLES = (16, 32)
 """Sizes of the micro-batches with which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
-convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried at its size."""
+convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried with its own
+size."""
 CUDA_BLOCK_BYTES = 512
-"""Sizes in torch's CUDA allocator are multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+"""Sizes in torch's CUDA allocator are multiples of this number (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace under CUBLAS_WORKSPACE_CONFIG=:4096:8, which ``distributed.world`` sets. torch allocates it with
 its own allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
@@ -84,7 +85,7 @@ class Estimate:
         self._tries: dict[int, dict[Call, int]] = {}
 
     def ledger(self, micro_batch_size: int) -> Ledger:
-        """Return the ledger for ``micro_batch_size`` samples per micro-step. Its peak predicts a measured ledger's
+        """Return the ledger for micro-batches of ``micro_batch_size`` samples. Its peak predicts a measured ledger's
         ``tensors_bytes``.
 
         Raises PredictionError if a technique's memory cannot be predicted, or if the model cannot run on fake tensors,
@@ -103,14 +104,14 @@ class Estimate:
         except Exception as error:
             raise PredictionError(
                 f"variants.{self.plan.name}: {self.plan.train.model} with {count(micro_batch_size, 'sample')} a "
-                "micro-batch cannot be rehearsed on tensors without values: "
-                f"{type(error).__name__}: {first_line(error)}"
+                "micro-batch cannot run on tensors without values, so its memory cannot be predicted; measure it. "
+                f"({type(error).__name__}: {first_line(error)})"
             ) from error
 
     def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:
         """Return the largest global batch whose predicted peak leaves ``reserve_bytes`` of ``memory_bytes`` free.
 
-        Return None if not even one sample per micro-step fits. The batch is never larger than the training set. By
+        Return None if not even a micro-batch of one sample fits. The batch is never larger than the training set. By
         default, ``reserve_bytes`` is ``RESERVE_FRACTION`` of the memory. The search ends when the predictions show that
         a batch fits and that the next larger batch does not. The peak is nearly affine in the batch, so the search
         follows a line through two predictions.
@@ -208,14 +209,11 @@ class Estimate:
             with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
-                with training.step.instrument(update=lambda _: _nothing):  # no update, because its state can be large
+                # The update is left out, because the optimizer's state can be large.
+                with training.step.instrument(update=lambda _: lambda: None):
                     tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
-
-
-def _nothing() -> None:
-    """Do nothing; used instead of the optimizer's update."""
 
 
 @contextmanager
@@ -274,7 +272,7 @@ def _buckets(training: Training) -> AbstractContextManager[None]:
 
 
 def _aim(peaks: Mapping[int, int], limit: int) -> int:
-    """Estimate the micro-batch size whose peak is ``limit``, from the line through the two peaks nearest to it."""
+    """Estimate the micro-batch size whose peak is ``limit``, from a line through the two peaks nearest to ``limit``."""
     near = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
     if len(near) == 1:
         return 2 * near[0] if peaks[near[0]] <= limit else near[0] // 2

@@ -59,9 +59,9 @@ class FakeTracker(Tracker, TorchDispatchMode):
 
     @contextmanager
     def input(self) -> Iterator[None]:
-        self._trace.input(True)
+        self._trace.section("data", begins=True)
         yield
-        self._trace.input(False)
+        self._trace.section("data", begins=False)
         self._calls.restart()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ class FakeTracker(Tracker, TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor) -> bool:
-        """Follow the tensor's storage until it is freed; True if the storage is new."""
+        """Track the tensor's storage until it is freed. Return True if the storage is new."""
         key = self.key(tensor)
         if key in self._storages:
             return False

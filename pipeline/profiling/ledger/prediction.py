@@ -106,7 +106,7 @@ def show(
 
 
 def parse_bytes(text: str) -> int:
-    """Parse ``24GiB``, ``80GB``, ``512 MiB`` or a plain number of bytes. Raises ConfigError."""
+    """Return the number of bytes in ``24GiB``, ``80GB``, ``512 MiB`` or a plain number. Raises ConfigError."""
     units: dict[str, int] = {"": 1} | {
         f"{prefix}{suffix}".lower(): base**power
         for suffix, base in (("B", 1000), ("iB", 1024))

@@ -1,4 +1,4 @@
-"""Record the allocations of one training step on the device, by torch's profiler."""
+"""Record the allocations of one training step on the device with torch's profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pipeline.tasks import Task
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]
-"""An operation of a micro-step: its name, and its number among the operations of that name, counted from 1."""
+"""An operation of a micro-step, which is the work for one micro-batch: the operation's name, and its number among the
+operations of that name, counted from 1."""
 
 _INPUT, _INPUT_ENDS = "ledger: input", "/ledger: input"
 _GRADIENTS = "ledger: gradients"
@@ -32,7 +33,9 @@ _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
 def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
-    """Return this rank's ledger, from one more step of ``training``, which must be warm. All ranks must call this.
+    """Take one more step of ``training``, whose warm-up must be over, and return this rank's ledger.
+
+    All ranks call this function together.
 
     ``peak_bytes`` is this rank's peak, measured earlier without a tracker. The ledger's parts and its rest add up to
     this peak. Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates
@@ -101,8 +104,8 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    # A step begins with zero_grad, which frees memory. Within the trace, the CPU's allocator would not report that.
-    # So the gradients are cleared before the trace.
+    # A step begins with zero_grad, which frees the last step's gradients. On a CPU, the profiler does not report when
+    # memory is freed that was allocated before the trace. So the gradients are cleared before the trace.
     step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
@@ -122,7 +125,7 @@ class Standing:
             held = (own_part(tensor) for tensor in tensors)
             return {tracker.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
-        # The other ranks' parts of the model are on the meta device here, with their shapes only.
+        # In a pipeline, the other ranks' parts of the model are on the meta device here, with their shapes only.
         models = [model, *training.setup.kept_models]
         self.parameters = sizes(
             tensor
@@ -135,14 +138,15 @@ class Standing:
         )
         gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients that always exist, so the step does not allocate them, as in DistributedDataParallel's buckets."""
+        """Gradients that exist during the whole step, such as those in DistributedDataParallel's buckets."""
         self.communication = sum(kept() for kept in training.setup.kept_bytes)
         """Further memory that techniques keep for communication."""
 
     def parts(self, trace: AllocationTrace) -> dict[str, int]:
         """Return the ledger's parts, without the rest."""
         buckets = sum(self.buckets.values())
-        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them there.
+        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them into the
+        # buckets.
         beside = trace.at_peak("gradients")
         return {
             "parameters_bytes": sum(self.parameters.values()),
@@ -173,7 +177,7 @@ class DeviceTracker(Tracker):
             yield trace
         events = list(_events(profile, self._device))
         held: set[int] = set()
-        # Add the blocks that were allocated before the step and are freed in it. The CPU's allocator reports none.
+        # Add the blocks that were allocated before the step and are freed in it. On a CPU, none are reported.
         for event in events:
             if event.size > 0:
                 held.add(event.key)
@@ -190,9 +194,9 @@ class DeviceTracker(Tracker):
             elif event.name == _GRADIENTS:
                 trace.gradients(next(noted))
             elif event.name in (_INPUT, _INPUT_ENDS):
-                trace.input(event.name == _INPUT)
+                trace.section("data", begins=event.name == _INPUT)
             elif event.name.startswith((_FSDP, _FSDP_ENDS)):
-                trace.communication(event.name.startswith(_FSDP))
+                trace.section("communication", begins=event.name.startswith(_FSDP))
 
     def input(self) -> AbstractContextManager[object]:
         return profiler.record_function(_INPUT)
@@ -284,5 +288,5 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
 
 
 def resident_bytes(task: Task, placement: Placement) -> int:
-    """Return the bytes of the training set that a GPU holds all the time."""
+    """Return the bytes of the training set that stay on a GPU between steps; 0 if samples are streamed."""
     return sum(task.dataset.train.arrays[name].nbytes for name in task.arrays) if placement == "resident" else 0

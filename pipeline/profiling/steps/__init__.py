@@ -39,8 +39,9 @@ __all__ = ["Profile", "annotated", "run", "window"]
 T = TypeVar("T")
 
 LEAD_STEPS = 3
-"""Steps under the profiler before its window. They are left out because they include the profiler's start-up."""
+"""Steps before the profiled window. The profiler runs in them, but they are left out: they include its start-up."""
 SNAPSHOT_STEPS = 2
+"""Steps whose allocations the memory snapshot records."""
 OPERATORS = 15
 """Number of operators that the profile names."""
 LONGEST_HISTORY = 200_000
@@ -105,7 +106,8 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     Returns the trace, and this rank's median step time in seconds: without the profiler, and under it.
     """
     device, per_epoch = training.world.device, training.batches.steps_per_epoch
-    # An epoch ends with an evaluation, and its first step draws the order, so the window must fit between the two.
+    # An epoch ends with an evaluation, and its first step draws the order of the samples. The window must fit between
+    # the two.
     steps = max(1, min(steps, per_epoch - 1))
 
     def advance() -> list[float]:

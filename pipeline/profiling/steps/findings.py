@@ -21,11 +21,11 @@ class Facts:
     placement: str
     """resident or streamed."""
     applied: Mapping[str, Any]
-    """The variant's values as they were applied."""
+    """The variant's settings that were applied."""
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return all notable findings, the largest share first. Without one, return the finding ``computes`` instead."""
+    """Return all notable findings, the largest share first. If there is none, return the finding ``computes``."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
 

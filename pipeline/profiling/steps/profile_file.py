@@ -11,7 +11,7 @@ _MS = 1e-6
 
 
 class StepTimes(Record):
-    """The parts of one rank's mean step under the profiler. Without hidden communication, they add up to ``step_ms``.
+    """The parts of one rank's mean step under the profiler. All except hidden communication add up to ``step_ms``.
 
     ``pipeline.profiling.steps.trace`` defines the parts.
     """

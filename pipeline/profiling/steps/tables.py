@@ -83,5 +83,5 @@ def _overhead(profile: Profile) -> str:
         "throughput is computed from them."
     )
     if profile.overhead_fraction > LARGE_OVERHEAD:
-        text += " This is a lot, so small operators seem to take more time here than without the profiler."
+        text += " Because of this overhead, small operators seem to take more time here than without the profiler."
     return text

@@ -109,13 +109,14 @@ class Trace:
     """
 
     def __init__(self, events: Sequence[Event], gpu: int | None) -> None:
-        steps = [event for event in events if event.name == STEP and event.category == "user_annotation"]
+        annotations = [event for event in events if event.category == "user_annotation"]
+        steps = [event for event in annotations if event.name == STEP]
         if not steps:
             raise ValueError("the trace holds no step")
         self.steps = len(steps)
         self.main = steps[0].thread
         self.first, self.last = min(step.start for step in steps), max(step.end for step in steps)
-        marks = [event for event in events if event.category == "user_annotation" and event.thread == self.main]
+        marks = [event for event in annotations if event.thread == self.main]
         engine = [event for event in events if event.name.startswith(_ENGINE)]
         self._backward_threads = {event.thread for event in engine}
 
@@ -123,9 +124,12 @@ class Trace:
             return union(event.span for event in marks if event.name.startswith(names))
 
         self.input = marked(INPUT)
-        # An optimizer step inside the backward pass belongs to the optimizer. A pipeline schedule runs the passes
-        # without annotations. Then the autograd engine's events show when the backward pass runs.
-        optimizer = union([*marked(OPTIMIZER, "Optimizer.step#"), *_named(events, "Optimizer.step#")])
+        # An optimizer step inside the backward pass belongs to the optimizer. On a GPU, the backward pass has its own
+        # thread, so the annotations of all threads are searched for optimizer steps.
+        inside = [event.span for event in annotations if event.name.startswith("Optimizer.step#")]
+        optimizer = union([*marked(OPTIMIZER), *inside])
+        # A pipeline schedule runs the passes without annotations. Then the autograd engine's events show when the
+        # backward pass runs.
         backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
         forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
         self._phases = {"input": self.input, "optimizer": optimizer, "backward": backward, "forward": forward}
@@ -227,11 +231,6 @@ class Trace:
             else:
                 self.work[self._phase(launched)].append(event)
         self.communication = union(communication)
-
-
-def _named(events: Iterable[Event], prefix: str) -> list[Span]:
-    """Return the spans of annotations on all threads, because a backward pass on a GPU has its own thread."""
-    return [event.span for event in events if event.category == "user_annotation" and event.name.startswith(prefix)]
 
 
 def _own_times(events: list[Event]) -> Iterable[tuple[Event, int]]:
