@@ -469,7 +469,7 @@ def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
     assert deviation == pytest.approx(0.0408, abs=1e-4)
     told = outlook(3, 23, 40.0, seconds=600.0, max_rounds=None, fewest=6, before=3, deviation=deviation)
     # 1.96 * 1.2533 * 0.0408 / sqrt(3 + 15) * sqrt(2)
-    assert told.endswith("; the error of a throughput's ratio will be about 3.3%, if rounds vary as in the last bench")
+    assert told.endswith("; the error of a throughput ratio will be about 3.3%, if rounds vary as in the last bench")
     few = bench.model_copy(
         update={"arms": tuple(each.model_copy(update={"samples": each.samples[:2]}) for each in pair)}
     )

@@ -527,7 +527,7 @@ def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.M
         detector.close(measured=True)
     throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
     assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
-    assert held.startswith("1 other process held GPU 3;")
+    assert held.startswith("1 other process used GPU 3;")
 
 
 @pytest.mark.usefixtures("rank")

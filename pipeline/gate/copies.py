@@ -29,7 +29,8 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
     The work tree is copied too, so that neither side has a better place on disk. What runs in a copy never touches the
     work tree, the index or a branch. The copies are not git worktrees, because an interrupted gate could leave
-    worktrees behind. Both use this checkout's DVC cache, so that DVC restores existing outputs instead of making them.
+    worktrees behind. Both copies use this checkout's DVC cache, so that DVC restores existing outputs instead of making
+    them again.
     """
     here = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")

@@ -52,7 +52,9 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
             self._sample_until_stopped()
         except OSError as error:  # the training goes on without this file
             print(
-                f"{self._path} gets no more rows, because writing failed: {error.strerror}", file=sys.stderr, flush=True
+                f"{self._path} gets no more rows, because it could not be written: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _sample_until_stopped(self) -> None:
