@@ -27,7 +27,8 @@ def bench_of(
     rejected: dict[int, str] | None = None,
     **changes: Any,
 ) -> Bench:
-    """One technique, channels_last, of one stack; throughput and memory as multiples of the baseline's."""
+    """Return a bench of one stack, with the arms that isolate channels_last. The pairs are an arm's throughput and its
+    memory, as multiples of the baseline's."""
     arms = (
         make_arm("baseline"),
         make_arm("stack", applied=STACK, throughput=variant[0], memory=variant[1]),
@@ -153,7 +154,7 @@ def test_a_technique_that_was_mostly_rejected_is_untrusted() -> None:
         ((1.0, 0.7), (1.0, 0.9), "The effect on peak memory is smaller"),
         ((1.0, 0.7), (1.0, 1.4), "The effect on peak memory is reversed"),
         ((1.3, 1.0), (1.3, 1.0), None),
-        ((1.0, 0.7), (1.0, 0.71), None),  # the intervals do not overlap, but the difference is within the margin
+        ((1.0, 0.7), (1.0, 0.71), None),  # the intervals do not overlap, but the difference is below the margin
         ((1.0, 1.0), (1.02, 1.02), None),
     ],
 )
@@ -168,7 +169,7 @@ def test_interactions_are_named_where_alone_and_beside_others_disagree(
 
 
 def test_intervals_that_overlap_are_no_interaction() -> None:
-    """The estimates are far apart, but the machine is too noisy to tell."""
+    """The estimates are far apart, but on this noisy machine the difference may be chance."""
     noisy = [
         make_arm("baseline", noise=0.3),
         make_arm("stack", applied=STACK, noise=0.3),

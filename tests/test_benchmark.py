@@ -44,11 +44,11 @@ class FakeServer(Server):
     def __init__(self, interrupt_at: int | None = None) -> None:
         super().__init__()
         self.asked: list[str] = []
-        """Whose turn it was, in order."""
+        """The arm of each turn, in order."""
         self.taken: dict[str, list[int]] = {}
-        """The steps of each turn of the open arms."""
+        """Open arm -> the steps of each of its turns."""
         self.step_p50_ms: list[float | None] = []
-        """Of the samples to come, in order; 1 where there is no more."""
+        """The median step times of the next samples, in order. Further samples have 1 ms."""
         self.interrupt_at = interrupt_at
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -98,7 +98,7 @@ def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> No
     orders = ["".join(server.asked[first : first + 3]) for first in range(0, 36, 3)]
     assert {"".join(sorted(each)) for each in orders} == {"abc"}
     assert [each[::-1] for each in orders[::2]] == orders[1::2]
-    assert {each[0] for each in orders} == set("abc")  # no arm has a place of its own
+    assert {each[0] for each in orders} == set("abc")  # no arm has a fixed place
     for arm in rounds.arms:
         asked = [1000 + 3 * number + order.index(arm.name) + 1 for number, order in enumerate(orders)]
         assert [sample.samples_per_second for sample in arm.samples] == asked
@@ -121,7 +121,7 @@ def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row(monkeypatch: py
     assert server.asked == [*(a, b, c), *(b, c, a), *(c, a, b), *(c, b, a), *(b, a, c), *(a, c, b)]
     assert alive[0] == alive[3] == {"a": [3, 3, 4], "b": [3, 3, 4], "c": [3, 3, 4]}
     assert (rounds.turns, {sample.measured_steps for arm in rounds.arms for sample in arm.samples}) == (3, {10})
-    few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # no turn without a step
+    few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # a turn has at least one step
     assert (few.turns, few.arms[0].samples[0].measured_steps) == (2, 2)
     assert alive[-1] == {"a": [1, 1]}
 
@@ -151,7 +151,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: FakeServer) -> None:
     rounds = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1)
-    assert len(rounds.arms[0].samples) == 3  # a fourth would end after 88 seconds
+    assert len(rounds.arms[0].samples) == 3  # a fourth round would end after 88 seconds
     assert rounds.seconds == 66
     assert len(measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
 
@@ -175,10 +175,10 @@ def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no
     [
         ({}, None, 6),
         ({}, 4, 4),
-        ({"a": [0, 2]}, None, 8),  # six are complete
-        ({"a": range(99)}, None, 6),  # which no round helps
+        ({"a": [0, 2]}, None, 8),  # six of these rounds have no rejected sample
+        ({"a": range(99)}, None, 6),  # further rounds would not help an arm that is always rejected
         ({"a": range(99), "b": [3]}, None, 7),
-        ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # not for ever
+        ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # at most twice as many rounds
     ],
 )
 def test_six_complete_rounds_are_measured_whatever_the_time(
@@ -200,7 +200,7 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
     assert out.count("minutes are over after 1 round; the bench goes on until it has 6 rounds without a rejected") == 1
-    assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
+    assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # printed because there is no terminal
 
 
 MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
@@ -212,7 +212,7 @@ def with_control(server: Server, *names: str) -> list[ArmSpec]:
 
 
 def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
-    """Let each arm cycle through the speeds of its list; an arm that is not named has 1000."""
+    """Let each arm cycle through the ``speeds`` of its list; an arm without a list has the speed 1000."""
     closed, count = server.close, dict.fromkeys(speeds, 0)
 
     def close(name: str) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: 
     names = ("baseline", "fast", "same", "open")
     assert set(counts(measure(with_control(slow, *names), **limits)).values()) == {15}
     found = measure(with_control(slow, *names), **limits, margins=MARGINS)
-    # Ten rounds of five arms, and in the time of five more, eight of three.
+    # After ten rounds of five arms, the time of five further rounds suffices for eight rounds of three arms.
     assert counts(found) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
     assert {arm.name for arm in found.arms if arm.settled} == {"fast", "same"}
 
@@ -243,7 +243,7 @@ def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
     assert set(counts(found).values()) == {settling.SETTLED_ROUNDS}
-    assert [arm.settled for arm in found.arms] == [False, True, False]  # also the last one, which has all rounds
+    assert [arm.settled for arm in found.arms] == [False, True, False]
     assert counts(measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)) == {
         "baseline": 15,
         "control": 15,
@@ -262,7 +262,7 @@ def window(speed: float = 1000.0, **changes: Any) -> Window:
         ({"fast": window(900.0)}, False),
         ({"fast": window(1500.0, rejections=("it throttled",))}, False),
         ({"fast": window(1500.0), "baseline": window(rejections=("it throttled",))}, False),
-        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # equal arms differ by as much
+        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # the equal arms differ as much as the variant
         ({"fast": window(1500.0, peak_memory_bytes=2**30)}, False),
     ],
 )
@@ -279,12 +279,12 @@ def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], 
     ("control", "ends"),
     [
         ({"samples_per_second": [1000.0] * 10}, True),
-        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # scatters by more than max_spread
-        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one on either side is no scatter
-        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that hides in the margin
+        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # the spread is larger than max_spread
+        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one outlier on either side is left out
+        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that is smaller than the margin
         ({"samples_per_second": [1020.0] * 8 + [999.0] * 2}, True),
         ({"samples_per_second": [1000.5] * 10}, True),
-        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # heaps differ so
+        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # the heaps of equal arms differ that much
         ({"peak_memory_bytes": [220 * 2**20] * 10}, False),
     ],
 )
@@ -303,7 +303,7 @@ def test_it_goes_on_while_equal_arms_scatter_and_ends_once_they_do_not() -> None
     server = paced(FakeServer(), {"fast": [2000.0], "control": [1150.0, 850.0] * 5 + [1000.0] * 20})
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(server, "baseline", "fast"), **limits, max_spread=0.15)
-    assert set(counts(found).values()) == {18}  # of the last ten, one on either side
+    assert set(counts(found).values()) == {18}  # the last ten contain one outlier on either side
 
 
 def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
@@ -315,7 +315,8 @@ def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
 
 @pytest.mark.parametrize(("reduced", "stops"), [(1200.0, True), (1460.0, False)])
 def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: bool) -> None:
-    """The variant without the technique is compared with the whole variant: 1.25, or 1.027 in every other round."""
+    """The arm without the technique is compared with the whole variant. The ratio is 1.25; in the second case it is
+    1.027 in all rounds but one."""
     specs = with_control(FakeServer(), "baseline", "stack")
     technique = {"technique": "channels_last"}
     specs += [replace(specs[1], name=role, role=role, **technique) for role in ("with", "without")]  # type: ignore[arg-type]
@@ -347,8 +348,8 @@ def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
     [
         ({}, True),
         ({"interrupted": True, "rounds": 6}, True),
-        ({"rounds": 5}, False),  # which bound nothing, on a day of their own
-        ({"rounds": 5, "day": 2}, True),  # together they do
+        ({"rounds": 5}, False),  # five rounds are too few for an interval
+        ({"rounds": 5, "day": 2}, True),  # together with the new bench, which is of the same session, they suffice
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, True),
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "before"}}, False),
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
@@ -374,7 +375,7 @@ def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
         ({}, 50, True),
         ({"interrupted": True, "rounds": 2}, 50, True),
         ({}, 34, True),
-        ({}, 99, False),  # more than an hour after its end, at 12:33
+        ({}, 99, False),  # more than an hour after the bench ended at 12:33
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, 50, False),
         ({"ablate": True}, 50, False),  # other arms
         ({"settled": True}, 50, False),  # nothing is open
@@ -511,7 +512,7 @@ def test_where_arms_take_long_to_start_the_window_grows_by_the_square_root(openi
     server = FakeServer()
     server.step_p50_ms = [20.0]
     arm = arms(server, "baseline")[0]
-    slow = Calibration({}, 2 * opening, 1.0)  # this one opens at once
+    slow = Calibration({}, 2 * opening, 1.0)  # the other arm opens at once, so the mean is ``opening``
     assert steps_of(arm, 1.5, [slow])[0] == pytest.approx(steps, abs=1)
 
 
@@ -561,7 +562,7 @@ PARAMS: dict[str, Any] = {
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, furnished like a checkout in which the bench stage can run."""
+    """Make ``tmp_path`` the current directory, with the files that the bench stage needs."""
     enter(tmp_path, monkeypatch, PARAMS)
     return tmp_path
 
@@ -681,7 +682,7 @@ def test_what_a_server_says_stands_above_the_bar_line_by_line(
 
 def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # no params.yaml there
+    with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # tmp_path has no params.yaml
         server.describe()
 
 
@@ -729,7 +730,7 @@ class Net(nn.Module):
 def net(*, channels, height, width, classes):
     return Net(channels * height * width, classes)
 """
-"""A model whose every step compiles something new, unless its micro-batches are small."""
+"""A model that compiles something new in every step, unless its micro-batches are small."""
 
 
 @pytest.mark.parametrize(
@@ -759,11 +760,11 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
     train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")
-    calm = Variant(gradient_accumulation=4, data_loading="streamed")  # whose input is what is compared
+    calm = Variant(gradient_accumulation=4, data_loading="streamed")  # the bench allows it to wait for its input
     with Server() as server:
         about = server.describe()
         sent = server.plan("calm", calm.model_dump(mode="json"))
-        sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that it is sent
+        sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that was sent
         answer = server.measure("calm", sent, 8)
         restless = server.measure("restless", server.plan("restless", Variant().model_dump(mode="json")), 8)
     assert (about["dataset"]["name"], answer["learning_rate"]) == ("digits", 0.125)
@@ -787,12 +788,12 @@ def test_the_bar_ends_in_its_round_after_one_comma() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, sent: signal.Signals) -> None:  # noqa: ARG001
-    """Send the signal as a terminal does: to the bench, its server and the arms."""
+    """The signal goes to the bench, its server and the arms, as a terminal sends it."""
     two = {"baseline": {}, "same": {"set_to_none": False}}
     alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
     screen, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 200))  # on a screen without a width nothing is shown
+    termios.tcsetwinsize(terminal, (24, 200))  # tqdm shows nothing on a terminal without a width
     command = [sys.executable, "-m", "pipeline", "bench"]
     process = subprocess.Popen(command, stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
@@ -803,7 +804,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
             if not asked and b"round 3" in shown:
                 os.killpg(process.pid, sent)
                 asked = True
-    except OSError:  # nobody writes to it any more
+    except OSError:  # all processes that wrote to the terminal have ended
         pass
     os.close(screen)
     assert process.wait(timeout=60) == (130 if sent == signal.SIGINT else -sent), shown.decode()

@@ -1,4 +1,4 @@
-"""Everything that a user's modules import is in the code digests, or is refused."""
+"""Every module of the user's own that is loaded has a code digest; if not, the pipeline refuses to run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hidden(channels, height, width, classes):
 
 class Late(nn.Sequential):
     def forward(self, images):
-        if torch.is_grad_enabled():  # in a training step, but not where the model's output is checked
+        if torch.is_grad_enabled():  # true in a training step, but not in the check of the model's output
             import_module("own_layers_by_name")
         return super().forward(images)
 
@@ -58,7 +58,7 @@ def flat(inputs, classes):
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with modules of the user's own that nobody has imported yet."""
+    """Make a checkout with modules of the user's own, which are not imported yet, and make it the current directory."""
     before, path = set(sys.modules), [*sys.path]
     here = tmp_path / "checkout"
     files = {
@@ -170,7 +170,7 @@ def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixt
             "epochs": 1,
             "batch_size": 128,
             "warmup_steps": 2,
-            "deterministic": False,  # or its try would be a backward pass before the first step
+            "deterministic": False,  # True would try a backward pass before the first step
             "model": f"own_net:{factory}",
         },
         "publish": {"live": False},
@@ -178,7 +178,7 @@ def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixt
     }
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     furnish(parse(params))
-    for _ in range(2):  # a checkpoint of what was refused would be accepted by the second
+    for _ in range(2):  # the refused training must leave no checkpoint, which a second one would accept
         sys.modules.pop("own_layers_by_name", None)
         assert cli.main(["train", "baseline"]) == code_
         assert ("error: own_layers_by_name (" in capfd.readouterr().err) is (code_ == 2)

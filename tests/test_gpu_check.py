@@ -105,7 +105,7 @@ def test_a_transfer_that_arrives_wrong_is_an_error() -> None:
 
 
 def test_the_bus_carries_more_than_the_size() -> None:
-    row = transfers.Transfer("all-reduce", 10**9, 0.5, bus_factor=1.75)  # among eight
+    row = transfers.Transfer("all-reduce", 10**9, 0.5, bus_factor=1.75)  # the factor of eight GPUs
     assert str(row).endswith("500000.0 us      2.00 GB/s      3.50 GB/s on the bus")
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of differences between sessions: known answers."""
+"""Known answers for the benchmarks that estimate or simulate variance and error rates."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_what_is_settled_stops_early_and_rightly() -> None:
     assert stopped["coverage"] > 0.9
     _, noisy = looking(1.6, 0.08, 0.0, (10,), trials=60).values()
     assert noisy["rounds"] < 25
-    assert noisy["untrusted"] < 0.1  # 0.42, did it not wait until equal arms look equal
+    assert noisy["untrusted"] < 0.1  # it would be 0.42 if the rule did not wait until equal arms look equal
 
 
 @pytest.mark.parametrize(
     ("outcomes", "said"),
-    [  # 1 - 0.05 ** (1 / n) where none of n is wrong
+    [  # without errors in n gates, the bound is 1 - 0.05 ** (1 / n)
         (
             {"equal": ["passed"] * 11, "slower": ["worse: throughput"] * 60},
             ("0 of 11 gates; with 95% confidence, the rate is at most 24%", "5%"),

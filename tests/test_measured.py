@@ -1,4 +1,4 @@
-"""Each number of a window has one definition: known answers of ranks that differ."""
+"""Known answers for each figure of a window whose ranks differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def rank(
     peak: int | None = 100 * MIB,
     retries: int | None = None,
 ) -> tuple[Clock, Memory]:
-    """One rank's measurement: its steps, its total wait for input, its time outside steps, and its peak memory."""
+    """Return one rank's measurement.
+
+    ``wait``: seconds spent waiting for input. ``unseen``: measured seconds outside of steps. ``retries``: allocator
+    retries on a GPU; None on a CPU."""
     clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
     clock.step_seconds, clock.measured_seconds = list(step_seconds), sum(step_seconds) + unseen
     clock.input_seconds = wait
@@ -45,7 +48,8 @@ def window(
     max_input_wait: float | None = None,
     placement: str = "resident",
 ) -> Window:
-    """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none."""
+    """Return the first rank's record of all ranks. ``seen``: the rejections of its detectors; the other ranks have
+    none."""
     others: list[Any] = [(clock.state(), memory.state(), []) for clock, memory in ranks[1:]]
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
