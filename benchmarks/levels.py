@@ -56,7 +56,7 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
-    seconds: dict[str, list[list[list[float]]]] = {}
+    seconds: dict[str, np.ndarray[tuple[int, int, int], np.dtype[np.float64]]] = {}
 
     def timed(level: str, began: float) -> float:
         took[level] += (elapsed := time.perf_counter() - began)
@@ -88,19 +88,15 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
                             began = time.perf_counter()
                             server.turn(name, STEPS)
                             if turn >= 0:
-                                at = seconds.setdefault(name, [])
-                                if len(at) == index:
-                                    at.append([])
-                                if len(at[index]) == again:
-                                    at[index].append([])
-                                at[index][again].append(timed("turns", began))
+                                each = seconds.setdefault(name, np.empty((servers, processes, turns)))
+                                each[index, again, turn] = timed("turns", began)
                     began = time.perf_counter()
                     if not keep or again == processes - 1:
                         for name in arms:
                             server.close(name)
                     timed("processes", began)
-    reference = np.log(np.array(seconds[baseline]))
-    logs = {name: reference - np.log(np.array(each)) for name, each in seconds.items() if name != baseline}
+    reference = np.log(seconds[baseline])
+    logs = {name: reference - np.log(each) for name, each in seconds.items() if name != baseline}
     cost = dict(zip(LEVELS, (servers, servers * processes, servers * processes * turns * len(seconds)), strict=True))
     return {
         "levels": {"servers": servers, "processes": processes, "turns": turns, "steps": STEPS},

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from pipeline.environment.software import version
 from pipeline.gate.decision import GateError
 
 LOCK = "requirements.lock"
@@ -79,16 +79,9 @@ def _installed(lock: Path, other: Path) -> bool:
     requested = {each.name: each.specifier for each in pins(lock)}
     strange = [each.name for each in pins(other) if each.name not in requested]
     return all(
-        version is not None and specifier.contains(version, prereleases=True)
-        for version, specifier in ((_version(name), each) for name, each in requested.items())
-    ) and not any(map(_version, strange))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+        found is not None and specifier.contains(found, prereleases=True)
+        for found, specifier in ((version(name), each) for name, each in requested.items())
+    ) and not any(map(version, strange))
 
 
 def _made(lock: Path) -> Path:
