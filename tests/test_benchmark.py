@@ -636,7 +636,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     stage.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
     assert results.read_sessions(results.KEPT_BENCHES) == [first]
-    assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
+    assert f"written to sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
     assert (added.keys, added.session.boot_id) == (first.keys, first.session.boot_id)
     assert added.session.start_utc > first.session.start_utc
     assert (set(first.ledgers), added.ledgers) == ({"baseline"}, {})

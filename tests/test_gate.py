@@ -669,7 +669,7 @@ def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseExc
         git = [path for path in (repository / ".git").rglob("*") if path.is_file()]
         return contents(repository), {path: path.read_bytes() for path in git}, run("git", "worktree", "list")
 
-    run("git", "status")  # refreshes the index
+    run("git", "status")  # writes the index anew, which a later command would count as a change
     before, commit = state(), commit_of("HEAD")
 
     def fail() -> None:
@@ -1321,7 +1321,7 @@ def against_head(clone: Clone, exit_code: int, **variables: Any) -> tuple[str, d
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
+@pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_comment_passes(earnest: Clone) -> None:
     training = earnest.path / "pipeline" / "training" / "loop.py"
     plain = training.read_text(encoding="utf-8")
@@ -1336,7 +1336,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
+@pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_package_that_is_slow_leaks_and_learns_less_is_caught_by_its_lock_file_alone(
     earnest: Clone, tmp_path: Path
 ) -> None:

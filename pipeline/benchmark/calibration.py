@@ -13,7 +13,7 @@ from pipeline.results import Window
 
 CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
-"""Largest number of tries for the sample that gives the number of steps. Other load on the machine can spoil a try."""
+"""Largest number of short samples that ``steps_of`` takes. Other load on the machine can spoil a sample."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
 """For arms with this start-up time, windows of 1.5 s were found to be the best (docs/measuring.md)."""

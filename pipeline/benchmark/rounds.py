@@ -168,7 +168,7 @@ def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
 
 def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
     """Return the window in an arm's answer. Raises BenchError if the arm's ``conditions`` differ from those of earlier
-    rounds, or if the arm measured too few steps and gives no reason."""
+    rounds, or if the arm measured too few steps and reports no reason."""
     found = RunConditions(**{key: answer[key] for key in RunConditions.model_fields})
     if conditions.setdefault(name, found) != found:
         raise BenchError(
@@ -177,7 +177,7 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
         )
     window = Window.model_validate(answer["window"])
     if window.measured_steps < steps and not window.rejections:
-        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and gives no reason.")
+        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps, but reports no reason.")
     return window
 
 

@@ -1,4 +1,4 @@
-"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and keep the sessions."""
+"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and store the sessions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     else:  # earlier benches do not count: two sessions can leave a ratio undecided that one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(
-        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}",
+        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, written to {kept if again else BENCH_FILE}",
         flush=True,
     )
     for arm in bench.arms:

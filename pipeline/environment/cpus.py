@@ -88,5 +88,5 @@ def memory_limits() -> Iterator[int]:
     out."""
     for group in control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            with suppress(OSError, ValueError):  # there is no such file, or it contains the word "max"
                 yield int((group / name).read_text(encoding="ascii"))

@@ -59,7 +59,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
 
 def dvc(side: Copy, *arguments: str) -> None:
-    """Run DVC in a copy. The output of DVC and of its stages goes to stderr. Raises GateError if DVC fails."""
+    """Run DVC in a copy. DVC and its stages write their output to stderr. Raises GateError if DVC fails."""
     root, python = side
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
     command = [str(python), "-m", "dvc", *arguments]

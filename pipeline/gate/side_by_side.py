@@ -244,7 +244,7 @@ def _described(server: Server, side: str) -> dict[str, Any]:
 
 
 def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
+    """Raise GateError unless the ``train`` sections of base and head lead to accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
             f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. Change the metric in "

@@ -52,7 +52,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except OSError as error:  # the training goes on without this file
+        except OSError as error:  # the training continues without this file
             print(
                 f"{self._path} gets no more rows, because it could not be written: {error.strerror}",
                 file=sys.stderr,

@@ -56,7 +56,7 @@ class Clock(Resumable):
         self.input_seconds = 0.0
         """Time spent waiting for input in the measured windows."""
         self.first_step_seconds: float | None = None
-        """Wall time of the first window, which holds only the first step."""
+        """Wall time of the first window, which contains only the first step."""
 
     def now(self) -> float:
         """Wait for the device to finish its work and return the seconds of a monotonic clock."""

@@ -17,7 +17,7 @@ from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
 MPS_SERVER = "nvidia-cuda-mps"
-"""The first 15 characters of the process name nvidia-cuda-mps-server. The kernel keeps no more of a name."""
+"""The process name nvidia-cuda-mps-server as the kernel shows it: the kernel shortens names to 15 characters."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
