@@ -157,7 +157,7 @@ def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: Fake
 
 
 @pytest.mark.parametrize(("open_after", "count"), [(0, 3), (3, 7), (99, 7)])
-def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no_longer(
+def test_the_time_is_doubled_once_if_something_is_open_at_its_end(
     slow: FakeServer, open_after: int, count: int
 ) -> None:
     shown: list[int] = []
@@ -181,7 +181,7 @@ def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no
         ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # at most twice as many rounds
     ],
 )
-def test_six_complete_rounds_are_measured_whatever_the_time(
+def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
     slow: FakeServer,
     capsys: pytest.CaptureFixture[str],
     refused: dict[str, Sequence[int]],
@@ -228,7 +228,7 @@ def counts(found: Rounds) -> dict[str, int]:
     return {arm.name: len(arm.samples) for arm in found.arms}
 
 
-def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: FakeServer) -> None:
+def test_a_settled_variant_stops_and_leaves_its_time_to_the_others(slow: FakeServer) -> None:
     paced(slow, {"fast": [1500.0], "same": [1010.0, 990.0], "open": [1020.0, 1040.0]})
     limits: dict[str, Any] = {"seconds": 15 * 55.0, "max_rounds": None, "steps": 1, "turns": 1}
     names = ("baseline", "fast", "same", "open")
@@ -239,7 +239,7 @@ def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: 
     assert {arm.name for arm in found.arms if arm.settled} == {"fast", "same"}
 
 
-def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
+def test_the_rounds_end_when_all_variants_are_settled_but_a_lone_baseline_continues() -> None:
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
     assert set(counts(found).values()) == {settling.SETTLED_ROUNDS}
@@ -299,14 +299,14 @@ def test_nothing_is_settled_where_equal_arms_differ(control: dict[str, list[Any]
     assert [each.name for each in left] == (["baseline", "control"] if ends else [each.name for each in specs])
 
 
-def test_it_goes_on_while_equal_arms_scatter_and_ends_once_they_do_not() -> None:
+def test_the_rounds_continue_while_equal_arms_scatter() -> None:
     server = paced(FakeServer(), {"fast": [2000.0], "control": [1150.0, 850.0] * 5 + [1000.0] * 20})
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(server, "baseline", "fast"), **limits, max_spread=0.15)
     assert set(counts(found).values()) == {18}  # the last ten contain one outlier on either side
 
 
-def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
+def test_unknown_memory_keeps_no_variant_unsettled() -> None:
     untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
                for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip
     left = settling.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
@@ -355,7 +355,7 @@ def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
     ],
 )
-def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
+def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
     earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -381,7 +381,7 @@ def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
         ({"settled": True}, 50, False),  # nothing is open
     ],
 )
-def test_a_bench_goes_on_from_one_of_the_same_session_that_left_something_open(
+def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
     changes: dict[str, Any], minute: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -397,7 +397,7 @@ def test_a_bench_goes_on_from_one_of_the_same_session_that_left_something_open(
     assert stage.unfinished(other_boot, make_bench().keys, bench.dataset, names) is None
 
 
-def test_earlier_rounds_count_and_a_variant_that_they_settled_is_measured_no_further(slow: FakeServer) -> None:
+def test_earlier_rounds_count_and_their_settled_variants_are_not_measured_again(slow: FakeServer) -> None:
     paced(slow, {"fast": [1500.0], "open": [1020.0, 1040.0]})
     specs = with_control(slow, "baseline", "fast", "open")
     limits: dict[str, Any] = {"max_rounds": None, "steps": 1, "turns": 1, "margins": MARGINS}
@@ -413,15 +413,15 @@ def test_earlier_rounds_count_and_a_variant_that_they_settled_is_measured_no_fur
     assert (stopped.interrupted, counts(stopped)) == (True, counts(found))
 
 
-def test_what_is_left_of_a_limit_or_as_much_again() -> None:
+def test_the_unused_part_of_a_limit_remains_or_the_whole_limit_again() -> None:
     assert [stage._left(150.0, spent) for spent in (0.0, 40.0, 150.0, 400.0)] == [150.0, 110.0, 150.0, 150.0]
 
 
-def test_a_hard_limit_is_one() -> None:
+def test_with_a_hard_limit_no_number_of_rounds_is_required() -> None:
     assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
 
 
-def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
+def test_a_short_sample_predicts_the_time_of_a_round(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
     assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / (CALIBRATION_STEPS + 1))
     assert sample.seconds(220) == 10 + 220 / (CALIBRATION_STEPS + 1)
@@ -441,7 +441,7 @@ def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
         ((1.0, 2, 6), "2 rounds (a decision would need at least 6), until about 12:01"),
     ],
 )
-def test_what_is_about_to_be_measured_is_said(
+def test_the_outlook_names_the_rounds_and_the_end(
     limits: tuple[float, int | None, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
@@ -456,7 +456,7 @@ def test_what_is_about_to_be_measured_is_said(
     time.tzset()
 
 
-def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
+def test_the_forecast_error_follows_from_the_last_bench() -> None:
     speeds = {"variant": [100.0] * 3, "aa_control": [96.0, 100.0, 104.166667]}
     rejected = make_window(rejections=("it throttled",))
     pair = [
@@ -477,7 +477,7 @@ def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
     assert deviation_of(few) is None
 
 
-def test_what_is_decided_ends_before_its_time_but_not_before_the_fewest_rounds() -> None:
+def test_a_decided_measurement_ends_early_but_not_before_the_fewest_rounds() -> None:
     asked: list[int] = []
 
     def decided(found: Rounds) -> bool:
@@ -528,7 +528,7 @@ def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatc
         measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1, turns=1)
 
 
-def test_a_sample_of_fewer_steps_that_no_reason_rejects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_steps_without_a_rejection_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
     closed = server.close
 
@@ -668,9 +668,7 @@ def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     assert not Path("bench.json").exists()
 
 
-def test_what_a_server_says_stands_above_the_bar_line_by_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_of_a_server_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n", encoding="utf-8")
     python.chmod(0o755)
@@ -687,7 +685,7 @@ def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_every_sample_is_of_a_fresh_process(workspace: Path) -> None:
+def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
     (workspace / "noted.py").write_text(
         "import os\nfrom torch import nn\n\n"
         "def net(*, channels, height, width, classes):\n"
@@ -743,7 +741,7 @@ def net(*, channels, height, width, classes):
         ("streamed", None, True, 0.5),
     ],
 )
-def test_input_that_belongs_to_what_is_compared_may_take_its_time(
+def test_the_wait_for_input_is_not_limited_if_it_is_compared(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
     """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
@@ -756,7 +754,7 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     )
 
 
-def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rejected(workspace: Path) -> None:
+def test_a_server_measures_windows_and_rejects_disturbed_ones(workspace: Path) -> None:
     (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
     train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")
@@ -780,7 +778,7 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     assert window.peak_memory_bytes
 
 
-def test_the_bar_ends_in_its_round_after_one_comma() -> None:
+def test_the_bar_ends_with_the_round_after_one_comma() -> None:
     shown = tqdm.format_meter(3, 150, 3.0, ncols=100, prefix="bench", bar_format=rounds._BAR, postfix="round 1, ddp")
     assert shown.endswith("| 3 of 150 s, round 1, ddp")
 

@@ -181,7 +181,7 @@ def window(
         ((0, 1), 0.1, {10: 0.1}, 0.1),  # a job that uses little CPU time loses 5% of the window
     ],
 )
-def test_what_others_take_from_the_job_is_refused(
+def test_cpu_time_that_others_take_from_the_job_is_rejected(
     machine: Machine, cores: tuple[int, ...], own: float, waits: dict[int, float], taken: float
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)

@@ -107,7 +107,7 @@ def test_packages_add_up_each_once_and_a_counter_that_wraps_goes_on(
     assert per_sample(both, 8) == {"joules_per_sample": pytest.approx(joules / 8)}
 
 
-def test_what_is_not_measured_is_forgotten(zones: Callable[..., None], clock: Clockwork) -> None:
+def test_windows_that_are_not_measured_do_not_count(zones: Callable[..., None], clock: Clockwork) -> None:
     zones(rapl_0=0)
     counters = Energy([CPU])
     counters.open()
@@ -139,7 +139,7 @@ def why_not(*ranks: Energy) -> str:
     return str(why)
 
 
-def test_without_a_counter_it_is_unknown(
+def test_without_a_counter_the_energy_is_unknown(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters = Energy([CPU])
@@ -158,7 +158,7 @@ def test_without_a_counter_it_is_unknown(
 
 
 @pytest.mark.parametrize("reads", [0, 1, 2])
-def test_without_permission_it_is_unknown(
+def test_without_permission_the_energy_is_unknown(
     reads: int, zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Permission is missing from the first, second or third read on. If one rank's energy is unknown, the energy of all
@@ -181,14 +181,14 @@ def test_without_permission_it_is_unknown(
     assert "rapl:0/energy_uj" in why_not(other, counters)
 
 
-def test_a_counter_that_stands_still_tells_nothing(zones: Callable[..., None], clock: Clockwork) -> None:
+def test_the_energy_is_unknown_if_a_counter_does_not_advance(zones: Callable[..., None], clock: Clockwork) -> None:
     zones(rapl_0=77, rapl_1=0)
     counters = Energy([CPU])
     window(counters, clock, lambda: zones(rapl_0=99))
     assert "did not advance" in why_not(counters)
 
 
-def test_windows_that_are_too_short_tell_nothing_but_what_to_raise(
+def test_for_too_short_windows_the_setting_to_raise_is_named(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plug(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=lambda _: round(1e5 * clock.now))
@@ -263,7 +263,7 @@ def comparison(margin: float | None, why_not: str | None = None, **changes: Any)
     return make_comparison(bench=bench, margins=Margins(energy=margin))
 
 
-def test_a_margin_lets_verdicts_take_it_in() -> None:
+def test_energy_counts_in_verdicts_if_it_has_a_margin() -> None:
     usual, shown, judged = make_comparison(), comparison(None), comparison(0.05)
     verdicts = [[each.verdict for each in one.variants] for one in (usual, shown, judged)]
     assert verdicts == [[None, "pays", "trades"], [None, "pays", "trades"], [None, "trades", "trades"]]
@@ -298,7 +298,7 @@ def test_the_champion_may_be_the_one_that_saves_most_energy() -> None:
     ] == [None, "energy a sample"]
 
 
-def test_where_the_baseline_differs_from_itself_none_is_believed() -> None:
+def test_energy_is_untrusted_if_the_baseline_differs_from_itself() -> None:
     bench = with_energy(make_bench(), {})
     base = bench.arms[0].samples
     wild = tuple(
@@ -311,7 +311,7 @@ def test_where_the_baseline_differs_from_itself_none_is_believed() -> None:
     assert "energy a sample: the baseline measured against itself" in " ".join(ddp.reasons)
 
 
-def test_the_report_shows_it_only_where_it_was_asked_for() -> None:
+def test_the_report_shows_energy_only_if_it_was_measured() -> None:
     usual, shown, judged, unknown = (
         make_comparison(), comparison(None), comparison(0.05), comparison(0.05, "its counter stood still"),
     )  # fmt: skip
@@ -337,7 +337,7 @@ def test_the_report_shows_it_only_where_it_was_asked_for() -> None:
     assert ratios_csv(judged).count("energy a sample") == 3  # two variants and the A/A control
 
 
-def test_stores_and_evidence_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_and_the_evidence_contain_the_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child: Any = SimpleNamespace(variant="ddp")
     (point,) = (
         each for each in compared_points(json.loads(comparison(None).to_json()), child, {}) if "joules" in each.key
@@ -361,7 +361,7 @@ def test_stores_and_evidence_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
             evidence.write()
 
 
-def test_files_and_digests_are_as_before_where_it_is_off() -> None:
+def test_without_energy_files_and_digests_do_not_mention_it() -> None:
     assert "energy" not in BenchSettings().model_dump() | Margins().model_dump()
     assert not {"joules_per_sample", "why_no_energy"} & make_window().model_dump().keys()
     on = parse({"variants": {"baseline": {}}, "bench": {"energy": True}, "infer": {"energy": True}})
@@ -377,7 +377,7 @@ def test_files_and_digests_are_as_before_where_it_is_off() -> None:
 # In inference.
 
 
-def test_inference_tells_joules_a_sample_or_why_not(
+def test_inference_reports_joules_per_sample_or_why_not(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device draws ten watts. The two forms take 1/64 s and 1/128 s for an image."""
@@ -413,7 +413,7 @@ def test_inference_tells_joules_a_sample_or_why_not(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_stage_writes_it_where_it_is_asked_for(
+def test_the_infer_stage_writes_the_energy_if_it_is_requested(
     there: bool, zones: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infer = {"energy": True, "forms": ["eager"], "batch_sizes": [8], "rounds": 2, "window_seconds": 0.001}

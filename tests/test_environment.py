@@ -132,7 +132,7 @@ def test_two_calls_and_two_processes_agree() -> None:
     assert json.loads(done.stdout) == fingerprint() == fingerprint()
 
 
-def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(A)
     monkeypatch.setenv("HOSTNAME", "node17")
     monkeypatch.setenv("TORCH_HOME", "/home/somebody/.cache/torch")
@@ -142,7 +142,7 @@ def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pyt
         assert private not in text
 
 
-def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_secrets_only_the_name_of_the_variable_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
     write(tmp_path / "environment.json")
@@ -171,7 +171,7 @@ def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypa
         ("ATEN_CPU_CAPABILITY", "avx512"),
     ],
 )
-def test_a_setting_is_told_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_is_recorded_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert variables.settings()[name] == value
 
@@ -219,7 +219,7 @@ def test_a_variable_that_changes_numbers_counts(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", DO_NOT_COUNT.split())
-def test_a_variable_that_changes_none_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_changes_no_number_does_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint()
     monkeypatch.setenv(name, "anything")
     assert fingerprint() == before
@@ -253,7 +253,7 @@ def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, vi
     assert machine().gpus == len(visible)
 
 
-def test_what_is_said_of_a_gpu(plug: Plug) -> None:
+def test_the_recorded_facts_of_a_gpu(plug: Plug) -> None:
     plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None), Gpu("GPU-3", "Shared", (12, 1), None, None))
     found = fingerprint()
     assert found["hardware"]["gpus"] == [
@@ -376,7 +376,7 @@ SLOW, FAST = Gpu("GPU-5-a", "T400", (7, 5)), Gpu("GPU-0-b", "H100")
         (None, on_cuda("H100", uuids=("GPU-7-c",)), ["T400", "H100"]),
     ],
 )
-def test_of_different_gpus_cuda_knows_its_order(
+def test_different_gpus_are_listed_in_the_order_of_cuda(
     plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: cuda.Answer | None, seen: list[str]
 ) -> None:
     plug(SLOW, FAST, told=told)
@@ -387,7 +387,7 @@ def test_of_different_gpus_cuda_knows_its_order(
 
 
 @pytest.mark.parametrize("shown", [None, "1", "GPU-cccc", ""])
-def test_of_equal_gpus_nobody_asks_cuda(plug: Plug, shown: str | None) -> None:
+def test_cuda_is_not_queried_if_all_gpus_are_equal(plug: Plug, shown: str | None) -> None:
     plug(Gpu("GPU-aaaa"), Gpu("GPU-cccc"), shown=shown, told=None)
     assert machine().gpus == (0 if shown == "" else 2 if shown is None else 1)
 
@@ -426,7 +426,7 @@ def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
     assert (made.device, made.skipped) == ("cuda", {})
 
 
-def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml: Callable[[], None]) -> None:
+def test_a_gpu_that_cannot_be_used_is_reported(plug: Plug, no_nvml: Callable[[], None]) -> None:
     plug(A, told=cuda.Answer([], "CUDA's error 802"))
     no_nvml()
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
@@ -437,7 +437,7 @@ def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml:
         plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
 
 
-def test_where_nothing_speaks_for_a_gpu_nothing_is_said(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_no_failure_but_a_failing_one_is(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(A)
     for error, why in zip(ERRORS, (None, "NVML says: Unknown Error", "NVML says: GPU is lost"), strict=True):
 
@@ -516,7 +516,7 @@ def test_a_cuda_that_does_not_start(
     assert found.failure is None if failure is None else re.match(failure, str(found.failure))
 
 
-def test_without_cudas_library_there_is_nothing_to_tell() -> None:
+def test_without_the_cuda_library_there_are_no_gpus() -> None:
     if ctypes.util.find_library("cuda"):
         pytest.skip("this machine has CUDA's library")
     assert cuda.ask() == cuda.Answer([])
@@ -549,7 +549,7 @@ def test_native_bf16_needs_it_on_every_gpu(plug: Plug, capabilities: list[tuple[
         ),
     ],
 )
-def test_what_is_said_of_a_cpu(
+def test_the_recorded_facts_of_a_cpu(
     cpuinfo: str, model: str, flags: list[str], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")

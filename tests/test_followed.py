@@ -113,7 +113,9 @@ def test_what_no_statement_imports_is_refused(
     assert "PYTHONPATH" in str(caught.value)
 
 
-def test_code_that_torch_generates_in_the_checkout_is_not(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_torch_generates_in_the_checkout_is_not_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = code.unfollowed(planned())
     name = "torch._inductor.runtime.compile_tasks.c0de"
     generated = ModuleType(name)
@@ -140,7 +142,7 @@ class Own(Technique):
 """
 
 
-def test_so_is_a_part_of_a_technique_s_package_wherever_it_lies(
+def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {"__init__": TECHNIQUE, "part": ""}.items():
@@ -161,7 +163,9 @@ def test_so_is_a_part_of_a_technique_s_package_wherever_it_lies(
 
 
 @pytest.mark.parametrize(("factory", "code_"), [("inside", 0), ("hidden", 2), ("late", 2)])
-def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_refuses_a_module_without_a_digest(
+    factory: str, code_: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     params: dict[str, Any] = {
         "fetch": {"dataset": "digits"},
         "train": {
@@ -185,7 +189,7 @@ def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixt
         assert Path("results/baseline.json").exists() is (code_ == 0)
 
 
-def test_so_does_a_measurement(digits_folder: Path) -> None:
+def test_a_measurement_refuses_a_module_without_a_digest(digits_folder: Path) -> None:
     train = {"device": "cpu", "seeds": [0], "batch_size": 128, "model": "own_net:late", "deterministic": False}
     made = plan(parse({"train": train, "variants": {"baseline": {}}}), "baseline", CPU)
     with assembled(made, digits_folder) as assembly, pytest.raises(code.Unfollowed), assembly.training(0) as training:

@@ -223,7 +223,7 @@ def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
         (0.04, Margins(throughput=0.2), "passed"),  # losses below the margin do not matter
     ],
 )
-def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
+def test_a_loss_by_must_see_that_is_not_excluded_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
     found = judged(arm(throughput=0.95, noise=noise), noise=noise, margins=margins)
     assert found.outcome == outcome
     assert len(found.unseen) == (outcome == "undecided")
@@ -241,7 +241,7 @@ def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, marg
         ({"name": "head ddp", "rejected": range(10)}, 0.01, False),  # samples of later rounds may be trusted
     ],
 )
-def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
+def test_an_interim_test_ends_the_gate_if_more_rounds_would_change_nothing(
     head: dict[str, Any], noise: float, expected: bool
 ) -> None:
     found = arm(**{"noise": noise} | head)
@@ -250,7 +250,7 @@ def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
     assert settled(judged(*heads, noise=noise, rejected=rejected, confidence=CONFIDENCE_OF_LOOKS)) is expected
 
 
-def test_a_memory_that_may_have_grown_that_much_is_no_pass() -> None:
+def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:
     samples = arm(rounds=14).samples
     peaks = [round(PEAK * (1.15 if index % 3 == 0 else 1.0)) for index in range(14)]
     grown = tuple(
@@ -282,7 +282,7 @@ def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
     assert judged(arm(throughput=0.8), refused, rejected={"ddp": range(10)}).outcome == "worse"
 
 
-def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
+def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
     """If a change makes a variant wait for its input or recompile, its samples are rejected; its ratio is not low."""
     found = judged(arm(), arm("head ddp", rejected=range(10)))
     assert found.outcome == "untrusted"
@@ -292,12 +292,12 @@ def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
     assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "only the base lacks it"
 
 
-def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
+def test_unknown_memory_is_not_judged() -> None:
     found = judged(arm(told=False))
     assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
 
 
-def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
+def test_a_speed_that_is_unknown_on_both_sides_is_no_pass() -> None:
     def silent(name: str, variant: str) -> Arm:
         made = arm(name, variant=variant)
         unknown = tuple(each.model_copy(update={"samples_per_second": None}) for each in made.samples)
@@ -322,7 +322,7 @@ def test_too_few_rounds_are_no_pass() -> None:
     assert judged(arm(rounds=5)).outcome == "untrusted"
 
 
-def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
+def test_a_change_that_affects_all_variants_shows_first_in_their_mean() -> None:
     """With this noise, the interval of each single variant overlaps with the margin; the interval of their mean does
     not."""
     names = ("baseline", "ddp", "memory", "other")
@@ -334,7 +334,7 @@ def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
     assert judged(arm()).together is None, "a single variant has no mean over variants"
 
 
-def test_together_means_the_ratios_of_what_is_known() -> None:
+def test_the_mean_over_variants_uses_the_known_figures() -> None:
     heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, rejected=(0, 1))]
     found = judged(*heads, noise=0.0)
     assert found.together is not None
@@ -480,7 +480,7 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
 
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("samples", [0, 12])
-def test_recorded_speeds_that_nobody_knows_are_not_known(samples: int) -> None:
+def test_unknown_recorded_speeds_are_shown_as_not_known(samples: int) -> None:
     ours = make_comparison()
     unknown = ours.bench.arms[1].samples[0].model_copy(update={"samples_per_second": None})
     arms = [
@@ -497,7 +497,7 @@ def test_recorded_speeds_that_nobody_knows_are_not_known(samples: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["dvc.yaml", "no stage", "no repository", "words"])
-def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_a_failed_dvc_status_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     file = str(recorded())
     assert gate.run(configured(), file) == 0
     if broken == "words":
@@ -548,13 +548,13 @@ def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> N
         gate.run(configured(), "./HEAD")
 
 
-def test_a_comparison_is_not_held_against_itself(checkout: Path) -> None:
+def test_a_comparison_is_not_compared_with_itself(checkout: Path) -> None:
     with pytest.raises(GateError, match="own comparison"):
         gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
 
 
 @pytest.mark.usefixtures("checkout")
-def test_what_nobody_foresaw_is_no_decision(
+def test_an_unforeseen_error_is_no_decision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -669,7 +669,7 @@ def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseExc
         git = [path for path in (repository / ".git").rglob("*") if path.is_file()]
         return contents(repository), {path: path.read_bytes() for path in git}, run("git", "worktree", "list")
 
-    run("git", "status")  # writes the index anew, which a later command would count as a change
+    run("git", "status")  # refreshes git's index now, so that no later command changes the index
     before, commit = state(), commit_of("HEAD")
 
     def fail() -> None:
@@ -932,7 +932,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return sides
 
 
-def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pretended: Pretended) -> None:
+def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended: Pretended) -> None:
     assert gate.run(configured(), "main") == 0
     assert pretended.asked == [
         "base baseline, A/A control of 0, aa_control",
@@ -1019,7 +1019,7 @@ def test_where_something_is_worse_no_more_minutes_are_advised(
 @pytest.mark.parametrize(
     ("peak_mib", "told"), [(200, "3% of memory, 1"), (10, "3% of memory (but at least 1 MiB a process), 1")]
 )
-def test_the_least_difference_of_memory_is_told_where_it_counts(
+def test_the_smallest_difference_of_memory_is_named_if_it_counts(
     peak_mib: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", peak_mib * 2**20)
@@ -1131,7 +1131,7 @@ def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Prete
 
 
 @pytest.mark.parametrize("section", ["compare", "gate", "bench", "train", "variants"])
-def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended, section: str) -> None:
+def test_a_side_that_does_not_report_its_settings_is_refused(pretended: Pretended, section: str) -> None:
     del pretended.about[0][section]
     with pytest.raises(GateError, match=rf"^main does not report its {section}"):
         gate.run(configured(), "main")
@@ -1153,7 +1153,7 @@ def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended,
         ('{"runs": []}', r"train\.seeds: the base has \[0, 1, 2\] and the head \[\]"),
     ],
 )
-def test_results_that_tell_no_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
+def test_results_without_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
     pretended.written["head"] = written
     with pytest.raises(GateError, match=named):
         gate.run(configured(), "main")
@@ -1181,7 +1181,7 @@ def test_accuracies_by_different_metrics_are_refused(pretended: Pretended) -> No
 
 
 @pytest.mark.usefixtures("pretended")
-def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
+def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> None:
     for side in ("base", "head"):
         (tmp_path / side / "pipeline" / "measurement" / "detectors").mkdir(parents=True)
         for name in ("plans.py", "measurement/windows.py", "measurement/detectors/cpu.py"):
@@ -1201,7 +1201,7 @@ def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize(("speed", "decision"), [(1.5, "better"), (0.5, "worse")])
-def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about(
+def test_a_changed_figure_without_a_changed_digest_gets_a_remark(
     pretended: Pretended, tmp_path: Path, speed: float, decision: str, changed: bool
 ) -> None:
     write_digests(tmp_path / "head", bench="base" if not changed else "head")
@@ -1212,7 +1212,7 @@ def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about
     assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
 
 
-def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
+def test_a_figure_that_the_head_hides_is_reported(pretended: Pretended) -> None:
     pretended.refused = {"head ddp": range(9)}
     assert gate.run(configured(), "main") == 3
     text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
@@ -1220,7 +1220,7 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in text
 
 
-def test_the_rulers_are_there() -> None:
+def test_every_ruler_exists() -> None:
     """If one of these files were moved, the gate would no longer report that it changed."""
     package = Path(gate.__file__).parent.parent
     assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
@@ -1232,7 +1232,7 @@ def test_other_data_are_refused(pretended: Pretended) -> None:
         gate.run(configured(), "main")
 
 
-def test_a_version_that_tells_more_of_the_same_data_is_held_against_one_that_does_not(pretended: Pretended) -> None:
+def test_versions_that_describe_the_same_data_with_different_keys_are_compared(pretended: Pretended) -> None:
     pretended.about[1]["dataset"] = pretended.about[1]["dataset"] | {"test_repeated_count": 3}
     gate.run(configured(), "main")
 

@@ -64,7 +64,7 @@ def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
         environments.pythons(base, head)
 
 
-def test_what_builds_packages_is_there_before_them(sides: tuple[Path, Path]) -> None:
+def test_packages_that_build_others_are_installed_first(sides: tuple[Path, Path]) -> None:
     base, head = sides
     builder = write_wheel(Path("wheels"), "builder_of_a_test", "1.0", "")
     (base / environments.BUILD_LOCK).write_text(builder, encoding="utf-8")
@@ -74,7 +74,7 @@ def test_what_builds_packages_is_there_before_them(sides: tuple[Path, Path]) -> 
     assert subprocess.run([python, "-c", "import builder_of_a_test, numbers_of_a_test"]).returncode == 0
 
 
-def test_another_version_than_is_here_is_not_here(sides: tuple[Path, Path]) -> None:
+def test_another_version_than_the_installed_one_is_not_installed(sides: tuple[Path, Path]) -> None:
     write_lock(sides[0], "pytest==0.1\n")
     write_lock(sides[1], INSTALLED)
     with pytest.raises(GateError, match="cannot be installed"):

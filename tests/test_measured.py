@@ -89,7 +89,7 @@ def test_input_and_gpu_memory_are_those_of_the_rank_that_has_most() -> None:
 
 
 @pytest.mark.parametrize("voids_memory", [False, True])
-def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_memory: bool) -> None:
+def test_the_rejection_of_a_detector_voids_the_speeds_and_is_recorded(voids_memory: bool) -> None:
     found = window(rank([0.1] * 4), seen=[Rejection("the GPU throttled", voids_memory)])
     assert {getattr(found, name) for name in SPEEDS} == {None}
     assert found.rejections == ("the GPU throttled",)
@@ -116,7 +116,7 @@ def test_what_a_detector_saw_voids_the_speeds_and_stands_in_the_record(voids_mem
         ([rank([0.1] * 4, retries=2)], {}, "flushed its cache 2 times"),
     ],
 )
-def test_what_the_figures_say_against_themselves_voids_the_speeds(
+def test_contradictory_figures_void_the_speeds(
     ranks: list[tuple[Clock, Memory]], options: dict[str, Any], words: str
 ) -> None:
     found = window(*ranks, **options)
@@ -126,17 +126,17 @@ def test_what_the_figures_say_against_themselves_voids_the_speeds(
 
 
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
-def test_what_is_resident_already_is_not_advised_to_be(placement: str) -> None:
+def test_resident_data_get_no_advice_to_be_resident(placement: str) -> None:
     found = window(rank([0.1] * 4, wait=0.3), max_input_wait=0.5, placement=placement)
     assert ("train.placement" in found.rejections[0]) == (placement == "streamed")
 
 
 @pytest.mark.parametrize("limit", [0.8, None])
-def test_what_may_wait_for_its_input_is_not_refused(limit: float | None) -> None:
+def test_an_allowed_wait_for_input_is_not_rejected(limit: float | None) -> None:
     assert window(rank([0.1] * 4, wait=0.3), max_input_wait=limit).rejections == ()
 
 
-def test_memory_that_one_rank_cannot_tell_is_unknown() -> None:
+def test_memory_is_unknown_if_that_of_one_rank_is() -> None:
     found = window(rank([0.1] * 4), rank([0.1] * 4, peak=None))
     assert (found.peak_memory_bytes, found.driver_memory_bytes, found.rejections) == (None, None, ())
     assert found.samples_per_second is not None

@@ -71,7 +71,7 @@ def test_the_table_says_by_how_much_and_where_a_peer_wins() -> None:
     assert not [row for row in rows if "trusted" in row]
 
 
-def test_what_ours_is_beside_itself_says_whether_the_machine_was_quiet() -> None:
+def test_figures_are_untrusted_if_ours_differs_from_itself() -> None:
     rounds = [{OURS: trained(10.0, 4.0, 0.9), CONTROL: trained(13.0, 4.0, 0.9)} for _ in range(8)]
     assert "The figures of seconds cannot be trusted" in table.page(with_rounds(rounds))
     assert "The figures of epoch_seconds cannot be trusted" not in table.page(with_rounds(rounds))
@@ -88,7 +88,7 @@ def test_an_interval_is_widened_by_the_difference_of_ours_to_itself() -> None:
     ]
 
 
-def test_steps_are_held_against_the_barest_loop() -> None:
+def test_steps_are_compared_with_the_barest_loop() -> None:
     arms = {BAREST: 50.0, OURS: 52.0, CONTROL: 52.0, "quicker": 51.0, "slower": 53.0}
     rounds = [{arm: {STEP: taken} for arm, taken in arms.items()}] * 6
     rows = table.page(with_rounds(rounds, why={BAREST: "it checks nothing"})).splitlines()

@@ -55,7 +55,7 @@ def test_system_sampler_watches_every_gpu_of_the_job(monkeypatch: pytest.MonkeyP
     assert row["gpu_1_memory_usage_megabytes"] == "2.0"
 
 
-def test_what_a_gpu_tells_no_more_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_figure_that_the_driver_stops_reporting_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def once(uuid: str) -> int:

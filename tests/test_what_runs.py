@@ -175,7 +175,7 @@ def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout
     assert due(checkout) == {"train@baseline", "bench"}
 
 
-def test_a_plan_is_told_apart_by_what_it_applies_alone() -> None:
+def test_a_recorded_plan_has_only_the_settings_that_it_uses() -> None:
     """A new setting must not change the plans of variants that do not use it."""
     variants = {"baseline": {}, "two": {"channels_last": True, "data_loading": "dataloader", "loader_workers": 0}}
     made = plans(parse({"variants": variants}), CPU)
@@ -204,7 +204,7 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
     assert depends_on() != before
 
 
-def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
+def test_files_beside_a_module_are_no_code_and_invalid_python_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -243,7 +243,7 @@ def test_the_digests_are_of_all_that_a_stage_and_its_processes_import(tmp_path: 
         assert len(imported) > 3, stage
 
 
-def test_what_was_read_before_is_not_read_again_and_what_lies_there_broken_is(
+def test_only_changed_files_are_parsed_again_unless_the_memo_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -139,7 +139,7 @@ def test_memory_keeps_the_highest_measured_window(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_linux
-def test_pages_of_a_mapped_file_are_nobody_s_memory(tmp_path: Path) -> None:
+def test_pages_of_a_mapped_file_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "large"
     file.write_bytes(b"1" * 64 * MIB)
     before = own_peak_bytes()
@@ -151,7 +151,7 @@ def test_pages_of_a_mapped_file_are_nobody_s_memory(tmp_path: Path) -> None:
     assert after - before < 16 * MIB
 
 
-def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unknown_if_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "imported_bytes", None)
     memory = Memory(CPU)
     memory.open()
@@ -169,7 +169,7 @@ def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]
     plug(monkeypatch, nvmlDeviceGetComputeRunningProcesses=listed)
 
 
-def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_of_the_driver_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     _running(monkeypatch, (1, 9 * MIB), (os.getpid(), 500 * MIB))
     assert driver_bytes(GPU) == 500 * MIB
     for silent in ([], [(1, 9 * MIB)], [(os.getpid(), None)]):  # in a container, the list has no own process id
@@ -183,7 +183,7 @@ def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) ->
     assert driver_bytes(GPU) is None
 
 
-def test_beside_the_peak_of_tensors_stands_what_allocator_and_driver_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_and_driver_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _running(monkeypatch, (os.getpid(), 500 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 0})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
