@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``: measure, print a table, and write ``<figures>/<machine>.json``."""
+"""``python -m benchmarks [NAME ...]``: measure, print a line for each benchmark, write ``<figures>/<machine>.json``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does, for both arms of every pair
+let_threads_sleep()  # as in `python -m pipeline`; both arms of every pair inherit this
 
 from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, stages, turns
 
@@ -33,7 +33,7 @@ BY_NAME = {
     "beyond_memory_heavier": lambda: beyond_memory.training(pool=2),
     "own_job": own_job.decided,
 }
-"""Benchmarks that need root or ten minutes. They run only if they are named."""
+"""Benchmarks that need root's rights or ten minutes. They run only if the user names them."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"any of {', '.join(every)}; default: all but {', '.join(BY_NAME)}"
     )
     parser.add_argument(
-        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures here"
+        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures to this directory"
     )
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)

@@ -1,12 +1,12 @@
 """Compare training from a set three times as large as a process's memory limit with training from the set in memory.
 
-Only root can make the control group that limits the memory, including the page cache. The limit also applies to
+Only root can make the control group that limits a process's memory, including its page cache. The limit also applies to
 ``prepare``. Each arm reads twice as many bytes as the limit. ``beyond_memory`` trains a model so light that the data
-path takes most of a step. ``beyond_memory_heavier`` trains the same net on four times as many pixels, and is still
-lighter than most models for 64x64 images:
+path takes most of a step. ``beyond_memory_heavier`` trains the same net on four times as many pixels. This net is still
+lighter than most models for 64x64 images.
 
     python -m benchmarks beyond_memory beyond_memory_heavier
-    python -m benchmarks.beyond_memory try MEBIBYTES    # one pair with another limit; keeps no figure
+    python -m benchmarks.beyond_memory try MEBIBYTES    # measures one pair with another limit; writes no file
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ BATCH_SIZE = 256
 
 
 def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """The textbook's small net, on images whose height and width are first divided by ``pool``."""
+    """Return the net ``small_cnn`` behind a pooling layer that divides the images' height and width by ``pool``."""
     small = models.small_cnn(channels=channels, height=height // pool, width=width // pool, classes=classes)
     return nn.Sequential(nn.AvgPool2d(pool), small)
 
 
 def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
-    """Samples a second with limited memory, divided by those without a limit. The limit also applies to ``prepare``.
+    """Return the samples per second with limited memory, divided by those without a limit.
 
     ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that each limited training read from disk.
     """
@@ -59,7 +59,7 @@ def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> d
             return float(found["samples_per_second"])
 
         def within() -> float:
-            _forget(arrays)  # a page counts for the group that read it first
+            _forget(arrays)  # the cached pages count for the limited group, which read them first
             with arrays.open("rb") as file:
                 while file.read(1 << 24):
                     pass
@@ -76,7 +76,7 @@ def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> d
 
 
 def _steps(limit_bytes: int) -> int:
-    """Number of steps in which an arm reads twice as many bytes as the limit."""
+    """Return the number of steps in which an arm reads twice as many bytes as the limit."""
     return math.ceil(2 * limit_bytes / (BATCH_SIZE * SAMPLE_BYTES))
 
 
@@ -95,7 +95,7 @@ def limited(limit_bytes: int) -> Iterator[Path]:
 
 
 def _forget(path: Path) -> None:
-    """Drop the file's pages from the cache."""
+    """Drop the file's pages from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -111,8 +111,11 @@ def _run(what: str, folder: str, limit_bytes: int, pool: int, group: Path | None
 
 
 def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "") -> None:
-    """For ``try``, measure one pair with a limit of ``folder`` MiB. For ``prepare`` and ``train``, each in a process of
-    its own, prepare the set in ``folder`` or train from it. Print the figures as JSON."""
+    """Run one of three commands, and print the figures as JSON.
+
+    ``try`` measures one pair with a limit of ``folder`` MiB. ``prepare`` and ``train``, which ``_run`` starts in
+    processes of their own, prepare the set in ``folder`` or train from it.
+    """
     if what == "try":
         print(json.dumps(training(pairs=1, limit_bytes=int(folder) << 20), indent=1))
         return
@@ -148,7 +151,7 @@ def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "
 
 
 def _disk_bytes() -> int:
-    """The number of bytes that this process has read from disk."""
+    """Return the number of bytes that this process has read from disk."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return int(fields["read_bytes"])
 

@@ -1,11 +1,11 @@
-"""Check that two commits behave in the same way, for a change that moves or renames code and must not change results.
+"""Check that two commits behave in the same way, for example after a change that only moves or renames code.
 
     python -m benchmarks.commits OLD NEW [--variants NAME ...]
 
-The check works in a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end
-with the same weights. Both commits' ``compare`` runs on the old commit's results and bench, and must give the same
-``comparison.json``. Many commands get good and bad input, and must exit with the same code and name the same keys. The
-exit code is 1 if anything differs.
+The check uses a clone of each commit, on this machine. Every ready-made variant trains on the digits, and must end with
+the same weights. Both commits' ``compare`` runs on the old commit's results and bench, and must write the same
+``comparison.json``. Many commands get valid and invalid input, and must exit with the same code and name the same keys.
+The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BAD: dict[str, Any] = {
     "variants.cut": {"parallelism": "pipeline", "processes": 2}, "variants.mix": {"parallelism": "fsdp", "compile": 1},
     "variants.split": {"gradient_accumulation": 7}, "gate.rounds": 0, "profile.variants": ["none"], "nothing": {},
 }  # fmt: skip
-"""A key's path -> a value to try there; a few values are valid, and must stay valid."""
+"""Path of a key -> a value that is tried there. A few of these values are valid."""
 
 
 class Checkout:
@@ -76,13 +76,13 @@ class Checkout:
 
 
 def ready_made() -> dict[str, dict[str, Any]]:
-    """Name -> settings of every variant in all sets."""
+    """Return name -> settings, for every variant in all sets."""
     texts = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "variants").glob("*.yaml")))
     return {name: values for text in texts for name, values in yaml.safe_load(text).items()}
 
 
 def weights(checkout: Checkout, name: str, values: dict[str, Any]) -> Any:
-    """The digests of the trained weights, one per seed; or the outcome of ``run`` if the training failed."""
+    """Train a variant; return the digests of its weights, one per seed, or what ``run`` returned if training failed."""
     params = copy.deepcopy(PARAMS)
     params["variants"][name] = values
     if "optimizer_state" in values:
@@ -94,7 +94,7 @@ def weights(checkout: Checkout, name: str, values: dict[str, Any]) -> Any:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The job of ``PARAMS`` with ``value`` at the key ``path``."""
+    """Return ``PARAMS`` with ``value`` at the key ``path``."""
     params = copy.deepcopy(PARAMS)
     *sections, key = path.split(".")
     inner = params
@@ -105,7 +105,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def answers(checkout: Checkout) -> Iterator[tuple[str, Any]]:
-    """The outcomes of commands on the job of ``PARAMS``, on an unknown variant, and on each value of ``BAD``."""
+    """Yield what ``run`` returns for commands on ``PARAMS``, on an unknown variant, and on each value of ``BAD``."""
     checkout.use(PARAMS)
     for command in COMMANDS:
         yield command, checkout.run(command)
@@ -117,7 +117,7 @@ def answers(checkout: Checkout) -> Iterator[tuple[str, Any]]:
 
 
 def comparison(checkout: Checkout, measured: Path) -> Any:
-    """The comparison that ``compare`` makes from the measurements of the checkout in ``measured``."""
+    """Return the comparison that the checkout's ``compare`` makes from the results and the bench in ``measured``."""
     checkout.use(PARAMS | {"variants": {"baseline": {}, "cut": {"activation_checkpointing": True}}})
     checkout.run("environment")
     for name in ("results", "models", "bench.json", "environment.json"):
@@ -132,7 +132,9 @@ def comparison(checkout: Checkout, measured: Path) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("commits", nargs=2, metavar="COMMIT", help="the old commit, then the new commit")
-    parser.add_argument("--variants", nargs="*", default=sorted(ready_made()), metavar="NAME")
+    parser.add_argument(
+        "--variants", nargs="*", default=sorted(ready_made()), metavar="NAME", help="variants to train; default: all"
+    )
     arguments = parser.parse_args()
     differing = 0
 

@@ -1,7 +1,7 @@
-"""Measure how many times faster than torchvision our data path gives the same batches, on one CPU thread.
+"""Measure how many times faster than torchvision our data path makes the same batches, on one CPU thread.
 
-Both sides read 60,000 images of 28x28 from the same IDX files and give normalised float32 batches of 64. Before any
-timing, a check requires that both sides give identical tensors for the same order.
+Both sides read 60,000 images of 28x28 from the same IDX files and make normalised float32 batches of 64. Before any
+timing, a check requires that both sides make identical tensors if they read the samples in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = 60_000
 BATCH_SIZE = 64
 PADDING = 4
 REFERENCE_BATCHES = 60
-"""Number of torchvision's batches that are timed: few, because they are slow. Ours are timed over a whole epoch."""
+"""Number of torchvision's batches that are timed: few, because they are slow. Our batches are timed over an epoch."""
 CASES = {
     "plain": (Augment(), [], 100.0),
     "augmented": (Augment(crop_padding=PADDING, flip=True), [RandomCrop(28, PADDING), RandomHorizontalFlip()], 30.0),
@@ -43,7 +43,7 @@ CASES = {
 
 
 def ratio_of(case: str, pairs: int = 10) -> dict[str, Any]:
-    """torchvision's seconds per sample divided by ours. Raises AssertionError if the two give different tensors."""
+    """Return torchvision's seconds per sample divided by ours. Raises AssertionError if their tensors differ."""
     augment, reference_augment, target = CASES[case]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def _assert_identical(dataset: Dataset, folder: Path) -> None:
 
 
 def _seconds_per_sample(batches: Iterable[tuple[Tensor, Tensor]], wanted: int) -> float:
-    """Seconds per sample over the first ``wanted`` batches of an epoch, its start-up included."""
+    """Return the seconds per sample over the first ``wanted`` batches of an epoch, including the epoch's start."""
     start = time.perf_counter()
     for number, _ in enumerate(batches, 1):
         if number == wanted:

@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does
+let_threads_sleep()  # as in `python -m pipeline`
 
 import torch
 from scipy.special import stdtrit
@@ -43,7 +43,7 @@ TAUGHT = {"distillation": {"teacher": "weights.pt", "temperature": 4, "alpha": 0
 
 
 class Job:
-    """The digits, prepared in ``folder``; ``variant`` trains on them."""
+    """The digits, prepared in ``folder``, on which the teacher and the students train."""
 
     def __init__(self, folder: Path) -> None:
         self.prepared = folder / "prepared"
@@ -54,7 +54,7 @@ class Job:
     def accuracy(
         self, variant: dict[str, Any], seed: int, epochs: int, weights: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[float, dict[str, torch.Tensor]]:
-        """Train with one seed, with a teacher that has the ``weights``; return test accuracy and trained weights."""
+        """Train with one seed; return the test accuracy and the trained weights. ``weights``: the teacher's weights."""
         made = self._plan(variant, epochs)
         with assembled(made, self.prepared) as assembly, assembly.training(seed, teacher=weights) as training:
             for _ in training.run():
@@ -63,7 +63,7 @@ class Job:
             return training.score.accuracy, {key: each.clone() for key, each in training.model_state.read().items()}
 
     def step_ratio(self, student: dict[str, Any]) -> dict[str, Any]:
-        """A step's seconds with the teacher, divided by its seconds without the teacher."""
+        """Return a step's seconds with the teacher, divided by its seconds without the teacher."""
         with (
             assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as both,
             assembled(self._plan(student, 10**6), self.prepared) as one,
@@ -84,7 +84,7 @@ def _seconds(training: Training) -> float:
 
 
 def gains(seeds: int) -> dict[str, Any]:
-    """For each student the test accuracies of all seeds, and what the teacher adds, in points."""
+    """Return each student's test accuracies of all seeds, and what the teacher adds to them, in percentage points."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder))
         steps = {name: job.step_ratio(student) for name, student in STUDENTS.items()}
@@ -117,7 +117,7 @@ def gains(seeds: int) -> dict[str, Any]:
 
 
 def _gain(taught: list[float], alone: list[float]) -> dict[str, float]:
-    """The mean of the differences by seed, and its 95% t interval, in points."""
+    """Return the mean over seeds of ``taught`` - ``alone``, and its 95% t interval, in percentage points."""
     differences = [100 * (a - b) for a, b in zip(taught, alone, strict=True)]
     mean, count = statistics.mean(differences), len(differences)
     half = float(stdtrit(count - 1, 0.975)) * statistics.stdev(differences) / math.sqrt(count)
@@ -126,11 +126,11 @@ def _gain(taught: list[float], alone: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.distillation", description="Measure what a teacher adds."
+        prog="python -m benchmarks.distillation", description="Measure what a teacher adds to a student's accuracy."
     )
     parser.add_argument("--seeds", type=int, default=24, metavar="N", help="train seeds 0 to N - 1; N is at least 2")
     parser.add_argument(
-        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures here"
+        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures to this directory"
     )
     arguments = parser.parse_args()
     figure = gains(arguments.seeds)

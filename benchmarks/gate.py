@@ -1,10 +1,10 @@
-"""The gate's own error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
+"""Measure the gate's error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
 whose training step takes 10% longer. ``rates`` draws trials from these rounds, and the gate's own code decides each
-trial. A trial has as many consecutive rounds as the default budget gives, so it includes the machine's drift. ``power``
-does the same for other slowdowns. ``simulate`` draws the rounds from a distribution, so its trials are many and
-independent. ``trial`` runs complete gates and adds them to a file. Only these trials are both real and independent;
+trial. A trial has as many consecutive rounds as fit into the default budget, so it includes the machine's drift.
+``power`` does the same for other slowdowns. ``simulate`` draws rounds from a distribution, so its trials are many and
+independent. ``trial`` runs complete gates and adds them to a file. Only complete gates are both real and independent;
 their number limits how precisely the error rates are known.
 
     python -m benchmarks.gate pool FILE --minutes 180
@@ -34,7 +34,7 @@ from typing import Any
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does
+let_threads_sleep()  # as in `python -m pipeline`
 
 import numpy as np
 from matplotlib import pyplot
@@ -56,7 +56,7 @@ from pipeline.params import Compare, Config, Gate
 from pipeline.results import Arm, Window
 
 SLOWDOWN_FRACTION = 0.10
-"""The fraction by which a step of the slower side takes longer."""
+"""A step of the slower side takes longer by this fraction."""
 
 PLANTED = f"""
 
@@ -75,8 +75,8 @@ def _slower(step):
 
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
-"""Code appended to training/loop.py. A step on a CPU is done when it returns, so its wall time grows by exactly
-``SLOWDOWN_FRACTION``."""
+"""Code that is appended to training/loop.py. On a CPU, a step is complete when it returns, so its wall time grows by
+exactly ``SLOWDOWN_FRACTION``."""
 
 LOSSES = (0.03, 0.05, 0.10, 0.15)
 """Slowdowns that ``simulate`` tries, as fractions of the speed."""
@@ -90,8 +90,8 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
     """Record rounds of the variants ``names`` (empty: all) on three sides: a base, an equal head and a slower head.
 
     On the base side, the baseline is measured twice (A/A control). The rounds are recorded in parts of
-    ``part_minutes``. Each part starts new servers, as a real gate does. Returns speeds and memory peaks by arm, one per
-    round, None if rejected. After an interruption, the complete rounds are kept.
+    ``part_minutes``. Each part starts new servers, as a real gate does. Returns each arm's speeds and memory peaks, one
+    per round; a rejected figure is None. After an interruption, the complete rounds are kept.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     ended = time.monotonic() + 60 * minutes
@@ -136,8 +136,8 @@ def error_rates(
     """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
 
     ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
-    the same part. Blocks overlap: all trials together hold no more information than ``independent_blocks`` of them.
-    ``losses``: for each of these fractions, also decide ``trials`` gates of the equal head with speeds lowered by it.
+    the same part. Blocks overlap, so all trials together have no more information than ``independent_blocks`` blocks.
+    ``losses``: for each of these fractions, ``trials`` further gates have an equal head whose speeds are lowered by it.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -171,7 +171,7 @@ def error_rates(
 def gate_of_drawn_rounds(
     within: float, autocorrelation: float, *, rounds: int = 21, trials: int = 1000, losses: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """``error_rates`` of independent gates of one variant, whose rounds are drawn instead of recorded.
+    """Return the ``error_rates`` of independent gates of one variant, whose rounds are drawn instead of recorded.
 
     ``within``: the standard deviation of the logarithm of a round's ratio; each arm contributes half of the variance.
     ``autocorrelation``: the correlation of an arm's round with its next round (AR(1)). The random numbers are seeded.
@@ -195,7 +195,7 @@ def gate_of_drawn_rounds(
 def power(
     recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
 ) -> dict[str, Any]:
-    """The decisions on slowdowns of 3 to 12%, by ``error_rates``. Also draw them into ``picture``, an SVG."""
+    """Return the ``error_rates`` for slowdowns of 3 to 12%, and draw the decisions into the SVG file ``picture``."""
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
@@ -220,9 +220,9 @@ def power(
 def trial(file: Path, minutes: float) -> None:
     """Run complete gates one after the other until ``minutes`` are over, and add each to ``file`` when it ends.
 
-    The head differs from its base by a comment, or by a slower training step. The next gate has the kind of head that
-    has fewer trials so far. Every gate starts from scratch, so gates at different times and on different machines are
-    independent.
+    The head differs from its base by a comment, or by a slower training step. The next gate uses the kind of head that
+    has fewer trials in ``file``. Every gate measures everything anew, so gates at different times and on different
+    machines are independent.
     """
     ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +252,7 @@ def trial(file: Path, minutes: float) -> None:
 
 
 def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Counts of errors in complete gates, and the one-sided 95% bound on the error rate (Clopper and Pearson)."""
+    """Return sentences on the errors in complete gates, with one-sided 95% bounds on the rate (Clopper and Pearson)."""
 
     def line(kind: str, error: str, wrong: Callable[[str], bool]) -> str:
         outcomes = [each["outcome"] for each in trials if each["head"] == kind]
@@ -273,7 +273,7 @@ def plant(checkout: Checkout) -> None:
 
 
 def _checkout(path: Path, config: Config, **sections: dict[str, Any]) -> Checkout:
-    """A copy of the project with the shipped params.yaml, except for ``sections``."""
+    """Return a copy of the project with the shipped params.yaml, except for ``sections``."""
     return Checkout(path, **{**config.model_dump(mode="json"), **sections})
 
 
@@ -297,7 +297,7 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 
 
 def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
-    """The decision of a gate on ``side`` with speeds lowered by the fraction ``loss``, and the number of rounds."""
+    """Return a gate's decision on ``side``, whose speeds are lowered by the fraction ``loss``, and its rounds."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
     for looked in range(FEWEST_ROUNDS, rounds):
@@ -320,7 +320,7 @@ def _slowed(arm: Arm, loss: float) -> Arm:
 
 
 def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
-    """The gate's decision on ``side`` against the base."""
+    """Return the gate's decision on ``side`` against the base."""
     settings = Compare()
     control = next(arm for arm in block.values() if arm.role == "aa_control")
     of_base, of_head = (
@@ -333,7 +333,7 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
 
 
 def _in_words(judged: Judged) -> str:
-    """The outcome in words, with the quantities that are worse, or a note if a pass leaves something undecided."""
+    """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
     decisions = {
         "throughput": {row.throughput.decision for row in rows if row.throughput},
@@ -350,7 +350,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
-    """An arm of the pool as the gate's ``Arm``. Fields that the decision does not read are left blank."""
+    """Return an arm of the pool as an ``Arm``. Fields that the gate's decision does not read are empty."""
     samples = [
         Window(
             measured_steps=0,
@@ -410,7 +410,7 @@ def main() -> None:
     drawing = commands.add_parser("power", help="draw decisions on slowdowns of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
-    simulating = commands.add_parser("simulate", help="add error rates of gates with drawn rounds to simulations.json")
+    simulating = commands.add_parser("simulate", help="write error rates for drawn rounds into simulations.json")
     for command, trials in ((rating, 1000), (drawing, 300), (simulating, 200)):
         command.add_argument("--trials", type=int, default=trials)
     for command in (rating, drawing):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
-The check runs the GPU tests, the default job and its energy, a ready-made variant of each kind that the machine can
-run, ``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. It goes on after a
-failure, prints a table of the steps, and writes all that a bug report needs to one small file. The exit code is the
-number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
+The check runs the GPU tests, the default job with its energy, a ready-made variant of each kind that the machine can
+run, ``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. It continues after a
+failed step, prints a line for each step, and writes everything that a bug report needs to one small file. The exit code
+is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
-"""Keys of a variant: one variant is run for each key; for the first two keys, one for each value."""
+"""Settings of variants. The check runs a variant for each of these settings, and for the first two a variant for each
+value."""
 MOST = 100
 """Highest exit code; codes above 124 have other meanings in shells."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -43,13 +44,13 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Step:
-    """A command. The step passes if it exits with 0 within ``limit`` seconds and its output contains ``says``."""
+    """A command to run. The step passes if the command exits with 0 within ``limit`` seconds and prints ``says``."""
 
     name: str
     command: tuple[str, ...]
     limit: float
     params: Mapping[str, Any] | None = None
-    """params.yaml from this step on; None: unchanged."""
+    """Content of params.yaml from this step on; None leaves the file unchanged."""
     says: str = ""
 
 
@@ -67,10 +68,10 @@ class Outcome:
 
 
 def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: bool) -> Iterator[Step]:
-    """All steps. ``values``: params.yaml. ``variants``: variants to try in addition to its baseline."""
+    """Yield all steps. ``values``: content of params.yaml. ``variants``: the variants to try besides its baseline."""
     python = (sys.executable, "-m")
     yield Step("doctor", (*python, "pipeline", "doctor"), 120, values)
-    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # skipped tests prove nothing, so one must pass
+    tests = (*python, "pytest", "-m", "gpu", "--color=no")  # exits with 0 even if all tests are skipped
     yield Step("GPU tests", tests, 600, says="" if rehearse else " passed")
     yield Step("default job", (*python, "dvc", "repro", "--no-run-cache"), 900)
     changed = trying(values, variants)
@@ -85,7 +86,7 @@ def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: b
 
 
 def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, Any]:
-    """params.yaml for training ``variants`` and the baseline, for one epoch each."""
+    """Return a params.yaml that trains ``variants`` and the baseline for one epoch each."""
     baseline = values["compare"]["baseline"]
     return {
         **values,
@@ -98,7 +99,7 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """For each of KINDS, the first ready-made variant that the machine can run without skipping that key."""
+    """Return, for each of ``KINDS``, the first ready-made variant that the machine can run without skipping the key."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
@@ -153,7 +154,7 @@ def done(step: Step, folder: Path) -> Outcome:
             failed = f"not finished after {step.limit:g} s"
         finally:
             for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or one is slow
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or one does not end
                     os.killpg(process.pid, order)
                     process.wait(patience)
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
@@ -166,7 +167,7 @@ def done(step: Step, folder: Path) -> Outcome:
 
 
 def shown(text: str) -> str:
-    """``text`` without user names and queries in addresses, and without the values of secret variables."""
+    """Return ``text`` without user names and queries in addresses, and without the values of secret variables."""
     for name, value in os.environ.items():
         if name not in RECORDED and _SECRET.search(name) and len(value) >= 6:
             text = text.replace(value, "***")
@@ -174,7 +175,7 @@ def shown(text: str) -> str:
 
 
 def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
-    """The file for a bug report, as Markdown."""
+    """Return the report for a bug report, as Markdown."""
     outcomes = list(outcomes)
     found = environment.fingerprint()
     facts = {key: found[key] for key in ("hardware", "software", "settings")}
@@ -209,9 +210,9 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
 
 
 def settings(config: Config, rehearse: bool) -> dict[str, Any]:
-    """params.yaml for the copy: the job runs on the GPU only, and uses this checkout's raw files if there are any.
+    """Return the params.yaml of the copy: the job runs only on GPUs, and uses this checkout's raw files if it has any.
 
-    For a rehearsal, the job is small, and its data need no network.
+    For a rehearsal, the job is small, runs on any machine, and needs no network.
     """
     values: dict[str, Any] = config.model_dump(mode="json")
     values["bench"] |= {"energy": True, "window_seconds": 3.0}  # NVML's counter needs long windows
@@ -240,15 +241,15 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         default=ROOT / "gpu-check.md",
         metavar="FILE",
-        help="write the report for a bug report here",
+        help="write the report to this file",
     )
     parser.add_argument("--rehearse", action="store_true", help="run the check on any machine, with little data")
     parsed = parser.parse_args(arguments)
     machine = environment.machine()
     if not machine.gpus and not parsed.rehearse:
         print(
-            "error: this machine shows no GPU: install NVIDIA's driver (`nvidia-smi` must list it; in a container: "
-            "`--gpus all`), or add --rehearse to try the check on the CPU.",
+            "error: this machine shows no GPU: install NVIDIA's driver (`nvidia-smi` must list the GPU; a container "
+            "needs `--gpus all`), or add --rehearse to try the check on the CPU.",
             file=sys.stderr,
         )
         return 2

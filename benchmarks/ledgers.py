@@ -1,4 +1,4 @@
-"""Compare the predicted memory ledger with the measured one: is a variant's memory known before it runs?"""
+"""Compare predicted memory ledgers with measured ones: is a variant's memory known before the variant runs?"""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ CASES: dict[str, tuple[Shape, str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 def predictions() -> dict[str, Any]:
-    """For each case, the predicted peak of the tensors' memory divided by the measured peak.
+    """Return the predicted peak of the tensors' memory divided by the measured peak, for each of ``CASES``.
 
-    Every case is measured in fresh processes, as in the bench, and predicted in another process, which has no device.
-    ``worst_ratio`` is the ratio farthest from 1, or its inverse if that is above 1: lower is better.
+    Every case is measured in fresh processes, as in the bench, and predicted in another process, which uses no device.
+    ``worst_ratio`` is the ratio farthest from 1; of a ratio below 1 the inverse is taken, so lower is better.
     """
     machine = environment.machine()
     cases, ratios = {}, []
@@ -122,7 +122,9 @@ def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, Non
 
 
 def _random_set(folder: Path, shape: Shape) -> Path:
-    """A prepared data set of random images, windows of tokens, or rows of a table with numbers to predict."""
+    """Write a prepared data set of random images, windows of tokens, or rows of a table with numbers to predict.
+
+    Return ``folder``. ``shape``: shape of a sample's inputs."""
     random = np.random.default_rng(0)
     folder.mkdir()
     arrays: dict[str, np.ndarray[Any, Any]]

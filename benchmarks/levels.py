@@ -2,13 +2,12 @@
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
-    python -m benchmarks.levels NAME --keep    # the same processes rest instead of being opened anew
+    python -m benchmarks.levels NAME --keep    # the same processes wait instead of being started anew
 
 Arms of a bench are forked from one server, so they share its random properties: the memory layout and the hash seed.
-The design is nested: each server opens fresh processes a few times, and the processes take turns. The components of
-variance come from a balanced nested analysis of variance: from the mean squares of logarithms, each of a turn's ratio
-to the baseline.
-Source of the question: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
+The design is nested: each server starts fresh processes a few times, and the processes take turns. The components of
+variance come from a balanced nested analysis of variance of the logarithms of ratios. Each ratio compares an arm's turn
+with the baseline's turn. Source: Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does
+let_threads_sleep()  # as in `python -m pipeline`
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
@@ -37,8 +36,8 @@ STEPS = 10
 
 
 def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> dict[str, float]:
-    """Standard deviation of ``logs`` [servers, processes of each, turns of each] at each level; 0 if the estimated
-    variance of a level is negative."""
+    """Return level -> standard deviation; 0 if the estimated variance is negative. ``logs``: [servers, processes of
+    each, turns of each]."""
     servers, processes, turns = logs.shape
     by_process = logs.mean(axis=2)
     by_server = by_process.mean(axis=1)
@@ -50,14 +49,14 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
 
 
 def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, keep: bool = False) -> dict[str, Any]:
-    """Measure every variant of the default job, and the baseline once more, at all levels.
+    """Measure every variant of the default job, and the baseline twice, at all levels.
 
-    ``keep``: the processes of a server stay the same, and rest for as long as new ones would take to open. The level
-    "processes" then shows only the effect of the time in between.
+    ``keep``: the processes of a server stay the same, and wait for as long as the start of new processes would take.
+    The level "processes" then shows only the effect of this time.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
-    seconds: dict[str, list[list[list[float]]]] = {}
+    seconds: dict[str, np.ndarray[tuple[int, int, int], np.dtype[np.float64]]] = {}
 
     def timed(level: str, began: float) -> float:
         took[level] += (elapsed := time.perf_counter() - began)
@@ -72,7 +71,7 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
             with Server(checkout.path) as server:
                 variants = {name: server.plan(name, values) for name, values in server.describe()["variants"].items()}
                 arms = {**variants, f"{baseline} again": variants[baseline]}
-                server.measure(baseline, variants[baseline], STEPS)  # also starts the process that forks others
+                server.measure(baseline, variants[baseline], STEPS)  # starts the process from which arms are forked
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()
@@ -89,19 +88,15 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
                             began = time.perf_counter()
                             server.turn(name, STEPS)
                             if turn >= 0:
-                                at = seconds.setdefault(name, [])
-                                if len(at) == index:
-                                    at.append([])
-                                if len(at[index]) == again:
-                                    at[index].append([])
-                                at[index][again].append(timed("turns", began))
+                                each = seconds.setdefault(name, np.empty((servers, processes, turns)))
+                                each[index, again, turn] = timed("turns", began)
                     began = time.perf_counter()
                     if not keep or again == processes - 1:
                         for name in arms:
                             server.close(name)
                     timed("processes", began)
-    reference = np.log(np.array(seconds[baseline]))
-    logs = {name: reference - np.log(np.array(each)) for name, each in seconds.items() if name != baseline}
+    reference = np.log(seconds[baseline])
+    logs = {name: reference - np.log(each) for name, each in seconds.items() if name != baseline}
     cost = dict(zip(LEVELS, (servers, servers * processes, servers * processes * turns * len(seconds)), strict=True))
     return {
         "levels": {"servers": servers, "processes": processes, "turns": turns, "steps": STEPS},
@@ -119,14 +114,14 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levels", description=__doc__)
-    parser.add_argument("name", help="the name under which the figures are kept, such as aslr-off")
+    parser.add_argument("name", help="the name of these figures in the file, such as aslr-off")
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
     parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="keep the processes of a server, idle between their turns, instead of starting new ones",
+        help="let the same processes of a server wait, instead of starting new processes",
     )
     requested = parser.parse_args()
     figure = nested(requested.servers, requested.processes, requested.turns, keep=requested.keep)

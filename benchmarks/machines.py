@@ -1,4 +1,4 @@
-"""The files in which figures are kept, one per machine."""
+"""Write figures to files, one file per machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeline import environment, files
 FIGURES = Path(__file__).parent / "figures"
 
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""CPU flag in the fingerprint -> the common name of the vector extension, the widest first."""
+"""CPU flag in the fingerprint -> the common name of the vector extension. The widest extension comes first."""
 
 
 def name_of(fingerprint: Mapping[str, Any]) -> str:
-    """A machine's name: its GPUs, CPU model, widest vector extension and cores. The extension is part of it because
-    different CPUs in virtual machines often have the same model name."""
+    """Return a machine's name: its GPUs, CPU model, widest vector extension and cores. The name includes the extension,
+    because different CPUs in virtual machines often have the same model name."""
     hardware = fingerprint["hardware"]
     cpu = hardware["cpu"]
     vectors = [name for flag, name in VECTORS.items() if flag in cpu["flags"]][:1]
@@ -27,16 +27,17 @@ def name_of(fingerprint: Mapping[str, Any]) -> str:
 
 
 def stem(machine: str) -> str:
-    """A machine's name as the stem of a file name."""
+    """Return a machine's name in the form of a file name without its ending."""
     return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
 
 
 def keep(
     directory: Path, prefix: str, section: str, name: str, figure: Mapping[str, Any]
 ) -> tuple[Path, dict[str, Any]]:
-    """Put the new ``figure`` into this machine's file, in place of an older one; return the file and its content.
+    """Write ``figure`` into this machine's file, where it replaces an older one; return the file and its content.
 
-    Machines with the same name can differ, also in Python, torch and settings, so each figure names its environment.
+    Machines with the same name can differ in hardware, Python, torch and settings, so each figure names its
+    environment.
     """
     found = environment.fingerprint()
     machine = name_of(found)

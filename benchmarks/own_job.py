@@ -1,4 +1,4 @@
-"""Measure how long the bench of a user's own job, with a larger net, takes, and which variants it decides.
+"""Measure how long the bench of a user's own job with a larger net takes, and which variants it decides.
 
     python -m benchmarks own_job
 
@@ -38,7 +38,7 @@ IMAGES = {"train": 600, "test": 200}
 
 
 def decided() -> dict[str, Any]:
-    """The seconds of the whole stage divided by ``MOST_SECONDS``; each variant's ratios, decisions and raw samples."""
+    """Run the bench; return its seconds, also divided by ``MOST_SECONDS``, and each variant's ratios and samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_images(prepared.read(fashion_mnist(folder)[1]), folder / "images", IMAGES)

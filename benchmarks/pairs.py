@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 def ratio(
     numerator: Callable[[], float], denominator: Callable[[], float], pairs: int, *, warm_up: bool = False
 ) -> dict[str, Any]:
-    """Call the two arms ``pairs`` times each, in the order A B B A ...; return the ratios of their results, the median
-    ratio and its 95% interval."""
+    """Call each of the two arms ``pairs`` times, in the order A B B A ...; return the ratios of what they return, the
+    median ratio, and its 95% interval."""
     if warm_up:
         numerator(), denominator()
     above: list[float] = []
@@ -57,7 +57,7 @@ class Checkout:
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy2(source, target)
-        defaults = parse({"variants": {"baseline": {}}}).model_dump(mode="json")  # dvc.yaml asks for every section
+        defaults = parse({"variants": {"baseline": {}}}).model_dump(mode="json")  # dvc.yaml needs every section
         values = {
             key: sections.get(key, {}) if key == "variants" else defaults[key] | sections.get(key, {})
             for key in defaults
@@ -65,13 +65,14 @@ class Checkout:
         (path / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def use(self, packed: Path) -> None:
-        """Give the copy the prepared data set ``packed`` and this machine's fingerprint."""
+        """Link the prepared data set ``packed`` into the copy, and write this machine's fingerprint."""
         (self.path / "data").mkdir()
         (self.path / "data" / "prepared").symlink_to(packed)
         self.stage("environment")
 
     def run(self, *command: str) -> float:
-        """Run a command here; return its wall seconds. Raises CalledProcessError with the output shown."""
+        """Run a command in the copy; return its wall seconds. If the command fails, print its output and raise
+        CalledProcessError."""
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         started = time.perf_counter()
         done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True)
@@ -86,12 +87,12 @@ class Checkout:
         return self.run(sys.executable, "-m", "pipeline", *arguments)
 
     def result(self) -> dict[str, Any]:
-        """The baseline's result."""
+        """Return the baseline's result."""
         values: dict[str, Any] = json.loads((self.path / "results" / "baseline.json").read_text(encoding="utf-8"))
         return values
 
     def commit(self) -> None:
-        """Make the copy a git repository, which DVC needs."""
+        """Make the copy a git repository with one commit, which DVC needs."""
         identity = ("-c", "user.name=bench", "-c", "user.email=bench@example.org")
         self.run("git", "init", "--quiet")
         self.run("git", "add", "--all")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
 
-Each set in ``variants/`` is measured in one bench, with all its variants side by side. The figures go to
-``ready-made-<machine>.json``, and a table of these figures to the ``.md`` next to it. Sets that are not named keep
-their figures.
+Each set in ``variants/`` is measured in one bench, with all its variants side by side. The figures are written to
+``ready-made-<machine>.json``, and tables of them to the ``.md`` file next to it. The figures of sets that the user does
+not name stay in both files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does
+let_threads_sleep()  # as in `python -m pipeline`
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
@@ -30,16 +30,16 @@ from pipeline.report import formats
 
 SETS = sorted(path.stem for path in (ROOT / "variants").glob("*.yaml"))
 SECTIONS: dict[str, dict[str, Any]] = {"memory": {"optimizer": "adamw", "learning_rate": 0.001}}
-"""Set -> the settings of ``train`` that it needs, because some techniques work on AdamW's state."""
+"""Set -> the settings under ``train`` that it needs. Some techniques of this set change AdamW's state."""
 LONG_ENOUGH = 60.0
-"""Minutes of a bench. They are so many that the number of rounds ends the bench, and not the time."""
+"""Time limit of a bench in minutes, so long that the number of rounds ends the bench first."""
 FIELDS = (verdicts.THROUGHPUT.field, verdicts.MEMORY.field)
 
 
 def measure(name: str, rounds: int) -> dict[str, Any] | None:
     """Run one bench of a set's variants and the baseline; return each variant's ratios to the baseline.
 
-    None if no variant of the set can run here.
+    Return None if this machine can run no variant of the set.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     values = config.model_dump(mode="json")
@@ -80,7 +80,7 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
 def ratios(
     bench: results.Bench, settings: params.Compare
 ) -> tuple[list[verdicts.Noise], dict[str, dict[str, verdicts.Ratio]]]:
-    """The noise of each of ``FIELDS``, and variant -> field -> its ratio to the baseline."""
+    """Return the noise of each of ``FIELDS``, and variant -> field -> its ratio to the baseline."""
     baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
     assert baseline is not None
     assert control is not None
@@ -97,7 +97,7 @@ def ratios(
 
 
 def page(figures: Mapping[str, Any]) -> str:
-    """The figures of all sets as Markdown."""
+    """Return the figures of all sets as Markdown."""
     lines = [
         f"# Ready-made variants on {figures['machine']}",
         "Ratios to the baseline of the default job, with 95% intervals. Written by `python -m benchmarks.ready_made`.",

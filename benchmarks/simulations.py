@@ -2,9 +2,9 @@
 
     python -m benchmarks.simulations [NAME ...]
 
-writes ``figures/simulations.json``. Logarithms of speeds are normally distributed. ``within`` is the standard deviation
-of the logarithm of a round's ratio; each arm contributes half of the variance. ``autocorrelation`` is the correlation
-of an arm's round with the next round.
+The command writes ``figures/simulations.json``. Logarithms of speeds are normally distributed. ``within`` is the
+standard deviation of the logarithm of a round's ratio; each arm contributes half of the variance. ``autocorrelation``
+is the correlation of an arm's speed in a round with its speed in the next round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Logarithms [arms, rounds] of deviation ``within``, each round correlated with the round before (AR(1))."""
+    """Draw logarithms [arms, rounds] with the standard deviation ``within``. Return one array per arm.
+
+    Each round is correlated with the round before (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
     for index in range(1, rounds):
         drawn[:, index] = autocorrelation * drawn[:, index - 1] + (1 - autocorrelation**2) ** 0.5 * drawn[:, index]
@@ -56,7 +58,7 @@ def half_width(aa: Interval) -> float:
 
 
 def doubt_of(aa: Interval) -> float:
-    """The same as ``verdicts.Noise.doubt``."""
+    """Compute ``verdicts.Noise.doubt`` for an A/A interval."""
     return math.hypot(half_width(aa), math.log(aa.estimate))
 
 
@@ -65,7 +67,7 @@ def farther_end(aa: Interval) -> float:
 
 
 def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
-    """The interval ``plain``, and this interval widened in quadrature by each of three measures of the A/A interval."""
+    """Return ``plain``, and ``plain`` widened in quadrature by each of three measures of the A/A interval."""
     doubts = {"half_width": half_width(aa), "with_offset": doubt_of(aa), "farther_end": farther_end(aa)}
     return {"plain": plain, **{name: widened(plain, each) for name, each in doubts.items()}}
 
@@ -74,13 +76,14 @@ def looking(
     truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
     trials: int = 600,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Results for a variant with the ratio ``truth``, by stopping rule. One rule measures all ``rounds``. For each of
-    ``counts``, another rule stops when that many last rounds settle the variant, and when the control looks equal to
-    the baseline in these rounds.
+    """Simulate a variant with the ratio ``truth``; return the results of several stopping rules.
 
-    Returns the fractions of trials whose interval holds the truth (``coverage``), whose decision is ``wrong``, and
-    which are ``decided`` or ``untrusted``; and the mean number of rounds. If ``truth`` is the margin itself, "better"
-    and "same" are both wrong, and the more frequent of the two counts.
+    One rule measures all ``rounds``. For each of ``counts``, another rule stops as soon as this many last rounds settle
+    the variant, and the control looks equal to the baseline in these rounds.
+
+    The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
+    ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If ``truth`` is the margin
+    itself, "better" and "same" are both wrong, and ``wrong`` is the fraction of the more frequent of the two.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -118,17 +121,17 @@ def looking(
 
 
 def _wrong(truth: float) -> list[str]:
-    """The decisions on throughput that are wrong if the ratio is ``truth``."""
+    """Return the decisions on throughput that are wrong if the ratio is ``truth``."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
 
 
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
-    """A control and a variant that equal the baseline but look faster by ``bias``, because of their place in the order.
+    """Simulate a control and a variant that equal the baseline, but seem faster by ``bias``.
 
-    Returns the fraction of trials in which the control is trusted (``unseen``). For each of ``shapes``, it also returns
-    the fraction in which the control is trusted and the variant's interval misses the truth (``beside``).
+    Returns the fraction of trials in which the control is trusted (``unseen``), and for each of ``shapes`` the fraction
+    in which the control is trusted but the variant's interval misses the truth (``beside``).
     """
     random = np.random.default_rng(0)
     unseen, beside = 0, dict.fromkeys(SHAPES, 0)
@@ -143,8 +146,8 @@ def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 10
 
 
 def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
-    """For each of ``shapes``: the fraction of trials in which a variant with the ratio ``truth``, and without bias, is
-    decided."""
+    """Return, for each of ``shapes``, the fraction of trials in which a variant with the ratio ``truth``, and without
+    bias, is decided."""
     random = np.random.default_rng(0)
     found = dict.fromkeys(SHAPES, 0)
     for _ in range(trials):
@@ -156,11 +159,11 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 
 
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
-    """How often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
+    """Return how often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
 
-    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. Returns the number of
-    forecasts, the fraction of them after which the forecast number of pairs gave a decision, and the fraction after
-    which twice this number gave one.
+    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. The result has the number of
+    forecasts, the fraction of them for which the forecast number of pairs led to a decision, and the fraction for which
+    twice this number led to a decision.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []
@@ -179,8 +182,11 @@ def over_many(
     sessions: int, autocorrelation: float = 0.0, *, between: float = 0.11, within: float = 0.05, rounds: int = 8,
     trials: int = 1000,
 ) -> dict[str, float]:  # fmt: skip
-    """For a variant equal to the baseline, over ``sessions`` trusted sessions that differ by ``between``: how often
-    their interval holds the truth, its median relative width, and the share of untrusted benches."""
+    """Simulate a variant equal to the baseline, over ``sessions`` trusted sessions that differ by ``between``.
+
+    Returns how often the interval over the sessions contains the truth, its median relative width, and the share of
+    untrusted benches. ``between``: standard deviation over sessions of the logarithm of the ratio.
+    """
     random = np.random.default_rng(0)
     held, widths, untrusted = 0, [], 0
     for _ in range(trials):
@@ -206,11 +212,12 @@ def best_of(
     variants: int, truth: float, *, within: float = 0.04, rounds: int = 12, sessions: int = 1, between: float = 0.0,
     trials: int = 1000,
 ) -> dict[str, float]:  # fmt: skip
-    """The best of ``variants`` that all have the ratio ``truth``: its ratio over all parts of the measurement
-    (``seen``), and its ratio if some parts choose the best and other parts measure it (``told``). Parts are rounds of
-    one session, or sessions that differ by ``between``.
+    """Simulate the choice of the best of ``variants`` that all have the ratio ``truth``.
 
-    ``ahead``: how often the best is called ahead of the next by more than the margin, although no variant is ahead.
+    Returns the best variant's ratio over all parts of the measurement (``seen``), and its ratio if some parts choose
+    the best and other parts measure it (``told``). Parts are the rounds of one session, or sessions that differ by
+    ``between``. ``ahead``: how often the best is called better than the next by more than the margin, although all
+    variants are equal. ``coverage``: how often the interval of ``told`` contains the truth.
     """
     random, one, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
     seen, told, held, ahead = [], [], 0, 0

@@ -1,4 +1,4 @@
-"""Measure how fast the stages are. Most benchmarks here divide a stage's speed or time by that of a simpler reference.
+"""Measure how fast the stages are. Most of these benchmarks compare a stage with a simpler reference.
 
 The references are a textbook script, a minimal loop, a training without tracking, a process that only imports torch,
 and `dvc status`. The default job's time is divided by ten minutes.
@@ -41,7 +41,10 @@ BASELINE: dict[str, Any] = {"baseline": {}}
 
 
 def fashion_mnist(folder: Path) -> tuple[Path, Path]:
-    """Directories of Fashion-MNIST's raw files and of the prepared data set: the checkout's own, or fetched ones."""
+    """Return the directories of Fashion-MNIST's raw files and of the prepared data set.
+
+    They are this checkout's own directories, or are made in ``folder``.
+    """
     raw, packed = ROOT / "data" / "raw", ROOT / "data" / "prepared"
     config = parse({"variants": BASELINE})
     if not (raw / "fashion_mnist").is_dir():
@@ -54,7 +57,10 @@ def fashion_mnist(folder: Path) -> tuple[Path, Path]:
 
 
 def write_images(data: prepared.Dataset, folder: Path, counts: Mapping[str, int]) -> None:
-    """Write the first ``counts`` images of each split, with a border to 32x32, as RGB: SPLIT/CLASS/INDEX.png."""
+    """Write the first images of each split, with a border of 2 pixels, as RGB to SPLIT/CLASS/INDEX.png.
+
+    ``counts``: split -> number of images.
+    """
     for split, count in counts.items():
         part: prepared.Split = getattr(data, split)
         for index in range(count):
@@ -75,10 +81,10 @@ class Textbook:
         (self.checkout.path / "FashionMNIST").mkdir()
         (self.checkout.path / "FashionMNIST" / "raw").symlink_to(raw)
         self.accuracies: dict[str, list[float]] = {}
-        """Test accuracies of all runs, to show that higher speed does not cost accuracy."""
+        """Test accuracies of all runs, which show whether the higher speed costs accuracy."""
 
     def script(self, data: str = "fashion_mnist") -> float:
-        """Run the textbook script with ``Job.data`` set to ``data``; return its seconds."""
+        """Run the textbook script with ``Job.data`` set to ``data``; return its wall seconds."""
         started = time.perf_counter()
         command = replace(self.job, data=data).command("textbook")
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -87,14 +93,14 @@ class Textbook:
         return time.perf_counter() - started
 
     def stage(self) -> float:
-        """Run the baseline's stage; return its seconds."""
+        """Run the baseline's stage; return its wall seconds."""
         seconds = self.checkout.stage("train", "baseline")
         self.accuracies.setdefault("stage", []).append(self.checkout.result()["runs"][0]["test_accuracy"])
         return seconds
 
 
 def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """Samples a second of the baseline stage divided by those of the textbook script, from process start to end."""
+    """Return the textbook script's wall time divided by that of the baseline's stage, from process start to end."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, both.stage, pairs)
@@ -102,7 +108,7 @@ def textbook(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
-    """The textbook script's speedup if its data are in memory. No faster data path can bring more."""
+    """Return the textbook script's speedup if its data are in memory, which is the most that a data path can add."""
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)
         measured = ratio(both.script, lambda: both.script("in_memory"), pairs)
@@ -110,10 +116,10 @@ def textbook_in_memory(pairs: int = 8, epochs: int = 2) -> dict[str, Any]:
 
 
 def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[str, Any]:
-    """The stage's steady throughput divided by that of a minimal hand-written loop over the same tensors.
+    """Return the stage's steady throughput divided by that of a minimal hand-written loop over the same tensors.
 
-    Both train in one process, in turns of ``steps`` steps, with the same model, optimizer and data. The stage's arm is
-    ``Training.run`` with its history written to a file, as in ``job``.
+    Both loops run in one process, in turns of ``steps`` steps, with the same model, optimizer and data. The stage's
+    loop is ``Training.run`` with its history written to a file, as in ``job``.
     """
     with tempfile.TemporaryDirectory() as folder:
         epochs = -(-(pairs + 1) * steps // (60_000 // batch_size))
@@ -148,12 +154,12 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 
 
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
-    """The stage's steady throughput with its follower, divided by the throughput without the follower.
+    """Return the stage's steady throughput with its follower, divided by its throughput without the follower.
 
-    There is one training, and the follower is stopped for every other ``steps`` steps. All work of the follower,
-    including its start, falls into the turns in which it runs.
+    One training runs in turns of ``steps`` steps, and the follower is stopped in every other turn. All work of the
+    follower, including its start, falls into the turns in which the follower runs.
 
-    ``rows_lost`` counts the history's rows that are missing from the store in the end; it must be 0.
+    ``rows_lost`` counts the history's rows that are missing from the store at the end; it must be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
@@ -186,7 +192,7 @@ class Steady:
     """A baseline training in this process, as in ``job``, that a caller advances step by step."""
 
     def __init__(self, packed: Path, history: Path, batch_size: int, epochs: int = 1) -> None:
-        keep_freed_memory()  # as in the stage; here for both arms of a pair
+        keep_freed_memory()  # as in the stage; here it applies to both arms of a pair
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.world = World(rank=0, size=1, device=device, backend=None)
         dataset = prepared.read(packed)
@@ -199,7 +205,7 @@ class Steady:
         return self.task.model().to(self.world.device)
 
     def steps(self) -> Iterator[None]:
-        """Run one optimizer step per item; the history goes to its file."""
+        """Take one optimizer step per item, and write the history to its file."""
         job = plan(parse({"train": self.train.model_dump(), "variants": BASELINE}), "baseline", environment.machine())
         with TrainBatches(
             self.task,
@@ -220,7 +226,7 @@ class Steady:
                     yield
 
     def throughput(self, loop: Iterator[None], steps: int) -> float:
-        """Samples a second over ``steps`` steps of a loop."""
+        """Return the samples per second over ``steps`` steps of a loop."""
         self.world.synchronise()
         started = time.perf_counter()
         for _ in range(steps):
@@ -230,8 +236,10 @@ class Steady:
 
 
 def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
-    """Time of a ``dvc repro`` with nothing to do, divided by the time of a ``dvc status``. The ``dvc repro`` includes
-    the stages that always run. Lower is better."""
+    """Return the time of a ``dvc repro`` with nothing to do, divided by the time of a ``dvc status``.
+
+    The ``dvc repro`` includes the stages that always run. Lower is better.
+    """
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(
@@ -249,11 +257,11 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
 
 
 def default_job() -> dict[str, Any]:
-    """Time of the whole `make repro` after the installation, measured once, divided by ten minutes. Lower is better."""
+    """Return the time of the default job's ``dvc repro``, measured once, divided by ten minutes. Lower is better."""
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
         config = params.load(ROOT / params.PARAMS_FILE).model_dump(mode="json")
-        config["fetch"]["mirror"] = str(raw)  # the network's speed must not count
+        config["fetch"]["mirror"] = str(raw)  # so that the network's speed does not count
         checkout = Checkout(Path(folder, "checkout"), **config)
         checkout.commit()
         seconds = checkout.run("dvc", "repro")
@@ -262,12 +270,12 @@ def default_job() -> dict[str, Any]:
 
 IMPORT_TORCH = "import torch"
 WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
-"""The first optimizer in any program makes torch import its compiler."""
+"""A program that also creates an optimizer: the first optimizer of a process makes torch import its compiler."""
 
 
 def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
-    """A train stage's wall time without its training and evaluation, divided by the wall time of a Python process that
-    runs ``reference``."""
+    """Return a train stage's wall time without training and evaluation, divided by the wall time of a Python process
+    that runs the code ``reference``."""
     train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(

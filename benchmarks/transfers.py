@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfers
 
-With one GPU there is no all-reduce, only the copies. Without a GPU this is a rehearsal, in two processes over gloo. The
-received data are checked, and wrong data are an error, because a broken link or a broken memory can be fast.
+With one GPU, only the copies are measured. Without a GPU, this is a rehearsal in two processes over gloo. Wrong data at
+the receiver are an error, because a broken link or memory can be fast.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from pipeline.distributed import World, forked, world
 from pipeline.errors import PipelineError
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
-"""Bytes: the smallest size shows latency, the largest bandwidth."""
+"""Sizes of transfers in bytes. The smallest size shows the latency, the largest the bandwidth."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of transfer at one size: ``seconds`` is the median of one transfer, on the slowest rank."""
+    """The time of one kind of transfer at one size."""
 
     what: str
     size: int
     """Bytes."""
     seconds: float
+    """Median time of one transfer on the slowest rank."""
     bus_factor: float = 1.0
-    """Bytes that each link carries, divided by the size: 2 (n - 1) / n for an all-reduce among n GPUs, as derived in
-    nccl-tests' PERFORMANCE.md, so that figures for different n are comparable."""
+    """Bytes that each link carries, divided by the size: 2 (n - 1) / n for an all-reduce among n GPUs. It makes figures
+    for different n comparable. Source: nccl-tests, PERFORMANCE.md."""
 
     def __str__(self) -> str:
         speed = self.size / self.seconds / 1e9
@@ -46,7 +47,7 @@ class Transfer:
 def measure(device: Literal["cpu", "cuda"], processes: int, sizes: Sequence[int] = SIZES) -> list[Transfer]:
     """Measure every transfer at each of ``sizes`` (bytes, multiples of 4), in all ``processes`` at once.
 
-    Raises WorkerError if a rank fails, or if the data that arrives differs from the data sent.
+    Raises WorkerError if a rank fails, or if the received data differ from the data that were sent.
     """
     with forked(_rank, (device, tuple(sizes)), processes, preload=["pipeline.distributed"]) as ask:
         ranks = ask(None)
@@ -88,15 +89,16 @@ def _all_reduce(joined: World, size: int) -> Transfer:
 def _demand(right: bool, row: Transfer) -> None:
     if not right:
         raise PipelineError(
-            f"{row.what} of {row.size} bytes: the received data are wrong; the link or the memory is broken."
+            f"{row.what} of {row.size} bytes: the received data are wrong, because a link or the memory is broken; do "
+            "not use this machine."
         )
 
 
 def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5) -> float:
-    """Median seconds of one ``act``, over batches of several calls that the device runs one after the other."""
+    """Return the median seconds of one call of ``act``, over ``batches`` batches of calls that the device queues."""
     calls = 100 if size <= 1 << 20 else 10
     found = []
-    for _ in range(batches + 1):  # the first is a warm-up: links are set up, memory is touched
+    for _ in range(batches + 1):  # the first batch is a warm-up, which sets up links and allocates memory
         joined.synchronise()
         started = time.perf_counter()
         for _ in range(calls):
@@ -109,7 +111,7 @@ def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5
 def main() -> None:
     gpus = environment.machine().gpus
     if gpus == 1:
-        print("one GPU: only copies are measured, no all-reduce")
+        print("one GPU: only copies are measured, because an all-reduce needs several GPUs")
     for row in measure("cuda", gpus) if gpus else measure("cpu", 2, SIZES[:3]):
         print(row, flush=True)
 

@@ -1,4 +1,4 @@
-"""Measure how far a round's ratio of the baseline to itself is from 1, with short turns and without turns."""
+"""Measure how much the ratio of the baseline to itself varies over rounds, with short turns and without turns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipeline.benchmark.server import ArmSpec, Server
 
 
 def noise(rounds: int = 10) -> dict[str, Any]:
-    """The standard deviation of the A/A ratio's logarithm in rounds with turns, divided by that in rounds without.
+    """Return the standard deviation of the A/A ratio's logarithm in rounds with turns, divided by that without turns.
 
-    Rounds of both kinds, with all variants of the default job, alternate, so that both run in the same conditions.
-    ``samples_per_second``: turns per round -> arm -> one value per round, None if it was rejected.
+    Rounds of both kinds, with all variants of the default job, alternate, so that they run in the same conditions.
+    ``samples_per_second``: turns per round -> arm -> one speed per round; a rejected speed is None.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
     found: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}

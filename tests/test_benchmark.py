@@ -44,11 +44,11 @@ class FakeServer(Server):
     def __init__(self, interrupt_at: int | None = None) -> None:
         super().__init__()
         self.asked: list[str] = []
-        """Whose turn it was, in order."""
+        """The arm of each turn, in order."""
         self.taken: dict[str, list[int]] = {}
-        """The steps of each turn of the open arms."""
+        """Open arm -> the steps of each of its turns."""
         self.step_p50_ms: list[float | None] = []
-        """Of the samples to come, in order; 1 where there is no more."""
+        """The median step times of the next samples, in order. Further samples have 1 ms."""
         self.interrupt_at = interrupt_at
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -98,7 +98,7 @@ def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> No
     orders = ["".join(server.asked[first : first + 3]) for first in range(0, 36, 3)]
     assert {"".join(sorted(each)) for each in orders} == {"abc"}
     assert [each[::-1] for each in orders[::2]] == orders[1::2]
-    assert {each[0] for each in orders} == set("abc")  # no arm has a place of its own
+    assert {each[0] for each in orders} == set("abc")  # no arm has a fixed place
     for arm in rounds.arms:
         asked = [1000 + 3 * number + order.index(arm.name) + 1 for number, order in enumerate(orders)]
         assert [sample.samples_per_second for sample in arm.samples] == asked
@@ -121,7 +121,7 @@ def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row(monkeypatch: py
     assert server.asked == [*(a, b, c), *(b, c, a), *(c, a, b), *(c, b, a), *(b, a, c), *(a, c, b)]
     assert alive[0] == alive[3] == {"a": [3, 3, 4], "b": [3, 3, 4], "c": [3, 3, 4]}
     assert (rounds.turns, {sample.measured_steps for arm in rounds.arms for sample in arm.samples}) == (3, {10})
-    few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # no turn without a step
+    few = measure(arms(server, "a"), seconds=60, max_rounds=1, steps=2, turns=3)  # a turn has at least one step
     assert (few.turns, few.arms[0].samples[0].measured_steps) == (2, 2)
     assert alive[-1] == {"a": [1, 1]}
 
@@ -151,13 +151,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: FakeServer) -> None:
     rounds = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1)
-    assert len(rounds.arms[0].samples) == 3  # a fourth would end after 88 seconds
+    assert len(rounds.arms[0].samples) == 3  # a fourth round would end after 88 seconds
     assert rounds.seconds == 66
     assert len(measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1).arms[0].samples) == 1
 
 
 @pytest.mark.parametrize(("open_after", "count"), [(0, 3), (3, 7), (99, 7)])
-def test_what_is_open_when_the_time_is_over_is_measured_for_as_long_again_and_no_longer(
+def test_the_time_is_doubled_once_if_something_is_open_at_its_end(
     slow: FakeServer, open_after: int, count: int
 ) -> None:
     shown: list[int] = []
@@ -187,13 +187,13 @@ def reject(server: FakeServer, refused: dict[str, Sequence[int]]) -> None:
     [
         ({}, None, 6),
         ({}, 4, 4),
-        ({"a": [0, 2]}, None, 8),  # six are complete
-        ({"a": range(99)}, None, 6),  # which no round helps
+        ({"a": [0, 2]}, None, 8),  # six of these rounds have no rejected sample
+        ({"a": range(99)}, None, 6),  # further rounds would not help an arm that is always rejected
         ({"a": range(99), "b": [3]}, None, 7),
-        ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # not for ever
+        ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # at most twice as many rounds
     ],
 )
-def test_six_complete_rounds_are_measured_whatever_the_time(
+def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
     slow: FakeServer,
     capsys: pytest.CaptureFixture[str],
     refused: dict[str, Sequence[int]],
@@ -205,7 +205,7 @@ def test_six_complete_rounds_are_measured_whatever_the_time(
     assert len(found.arms[0].samples) == rounds
     out = capsys.readouterr().out
     assert out.count("minutes are over after 1 round; the bench goes on until it has 6 rounds without a rejected") == 1
-    assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # as there is no terminal
+    assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # printed because there is no terminal
 
 
 def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
@@ -236,7 +236,7 @@ def with_control(server: Server, *names: str) -> list[ArmSpec]:
 
 
 def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
-    """Let each arm cycle through the speeds of its list; an arm that is not named has 1000."""
+    """Let each arm cycle through the ``speeds`` of its list; an arm without a list has the speed 1000."""
     closed, count = server.close, dict.fromkeys(speeds, 0)
 
     def close(name: str) -> dict[str, Any]:
@@ -252,22 +252,22 @@ def counts(found: Rounds) -> dict[str, int]:
     return {arm.name: len(arm.samples) for arm in found.arms}
 
 
-def test_a_variant_that_is_decided_stops_and_its_minutes_go_to_the_others(slow: FakeServer) -> None:
+def test_a_settled_variant_stops_and_leaves_its_time_to_the_others(slow: FakeServer) -> None:
     paced(slow, {"fast": [1500.0], "same": [1010.0, 990.0], "open": [1020.0, 1040.0]})
     limits: dict[str, Any] = {"seconds": 15 * 55.0, "max_rounds": None, "steps": 1, "turns": 1}
     names = ("baseline", "fast", "same", "open")
     assert set(counts(measure(with_control(slow, *names), **limits)).values()) == {15}
     found = measure(with_control(slow, *names), **limits, margins=MARGINS)
-    # Ten rounds of five arms, and in the time of five more, eight of three.
+    # After ten rounds of five arms, the time of five further rounds suffices for eight rounds of three arms.
     assert counts(found) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
     assert {arm.name for arm in found.arms if arm.settled} == {"fast", "same"}
 
 
-def test_where_all_are_decided_it_ends_and_a_baseline_alone_goes_on() -> None:
+def test_the_rounds_end_when_all_variants_are_settled_but_a_lone_baseline_continues() -> None:
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 15, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(paced(FakeServer(), {"fast": [1500.0]}), "baseline", "fast"), **limits)
     assert set(counts(found).values()) == {settling.SETTLED_ROUNDS}
-    assert [arm.settled for arm in found.arms] == [False, True, False]  # also the last one, which has all rounds
+    assert [arm.settled for arm in found.arms] == [False, True, False]
     assert counts(measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)) == {
         "baseline": 15,
         "control": 15,
@@ -286,7 +286,7 @@ def window(speed: float = 1000.0, **changes: Any) -> Window:
         ({"fast": window(900.0)}, False),
         ({"fast": window(1500.0, rejections=("it throttled",))}, False),
         ({"fast": window(1500.0), "baseline": window(rejections=("it throttled",))}, False),
-        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # equal arms differ by as much
+        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # the equal arms differ as much as the variant
         ({"fast": window(1500.0, peak_memory_bytes=2**30)}, False),
     ],
 )
@@ -303,12 +303,12 @@ def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], 
     ("control", "ends"),
     [
         ({"samples_per_second": [1000.0] * 10}, True),
-        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # scatters by more than max_spread
-        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one on either side is no scatter
-        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that hides in the margin
+        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # the spread is larger than max_spread
+        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one outlier on either side is left out
+        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that is smaller than the margin
         ({"samples_per_second": [1020.0] * 8 + [999.0] * 2}, True),
         ({"samples_per_second": [1000.5] * 10}, True),
-        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # heaps differ so
+        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # the heaps of equal arms differ that much
         ({"peak_memory_bytes": [220 * 2**20] * 10}, False),
     ],
 )
@@ -323,14 +323,14 @@ def test_nothing_is_settled_where_equal_arms_differ(control: dict[str, list[Any]
     assert [each.name for each in left] == (["baseline", "control"] if ends else [each.name for each in specs])
 
 
-def test_it_goes_on_while_equal_arms_scatter_and_ends_once_they_do_not() -> None:
+def test_the_rounds_continue_while_equal_arms_scatter() -> None:
     server = paced(FakeServer(), {"fast": [2000.0], "control": [1150.0, 850.0] * 5 + [1000.0] * 20})
     limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "margins": MARGINS}
     found = measure(with_control(server, "baseline", "fast"), **limits, max_spread=0.15)
-    assert set(counts(found).values()) == {18}  # of the last ten, one on either side
+    assert set(counts(found).values()) == {18}  # the last ten contain one outlier on either side
 
 
-def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
+def test_unknown_memory_keeps_no_variant_unsettled() -> None:
     untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
                for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip
     left = settling.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
@@ -339,7 +339,8 @@ def test_memory_that_this_machine_does_not_tell_keeps_nobody() -> None:
 
 @pytest.mark.parametrize(("reduced", "stops"), [(1200.0, True), (1460.0, False)])
 def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: bool) -> None:
-    """The variant without the technique is compared with the whole variant: 1.25, or 1.027 in every other round."""
+    """The arm without the technique is compared with the whole variant. The ratio is 1.25; in the second case it is
+    1.027 in all rounds but one."""
     specs = with_control(FakeServer(), "baseline", "stack")
     technique = {"technique": "channels_last"}
     specs += [replace(specs[1], name=role, role=role, **technique) for role in ("with", "without")]  # type: ignore[arg-type]
@@ -371,14 +372,14 @@ def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
     [
         ({}, True),
         ({"interrupted": True, "rounds": 6}, True),
-        ({"rounds": 5}, False),  # which bound nothing, on a day of their own
-        ({"rounds": 5, "day": 2}, True),  # together they do
+        ({"rounds": 5}, False),  # five rounds are too few for an interval
+        ({"rounds": 5, "day": 2}, True),  # together with the new bench, which is of the same session, they suffice
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, True),
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "before"}}, False),
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
     ],
 )
-def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
+def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
     earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -398,13 +399,13 @@ def test_with_a_session_more_an_earlier_bench_of_the_same_becomes_one_too(
         ({}, 50, True),
         ({"interrupted": True, "rounds": 2}, 50, True),
         ({}, 34, True),
-        ({}, 99, False),  # more than an hour after its end, at 12:33
+        ({}, 99, False),  # more than an hour after the bench ended at 12:33
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, 50, False),
         ({"ablate": True}, 50, False),  # other arms
         ({"settled": True}, 50, False),  # nothing is open
     ],
 )
-def test_a_bench_goes_on_from_one_of_the_same_session_that_left_something_open(
+def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
     changes: dict[str, Any], minute: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -420,7 +421,7 @@ def test_a_bench_goes_on_from_one_of_the_same_session_that_left_something_open(
     assert stage.unfinished(other_boot, make_bench().keys, bench.dataset, names) is None
 
 
-def test_earlier_rounds_count_and_a_variant_that_they_settled_is_measured_no_further(slow: FakeServer) -> None:
+def test_earlier_rounds_count_and_their_settled_variants_are_not_measured_again(slow: FakeServer) -> None:
     paced(slow, {"fast": [1500.0], "open": [1020.0, 1040.0]})
     specs = with_control(slow, "baseline", "fast", "open")
     limits: dict[str, Any] = {"max_rounds": None, "steps": 1, "turns": 1, "margins": MARGINS}
@@ -436,15 +437,15 @@ def test_earlier_rounds_count_and_a_variant_that_they_settled_is_measured_no_fur
     assert (stopped.interrupted, counts(stopped)) == (True, counts(found))
 
 
-def test_what_is_left_of_a_limit_or_as_much_again() -> None:
+def test_the_unused_part_of_a_limit_remains_or_the_whole_limit_again() -> None:
     assert [stage._left(150.0, spent) for spent in (0.0, 40.0, 150.0, 400.0)] == [150.0, 110.0, 150.0, 150.0]
 
 
-def test_a_hard_limit_is_one() -> None:
+def test_with_a_hard_limit_no_number_of_rounds_is_required() -> None:
     assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
 
 
-def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
+def test_a_short_sample_predicts_the_time_of_a_round(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
     assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / (CALIBRATION_STEPS + 1))
     assert sample.seconds(220) == 10 + 220 / (CALIBRATION_STEPS + 1)
@@ -464,7 +465,7 @@ def test_a_short_sample_tells_what_a_round_takes(slow: FakeServer) -> None:
         ((1.0, 2, 6), "2 rounds (a decision would need at least 6), until about 12:01"),
     ],
 )
-def test_what_is_about_to_be_measured_is_said(
+def test_the_outlook_names_the_rounds_and_the_end(
     limits: tuple[float, int | None, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
@@ -479,7 +480,7 @@ def test_what_is_about_to_be_measured_is_said(
     time.tzset()
 
 
-def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
+def test_the_forecast_error_follows_from_the_last_bench() -> None:
     speeds = {"variant": [100.0] * 3, "aa_control": [96.0, 100.0, 104.166667]}
     rejected = make_window(rejections=("it throttled",))
     pair = [
@@ -493,14 +494,14 @@ def test_how_well_ratios_will_be_known_follows_from_the_last_bench() -> None:
     assert deviation == pytest.approx(0.0408, abs=1e-4)
     told = outlook(3, 23, 40.0, seconds=600.0, max_rounds=None, fewest=6, before=3, deviation=deviation)
     # 1.96 * 1.2533 * 0.0408 / sqrt(3 + 15) * sqrt(2)
-    assert told.endswith("; the error of a throughput's ratio will be about 3.3%, if rounds vary as in the last bench")
+    assert told.endswith("; the error of a throughput ratio will be about 3.3%, if rounds vary as in the last bench")
     few = bench.model_copy(
         update={"arms": tuple(each.model_copy(update={"samples": each.samples[:2]}) for each in pair)}
     )
     assert deviation_of(few) is None
 
 
-def test_what_is_decided_ends_before_its_time_but_not_before_the_fewest_rounds() -> None:
+def test_a_decided_measurement_ends_early_but_not_before_the_fewest_rounds() -> None:
     asked: list[int] = []
 
     def decided(found: Rounds) -> bool:
@@ -535,7 +536,7 @@ def test_where_arms_take_long_to_start_the_window_grows_by_the_square_root(openi
     server = FakeServer()
     server.step_p50_ms = [20.0]
     arm = arms(server, "baseline")[0]
-    slow = Calibration({}, 2 * opening, 1.0)  # this one opens at once
+    slow = Calibration({}, 2 * opening, 1.0)  # the other arm opens at once, so the mean is ``opening``
     assert steps_of(arm, 1.5, [slow])[0] == pytest.approx(steps, abs=1)
 
 
@@ -551,7 +552,7 @@ def test_an_arm_that_runs_differently_from_round_to_round_is_an_error(monkeypatc
         measure(arms(server, "a"), seconds=60, max_rounds=4, steps=1, turns=1)
 
 
-def test_a_sample_of_fewer_steps_that_no_reason_rejects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_steps_without_a_rejection_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer()
     closed = server.close
 
@@ -585,7 +586,7 @@ PARAMS: dict[str, Any] = {
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, furnished like a checkout in which the bench stage can run."""
+    """Make ``tmp_path`` the current directory, with the files that the bench stage needs."""
     enter(tmp_path, monkeypatch, PARAMS)
     return tmp_path
 
@@ -659,7 +660,7 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     stage.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
     assert results.read_sessions(results.KEPT_BENCHES) == [first]
-    assert f"in sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
+    assert f"written to sessions/{added.session.start_utc[:10].replace('-', '')}T" in capsys.readouterr().out
     assert (added.keys, added.session.boot_id) == (first.keys, first.session.boot_id)
     assert added.session.start_utc > first.session.start_utc
     assert (set(first.ledgers), added.ledgers) == ({"baseline"}, {})
@@ -691,9 +692,7 @@ def test_a_variant_that_cannot_be_measured_is_named(workspace: Path) -> None:
     assert not Path("bench.json").exists()
 
 
-def test_what_a_server_says_stands_above_the_bar_line_by_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_of_a_server_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n", encoding="utf-8")
     python.chmod(0o755)
@@ -705,12 +704,12 @@ def test_what_a_server_says_stands_above_the_bar_line_by_line(
 
 def test_a_server_that_dies_is_an_error_not_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # no params.yaml there
+    with Server(tmp_path) as server, pytest.raises(BenchError, match="ended"):  # tmp_path has no params.yaml
         server.describe()
 
 
 @pytest.mark.slow
-def test_every_sample_is_of_a_fresh_process(workspace: Path) -> None:
+def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
     (workspace / "noted.py").write_text(
         "import os\nfrom torch import nn\n\n"
         "def net(*, channels, height, width, classes):\n"
@@ -753,7 +752,7 @@ class Net(nn.Module):
 def net(*, channels, height, width, classes):
     return Net(channels * height * width, classes)
 """
-"""A model whose every step compiles something new, unless its micro-batches are small."""
+"""A model that compiles something new in every step, unless its micro-batches are small."""
 
 
 @pytest.mark.parametrize(
@@ -766,7 +765,7 @@ def net(*, channels, height, width, classes):
         ("streamed", None, True, 0.5),
     ],
 )
-def test_input_that_belongs_to_what_is_compared_may_take_its_time(
+def test_the_wait_for_input_is_not_limited_if_it_is_compared(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
     """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
@@ -779,15 +778,15 @@ def test_input_that_belongs_to_what_is_compared_may_take_its_time(
     )
 
 
-def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rejected(workspace: Path) -> None:
+def test_a_server_measures_windows_and_rejects_disturbed_ones(workspace: Path) -> None:
     (workspace / "restless.py").write_text(RESTLESS, encoding="utf-8")
     train, bench = PARAMS["train"] | {"model": "restless:net"}, PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"train": train, "bench": bench}), encoding="utf-8")
-    calm = Variant(gradient_accumulation=4, data_loading="streamed")  # whose input is what is compared
+    calm = Variant(gradient_accumulation=4, data_loading="streamed")  # the bench allows it to wait for its input
     with Server() as server:
         about = server.describe()
         sent = server.plan("calm", calm.model_dump(mode="json"))
-        sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that it is sent
+        sent["train"]["learning_rate"] = 0.125  # an arm follows the plan that was sent
         answer = server.measure("calm", sent, 8)
         restless = server.measure("restless", server.plan("restless", Variant().model_dump(mode="json")), 8)
     assert (about["dataset"]["name"], answer["learning_rate"]) == ("digits", 0.125)
@@ -803,7 +802,7 @@ def test_a_window_is_what_the_server_says_and_what_happens_in_it_is_seen_and_rej
     assert window.peak_memory_bytes
 
 
-def test_the_bar_ends_in_its_round_after_one_comma() -> None:
+def test_the_bar_ends_with_the_round_after_one_comma() -> None:
     shown = tqdm.format_meter(3, 150, 3.0, ncols=100, prefix="bench", bar_format=rounds._BAR, postfix="round 1, ddp")
     assert shown.endswith("| 3 of 150 s, round 1, ddp")
 
@@ -811,12 +810,12 @@ def test_the_bar_ends_in_its_round_after_one_comma() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, sent: signal.Signals) -> None:  # noqa: ARG001
-    """Send the signal as a terminal does: to the bench, its server and the arms."""
+    """The signal goes to the bench, its server and the arms, as a terminal sends it."""
     two = {"baseline": {}, "same": {"set_to_none": False}}
     alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")
     screen, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 200))  # on a screen without a width nothing is shown
+    termios.tcsetwinsize(terminal, (24, 200))  # tqdm shows nothing on a terminal without a width
     command = [sys.executable, "-m", "pipeline", "bench"]
     process = subprocess.Popen(command, stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
@@ -827,7 +826,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
             if not asked and b"round 3" in shown:
                 os.killpg(process.pid, sent)
                 asked = True
-    except OSError:  # nobody writes to it any more
+    except OSError:  # all processes that wrote to the terminal have ended
         pass
     os.close(screen)
     assert process.wait(timeout=60) == (130 if sent == signal.SIGINT else -sent), shown.decode()

@@ -1,4 +1,4 @@
-"""Each disturbance is provoked and reported; without it nothing is reported."""
+"""Each detector reports its disturbance if the disturbance occurs, and reports nothing otherwise."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_compiler_is_not_loaded_to_be_watched(monkeypatch: pytest.MonkeyPatc
 
 
 class Machine:
-    """A simulated /proc with two cores, 100 ticks per second each, and a clock; they advance when a test says so."""
+    """A simulated /proc with two cores, which count 100 ticks per second, and a clock. Only the test advances them."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.seconds = root, 50.0
@@ -118,7 +118,7 @@ class Machine:
         self.work(0)
 
     def work(self, core: int, *, busy: float = 0, idle: float = 0, stolen: float = 0) -> None:
-        """Add these seconds to one core's times."""
+        """Add seconds to the times of one core."""
         times = self.cores[core]
         times[0] += round(busy * 75)
         times[6] += round(busy * 25)  # user, softirq
@@ -133,7 +133,8 @@ class Machine:
         self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None,
         name: str = "a) 7 name",
     ) -> None:  # fmt: skip
-        """Add CPU seconds: a process's ``own``, its ``ended`` children's. ``waits``: thread -> seconds queued."""
+        """Write the times of a process: the CPU seconds of its ``own`` and of its ``ended`` children. ``waits``: thread
+        -> seconds in which the thread waited for a core."""
         directory = self.root / str(pid)
         directory.mkdir(exist_ok=True)
         times = [round(own * 60), round(own * 40), round(ended * 60), round(ended * 40)]
@@ -159,8 +160,8 @@ def foreign_load(limit: float = 0.1, cores: tuple[int, ...] = (0, 1)) -> Foreign
 def window(
     machine: Machine, detector: ForeignLoad, *, own: float, waits: dict[int, float] | None, **second: float
 ) -> ForeignLoad:
-    """Two seconds in which one core is busy, and so is the other but for ``second``; ``own`` of them are the job's,
-    whose threads waited so long."""
+    """Measure a window of two seconds in which both cores are busy, unless ``second`` sets other times for the second
+    core. The job uses ``own`` CPU seconds, and its threads wait as long as ``waits`` says."""
     machine.process(10, parent=1, own=5, waits=waits and dict.fromkeys(waits, 1.0))
     detector.open()
     machine.seconds += 2
@@ -174,13 +175,13 @@ def window(
 @pytest.mark.parametrize(
     ("cores", "own", "waits", "taken"),
     [
-        ((0, 1), 1.5, {10: 0.5}, 0.5),  # a single thread has three quarters of a core, others all the rest
-        ((0, 1), 2, {10: 0.01}, 0.01),  # load on cores that the job leaves idle takes nothing
-        ((0,), 2, {10: 1, 11: 1}, 0),  # threads of the job that wait for each other
-        ((0, 1), 0.1, {10: 0.1}, 0.1),  # of a job that hardly needs the CPU: 5% of the window
+        ((0, 1), 1.5, {10: 0.5}, 0.5),  # the job's only thread gets three quarters of a core, foreign load the rest
+        ((0, 1), 2, {10: 0.01}, 0.01),  # load on a core that the job leaves idle takes nothing from the job
+        ((0,), 2, {10: 1, 11: 1}, 0),  # two threads of the job wait for each other
+        ((0, 1), 0.1, {10: 0.1}, 0.1),  # a job that uses little CPU time loses 5% of the window
     ],
 )
-def test_what_others_take_from_the_job_is_refused(
+def test_cpu_time_that_others_take_from_the_job_is_rejected(
     machine: Machine, cores: tuple[int, ...], own: float, waits: dict[int, float], taken: float
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
@@ -192,7 +193,7 @@ def test_what_others_take_from_the_job_is_refused(
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
-    """Two ranks, one of them with children: one child existed before and ends, another starts and ends."""
+    """One of two ranks has children. One child exists before the window and ends in it; another exists only in it."""
     machine.process(10, parent=1, own=1)
     machine.process(11, parent=10, own=3, waits={11: 0})
     machine.process(12, parent=10, own=3, waits={12: 0})
@@ -249,12 +250,12 @@ def test_only_measured_windows_count_and_they_add_up(machine: Machine) -> None:
     assert "0.75 of the 3.00 s" in reason(detector)
 
 
-needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell")
+needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs /proc/self/schedstat")
 
 
 @contextmanager
 def busy_processes(count: int, core: int) -> Iterator[list[int]]:
-    """Processes that keep one core busy and do nothing else."""
+    """Start ``count`` processes that keep ``core`` busy; yield their ids."""
     program = "print('busy', flush=True)\nwhile True: pass"
     processes = []
     try:
@@ -294,7 +295,8 @@ def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
 
 
 def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bool]) -> CpuThrottling:
-    """Windows that each begin and end with these milliseconds of a core and its package; all of no length."""
+    """Measure windows of almost no length. Each of ``windows`` has the milliseconds of throttling of a core and of its
+    package at the window's start, the same at its end, and whether the window is measured."""
     files = [tmp_path / "core_throttle_total_time_ms", tmp_path / "package_throttle_total_time_ms"]
     detector = CpuThrottling(files)
     for before, after, measured in windows:
@@ -308,7 +310,7 @@ def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bo
 def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
     assert "the CPU got too hot and was throttled for 0.01 of " in reason(detector)
-    detector.window_seconds = 0.11  # of which 5 ms are less than a twentieth
+    detector.window_seconds = 0.11  # 5 ms of throttling are less than a twentieth
     assert detector.rejections() == []
 
 
@@ -318,20 +320,20 @@ def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) ->
 
 
 class FakeNvml:
-    """A fake NVML with answers about one GPU, or about several by handle. The rest is as in the real module."""
+    """A fake NVML. The functions that the detectors call return what a test sets; all other names are pynvml's own."""
 
     def __init__(self) -> None:
         self.answers: Iterator[int | Exception] = iter(())
         self.steady = 0
-        """Bits of what holds the clocks down, once ``answers`` have been given."""
+        """The reasons for reduced clocks, as bits, after all ``answers`` have been returned."""
         self.pids: list[int] = []
         self.clients: list[int] = []
-        """Those that an MPS server serves."""
+        """Process ids of the clients of an MPS server."""
         self.asked = 0
         self.slow: set[str] = set()
-        """Handles of GPUs that are always slowed down."""
+        """Handles of GPUs that always report a hardware slowdown."""
         self.held: set[str] = set()
-        """Handles of GPUs that also somebody else computes on."""
+        """Handles of GPUs that the foreign process 20 uses too."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pynvml, name)
@@ -370,7 +372,7 @@ SLOW = pynvml.nvmlClocksEventReasonHwSlowdown
 
 
 def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Exception, measured: bool = True) -> None:
-    """Run a window in which the driver is asked at least once per answer."""
+    """Run a window in which the driver is queried at least once for each of ``answers``."""
     nvml.answers, nvml.asked = iter(answers), 0
     detector.open()
     deadline = time.monotonic() + 60
@@ -415,7 +417,7 @@ def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
     detector.open()
     nvml.steady = 0
     detector.close(measured=True)
-    assert (detector.looks, detector.slow_looks) == (1, 0)  # at the window's end
+    assert (detector.looks, detector.slow_looks) == (1, 0)  # the only query is at the window's end
 
 
 def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None:
@@ -449,7 +451,9 @@ def test_a_driver_that_is_silent_for_a_moment_does_not_stop_the_job(nvml: FakeNv
 
 
 def shared_gpu(nvml: FakeNvml, before: list[int], after: list[int], *, measured: bool = True) -> SharedGpu:
-    """Return the detector after a window that starts and ends with these processes on the GPU; the job is 10."""
+    """Return the detector after a window, with the processes that are on the GPU ``before`` and ``after`` the window.
+
+    Process 10 is the job's root."""
     detector = SharedGpu(nvml, "this one", root_pid=10)
     nvml.pids = before
     detector.open()
@@ -474,7 +478,7 @@ def rank(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         ([11, 12], [11, 12], 0),
         ([11, 20, 21], [11], 2),
         ([11], [20, 11], 1),
-        # a container: the driver lists pids of the host
+        # In a container, the driver lists the host's process ids.
         ([7001], [7001], 0),
         ([], [], 0),
         ([7001], [7001, 7002], 1),
@@ -495,12 +499,12 @@ def test_other_processes_on_the_gpu_are_refused(
     [
         ([30, 11], [11], 0),
         ([30, 11, 12], [11, 12], 0),
-        ([30, 11, 20], [11, 20], 1),  # somebody else's client
-        ([30], [11], 0),  # before Volta the server stands for its clients
-        # a container: nobody's name can be read
+        ([30, 11, 20], [11, 20], 1),  # a foreign client
+        ([30], [11], 0),  # on a GPU older than Volta, only the server is listed
+        # In a container, the names of the host's processes cannot be read.
         ([7000, 7001], [7001], 0),
         ([7000, 7001, 7002], [7001, 7002], 1),
-        ([7001, 7002], [], 1),  # no MPS there
+        ([7001, 7002], [], 1),  # without MPS
     ],
 )
 def test_the_server_of_mps_is_not_another_process(
@@ -527,7 +531,7 @@ def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.M
         detector.close(measured=True)
     throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
     assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
-    assert held.startswith("1 other process held GPU 3;")
+    assert held.startswith("1 other process used GPU 3;")
 
 
 @pytest.mark.usefixtures("rank")
@@ -544,7 +548,7 @@ def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml
     assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).rejections() == []
 
 
-# What the measurements say themselves
+# Contradictory figures
 
 
 def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,14 +624,14 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
     (tmp_path / "stat").write_text("")
     active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in active_detectors] == [Recompilation, ForeignLoad, CpuThrottling]
-    for core, refused in ((1, False), (3, True)):  # this process may not use core 1
+    for core, refused in ((1, False), (3, True)):  # core 1 does not count, because this process may not use it
         active_detectors[2].open()
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("400\n")
         active_detectors[2].close(measured=True)
         assert bool(active_detectors[2].rejections()) is refused
 
 
-@pytest.mark.gpu("a driver that tells")
+@pytest.mark.gpu("a driver that reports slowdowns")
 def test_an_idle_gpu_is_watched_in_silence() -> None:
     left = torch.randn(2048, 2048, device=GPU)
     active_detectors = detectors([GPU], root_pid=os.getpid(), max_foreign_load=None)

@@ -52,7 +52,7 @@ CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 
 class Clockwork:
-    """A clock that advances when told to."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -99,15 +99,15 @@ def test_packages_add_up_each_once_and_a_counter_that_wraps_goes_on(
     zones(rapl_0=900_000, rapl_0_0=0, rapl_1=100_000, rapl_1_0=0, rapl_2=0)
     counters = Energy([CPU])
     window(counters, clock, lambda: zones(rapl_0=100_000, rapl_0_0=50_000, rapl_1=350_000, rapl_1_0=9, rapl_2=700_000))
-    zones(rapl_0=600_000)  # between windows: nobody's
+    zones(rapl_0=600_000)  # energy between windows does not count
     window(counters, clock, lambda: zones(rapl_0=700_000, rapl_1=400_000))
     joules = 0.2 + 0.25 + 0.1 + 0.05
     assert per_sample([counters.read()], 8) == {"joules_per_sample": pytest.approx(joules / 8)}
-    both = [counters.read()] * 2  # two processes of one CPU
+    both = [counters.read()] * 2  # two processes that share a CPU
     assert per_sample(both, 8) == {"joules_per_sample": pytest.approx(joules / 8)}
 
 
-def test_what_is_not_measured_is_forgotten(zones: Callable[..., None], clock: Clockwork) -> None:
+def test_windows_that_are_not_measured_do_not_count(zones: Callable[..., None], clock: Clockwork) -> None:
     zones(rapl_0=0)
     counters = Energy([CPU])
     counters.open()
@@ -128,7 +128,7 @@ def test_two_gpus_of_two_ranks_add_up_and_a_shared_one_counts_once(
     one, other = (rank.read() for rank in ranks)
     assert per_sample([one, other], 1000) == {"joules_per_sample": pytest.approx(0.7)}
     assert per_sample([one, one], 1000) == {"joules_per_sample": pytest.approx(0.2)}
-    both = Energy(GPUS)  # one process with two
+    both = Energy(GPUS)  # one process with two GPUs
     window(both, clock, lambda: None, seconds=2.0)
     assert per_sample([both.read()], 1000) == {"joules_per_sample": pytest.approx(0.7)}
 
@@ -139,7 +139,7 @@ def why_not(*ranks: Energy) -> str:
     return str(why)
 
 
-def test_without_a_counter_it_is_unknown(
+def test_without_a_counter_the_energy_is_unknown(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters = Energy([CPU])
@@ -158,10 +158,11 @@ def test_without_a_counter_it_is_unknown(
 
 
 @pytest.mark.parametrize("reads", [0, 1, 2])
-def test_without_permission_it_is_unknown(
+def test_without_permission_the_energy_is_unknown(
     reads: int, zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the start or from some moment on; if one rank's energy is unknown, so is the energy of all."""
+    """Permission is missing from the first, second or third read on. If one rank's energy is unknown, the energy of all
+    ranks together is unknown."""
     zones(rapl_0=0)
     other = Energy([CPU])
     window(other, clock, lambda: zones(rapl_0=5))
@@ -180,22 +181,22 @@ def test_without_permission_it_is_unknown(
     assert "rapl:0/energy_uj" in why_not(other, counters)
 
 
-def test_a_counter_that_stands_still_tells_nothing(zones: Callable[..., None], clock: Clockwork) -> None:
+def test_the_energy_is_unknown_if_a_counter_does_not_advance(zones: Callable[..., None], clock: Clockwork) -> None:
     zones(rapl_0=77, rapl_1=0)
     counters = Energy([CPU])
     window(counters, clock, lambda: zones(rapl_0=99))
-    assert "stood still" in why_not(counters)
+    assert "did not advance" in why_not(counters)
 
 
-def test_windows_that_are_too_short_tell_nothing_but_what_to_raise(
+def test_for_too_short_windows_the_setting_to_raise_is_named(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plug(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=lambda _: round(1e5 * clock.now))
     counters = Energy(GPUS[:1], "raise bench.window_seconds")
     for seconds in (0.5, 1.5, 0.4):
         window(counters, clock, lambda: None, seconds)
-    assert "windows of 1 s, but the windows took 0.800 s: raise bench.window_seconds" in why_not(counters)
-    zones(rapl_0=0)  # which moves more often
+    assert "windows of at least 1 s, but the windows took 0.800 s: raise bench.window_seconds" in why_not(counters)
+    zones(rapl_0=0)  # RAPL's counter is updated more often, so shorter windows suffice
     counters = Energy([CPU])
     window(counters, clock, lambda: zones(rapl_0=9), seconds=0.4)
     assert per_sample([counters.read()], 9) == {"joules_per_sample": pytest.approx(1e-6)}
@@ -213,11 +214,11 @@ PARAMS: dict[str, Any] = {
 
 
 def _with_a_joule_a_window(refused: list[Rejection], *arguments: Any) -> Generator[Any, Any, None]:
-    """An arm in a process of its own, whose energy counter grows by a joule with each read."""
+    """Run an arm's process with an energy counter that grows by a joule with each read."""
     reads = itertools.count()
     energy._of_packages = lambda: {"package-0": energy._Counter(lambda: next(reads), 1.0, 2**64)}
     energy.SHORTEST_SECONDS["cpu"] = 0.0
-    for name, found in (("detectors", []), ("of_turns", refused)):  # this test ignores other load
+    for name, found in (("detectors", []), ("of_turns", refused)):  # so that other load cannot fail the test
         setattr(arm, name, lambda *_, found=found, **__: found)
     yield from arm._rank_of_arm(*arguments)
 
@@ -234,7 +235,7 @@ def test_an_arm_of_two_ranks_counts_their_cpu_once_in_measured_windows_alone(
             ask(request)
         measured, _ = ask(None)
     assert bool(measured.window.rejections) is refused
-    known = None if refused else 3 / (6 * 64)  # three turns, of which none holds the end of an epoch
+    known = None if refused else 3 / (6 * 64)  # each of the three turns is one window, because no epoch ends in them
     assert (measured.window.joules_per_sample, measured.window.why_no_energy) == (known, None)
 
 
@@ -242,7 +243,8 @@ def test_an_arm_of_two_ranks_counts_their_cpu_once_in_measured_windows_alone(
 
 
 def with_energy(bench: Bench, joules: Mapping[str, float], why_not: str | None = None) -> Bench:
-    """``joules``: energy per sample, by variant, as a multiple of the baseline's 5 mJ; ``why_not``: why unknown."""
+    """Return ``bench`` with energies. ``joules``: variant -> energy per sample, as a multiple of the baseline's 5 mJ.
+    ``why_not``: why all energies are unknown; None if they are known."""
 
     def sample(window: Window, draw: random.Random, factor: float) -> Window:
         known = {"joules_per_sample": 0.005 * factor * math.exp(draw.gauss(0, 0.01))}
@@ -261,7 +263,7 @@ def comparison(margin: float | None, why_not: str | None = None, **changes: Any)
     return make_comparison(bench=bench, margins=Margins(energy=margin))
 
 
-def test_a_margin_lets_verdicts_take_it_in() -> None:
+def test_energy_counts_in_verdicts_if_it_has_a_margin() -> None:
     usual, shown, judged = make_comparison(), comparison(None), comparison(0.05)
     verdicts = [[each.verdict for each in one.variants] for one in (usual, shown, judged)]
     assert verdicts == [[None, "pays", "trades"], [None, "pays", "trades"], [None, "trades", "trades"]]
@@ -296,7 +298,7 @@ def test_the_champion_may_be_the_one_that_saves_most_energy() -> None:
     ] == [None, "energy a sample"]
 
 
-def test_where_the_baseline_differs_from_itself_none_is_believed() -> None:
+def test_energy_is_untrusted_if_the_baseline_differs_from_itself() -> None:
     bench = with_energy(make_bench(), {})
     base = bench.arms[0].samples
     wild = tuple(
@@ -309,7 +311,7 @@ def test_where_the_baseline_differs_from_itself_none_is_believed() -> None:
     assert "energy a sample: the baseline measured against itself" in " ".join(ddp.reasons)
 
 
-def test_the_report_shows_it_only_where_it_was_asked_for() -> None:
+def test_the_report_shows_energy_only_if_it_was_measured() -> None:
     usual, shown, judged, unknown = (
         make_comparison(), comparison(None), comparison(0.05), comparison(0.05, "its counter stood still"),
     )  # fmt: skip
@@ -330,12 +332,12 @@ def test_the_report_shows_it_only_where_it_was_asked_for() -> None:
     assert "5% of energy a sample" in said
     assert "the energy a sample (" not in plain(markdown(shown)).split("A/A")[0]
     assert "its counter stood still" in markdown(unknown)
-    assert unknown.variants[1].verdict == "pays"  # what this machine does not tell is in no verdict
+    assert unknown.variants[1].verdict == "pays"  # an unknown energy does not count in the verdict
     assert metrics(judged.variants[1])["energy_ratio"] == pytest.approx(2.0, rel=0.02)
-    assert ratios_csv(judged).count("energy a sample") == 3  # with A/A
+    assert ratios_csv(judged).count("energy a sample") == 3  # two variants and the A/A control
 
 
-def test_stores_and_evidence_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_and_the_evidence_contain_the_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child: Any = SimpleNamespace(variant="ddp")
     (point,) = (
         each for each in compared_points(json.loads(comparison(None).to_json()), child, {}) if "joules" in each.key
@@ -359,7 +361,7 @@ def test_stores_and_evidence_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
             evidence.write()
 
 
-def test_files_and_digests_are_as_before_where_it_is_off() -> None:
+def test_without_energy_files_and_digests_do_not_mention_it() -> None:
     assert "energy" not in BenchSettings().model_dump() | Margins().model_dump()
     assert not {"joules_per_sample", "why_no_energy"} & make_window().model_dump().keys()
     on = parse({"variants": {"baseline": {}}, "bench": {"energy": True}, "infer": {"energy": True}})
@@ -375,10 +377,10 @@ def test_files_and_digests_are_as_before_where_it_is_off() -> None:
 # In inference.
 
 
-def test_inference_tells_joules_a_sample_or_why_not(
+def test_inference_reports_joules_per_sample_or_why_not(
     zones: Callable[..., None], clock: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten watts, and 1/64 and 1/128 s an image."""
+    """The device draws ten watts. The two forms take 1/64 s and 1/128 s for an image."""
     monkeypatch.setattr(timing, "time", clock)
     zones(rapl_0=0)
     count = energy._number
@@ -411,7 +413,7 @@ def test_inference_tells_joules_a_sample_or_why_not(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_stage_writes_it_where_it_is_asked_for(
+def test_the_infer_stage_writes_the_energy_if_it_is_requested(
     there: bool, zones: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infer = {"energy": True, "forms": ["eager"], "batch_sizes": [8], "rounds": 2, "window_seconds": 0.001}

@@ -37,22 +37,22 @@ class Gpu:
     memory_gib: float | None = 79.6
     power_milliwatts: int | None = 700_000
     instances: list[Gpu | None] | None = None
-    """Its instances by index, None where there is none; no list: the GPU is not split."""
+    """The GPU's MIG instances by index, None for an index without an instance. No list: MIG does not split the GPU."""
     parent: Gpu | None = field(default=None, repr=False)
 
 
 Plug = Callable[..., None]
 NOTHING = cuda.Answer([])
-"""What CUDA says where it has no GPU."""
+"""CUDA's answer on a machine without a GPU."""
 
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """``plug(*gpus, shown=None)``: a driver that knows ``gpus``, with CUDA_VISIBLE_DEVICES=``shown``. ``told``: CUDA's
-    own answer, None if CUDA must not be asked."""
+    """Return ``plug(*gpus, shown=None)``, which simulates a driver with ``gpus``, and CUDA_VISIBLE_DEVICES=``shown``.
+    ``told``: CUDA's own answer; None if the code must not query CUDA."""
 
     def ask(told: cuda.Answer | None) -> cuda.Answer:
-        assert told is not None, "CUDA was asked, which takes a process"
+        assert told is not None, "CUDA was queried, although this needs a process of its own"
         return told
 
     def found(value: Any, error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported) -> Any:
@@ -132,7 +132,7 @@ def test_two_calls_and_two_processes_agree() -> None:
     assert json.loads(done.stdout) == fingerprint() == fingerprint()
 
 
-def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(A)
     monkeypatch.setenv("HOSTNAME", "node17")
     monkeypatch.setenv("TORCH_HOME", "/home/somebody/.cache/torch")
@@ -142,7 +142,7 @@ def test_nothing_of_it_belongs_to_one_machine_alone(plug: Plug, monkeypatch: pyt
         assert private not in text
 
 
-def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_secrets_only_the_name_of_the_variable_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
     write(tmp_path / "environment.json")
@@ -153,9 +153,9 @@ def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypa
     assert not [secret for secret in SECRETS if secret in text]
     before = found["hash"]
     monkeypatch.setenv("NCCL_SECRET", "another")
-    assert fingerprint()["hash"] == before, "nor can its hash be used to try values"
+    assert fingerprint()["hash"] == before, "the hash depends on the secret, so the secret could be guessed"
     monkeypatch.delenv("NCCL_SECRET")
-    assert fingerprint()["hash"] != before, "that it is set counts"
+    assert fingerprint()["hash"] != before, "the hash does not depend on whether the variable is set"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_secrets_are_told_by_their_variables_name_alone(tmp_path: Path, monkeypa
         ("ATEN_CPU_CAPABILITY", "avx512"),
     ],
 )
-def test_a_setting_is_told_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_is_recorded_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert variables.settings()[name] == value
 
@@ -219,7 +219,7 @@ def test_a_variable_that_changes_numbers_counts(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", DO_NOT_COUNT.split())
-def test_a_variable_that_changes_none_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_changes_no_number_does_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint()
     monkeypatch.setenv(name, "anything")
     assert fingerprint() == before
@@ -253,7 +253,7 @@ def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, vi
     assert machine().gpus == len(visible)
 
 
-def test_what_is_said_of_a_gpu(plug: Plug) -> None:
+def test_the_recorded_facts_of_a_gpu(plug: Plug) -> None:
     plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None), Gpu("GPU-3", "Shared", (12, 1), None, None))
     found = fingerprint()
     assert found["hardware"]["gpus"] == [
@@ -277,7 +277,7 @@ def test_another_gpu_count_driver_or_power_limit_is_another_environment(
     plug(Gpu("GPU-1"))
     hashes = [fingerprint()["hash"]]
     plug(Gpu("GPU-9"))
-    assert fingerprint()["hash"] == hashes[0], "the same model in another machine is the same environment"
+    assert fingerprint()["hash"] == hashes[0], "another GPU of the same model made another environment"
     for gpus in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
         plug(*gpus)
         hashes.append(fingerprint()["hash"])
@@ -302,7 +302,9 @@ def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
         plain.append((found["hash"], hash_of(found, "variants", "plain"), hash_of(found, "variants", "plain", "also")))
     assert [version for version, _ in relying] == [None, "g++ 12.2.0", "g++ 14.1.0"]
     assert len({digest for _, digest in relying}) == 3
-    assert {digest for digests in plain for digest in digests} == {fingerprint()["hash"]}, "they compile nothing"
+    assert {digest for digests in plain for digest in digests} == {fingerprint()["hash"]}, (
+        "the hash of variants that compile nothing depends on the compiler"
+    )
 
 
 def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +355,7 @@ def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, vi
 
 
 def on_cuda(*names: str, uuids: Sequence[str] = ()) -> cuda.Answer:
-    """CUDA's answer for GPUs with these names."""
+    """Return CUDA's answer for GPUs with these names."""
     about = {"compute_capability": "9.0", "memory_gib": 79}
     pairs = zip_longest(names, uuids, fillvalue="")
     return cuda.Answer(
@@ -374,7 +376,7 @@ SLOW, FAST = Gpu("GPU-5-a", "T400", (7, 5)), Gpu("GPU-0-b", "H100")
         (None, on_cuda("H100", uuids=("GPU-7-c",)), ["T400", "H100"]),
     ],
 )
-def test_of_different_gpus_cuda_knows_its_order(
+def test_different_gpus_are_listed_in_the_order_of_cuda(
     plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: cuda.Answer | None, seen: list[str]
 ) -> None:
     plug(SLOW, FAST, told=told)
@@ -385,7 +387,7 @@ def test_of_different_gpus_cuda_knows_its_order(
 
 
 @pytest.mark.parametrize("shown", [None, "1", "GPU-cccc", ""])
-def test_of_equal_gpus_nobody_asks_cuda(plug: Plug, shown: str | None) -> None:
+def test_cuda_is_not_queried_if_all_gpus_are_equal(plug: Plug, shown: str | None) -> None:
     plug(Gpu("GPU-aaaa"), Gpu("GPU-cccc"), shown=shown, told=None)
     assert machine().gpus == (0 if shown == "" else 2 if shown is None else 1)
 
@@ -396,7 +398,8 @@ ERRORS = [pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_Unknown, pynvml.NVM
 
 @pytest.fixture(params=[*(("nvmlInit", error) for error in ERRORS), *((call, ERRORS[2]) for call in FAILING[1:])])
 def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Lets NVML fail, at once or at a later call. A container without the capability "utility" has no NVML library."""
+    """Return a function that makes one of NVML's functions fail. A container without the capability "utility" has no
+    NVML library."""
     call, error = request.param
 
     def fail(*_: object) -> None:
@@ -423,7 +426,7 @@ def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
     assert (made.device, made.skipped) == ("cuda", {})
 
 
-def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml: Callable[[], None]) -> None:
+def test_a_gpu_that_cannot_be_used_is_reported(plug: Plug, no_nvml: Callable[[], None]) -> None:
     plug(A, told=cuda.Answer([], "CUDA's error 802"))
     no_nvml()
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
@@ -434,7 +437,7 @@ def test_a_gpu_that_cannot_be_used_is_never_left_in_silence(plug: Plug, no_nvml:
         plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
 
 
-def test_where_nothing_speaks_for_a_gpu_nothing_is_said(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_no_failure_but_a_failing_one_is(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(A)
     for error, why in zip(ERRORS, (None, "NVML says: Unknown Error", "NVML says: GPU is lost"), strict=True):
 
@@ -459,12 +462,12 @@ int cuDeviceGetUuid_v2(char *uuid, int device) {{ memset(uuid, device, 16); retu
 int cuDeviceTotalMem_v2(size_t *bytes, int device) {{ *bytes = (size_t)device << 33; return 0; }}
 int cuDeviceGetAttribute(int *value, int attribute, int device) {{ *value = attribute - 70; return device == 9; }}
 """
-"""A libcuda with two devices, numbers 7 and 8."""
+"""C code of a simulated libcuda with two devices, numbered 7 and 8."""
 
 
 @pytest.fixture
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``pretend(init)`` replaces CUDA's library by one whose cuInit runs the C code ``init``."""
+    """Return ``pretend(init)``, which replaces CUDA's library by a library whose cuInit runs the C code ``init``."""
 
     def pretend(init: str) -> None:
         (tmp_path / "cuda.c").write_text(PRETENDING.format(init=init), encoding="utf-8")
@@ -476,7 +479,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return pretend
 
 
-needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="a library is compiled")
+needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 
 
 @needs_a_compiler
@@ -485,9 +488,9 @@ def test_cuda_is_asked_in_a_process_of_its_own(pretend: Callable[[str], None], m
     about = {"compute_capability": "5.6"}
     h100 = about | {"uuid": "07" * 16, "name": "H100", "memory_gib": 56}
     assert cuda.ask() == cuda.Answer([h100, about | {"uuid": "08" * 16, "name": "T400", "memory_gib": 64}])
-    assert "libcuda.so" not in Path("/proc/self/maps").read_text(encoding="utf-8"), "who forks must not have started it"
+    assert "libcuda.so" not in Path("/proc/self/maps").read_text(encoding="utf-8"), "this process has loaded CUDA"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert cuda.ask().gpus == [h100], "it reads the variables itself"
+    assert cuda.ask().gpus == [h100], "CUDA's process did not get this process's variables"
 
 
 @needs_a_compiler
@@ -513,9 +516,9 @@ def test_a_cuda_that_does_not_start(
     assert found.failure is None if failure is None else re.match(failure, str(found.failure))
 
 
-def test_without_cudas_library_there_is_nothing_to_tell() -> None:
+def test_without_the_cuda_library_there_are_no_gpus() -> None:
     if ctypes.util.find_library("cuda"):
-        pytest.skip("there is one")
+        pytest.skip("this machine has CUDA's library")
     assert cuda.ask() == cuda.Answer([])
 
 
@@ -546,7 +549,7 @@ def test_native_bf16_needs_it_on_every_gpu(plug: Plug, capabilities: list[tuple[
         ),
     ],
 )
-def test_what_is_said_of_a_cpu(
+def test_the_recorded_facts_of_a_cpu(
     cpuinfo: str, model: str, flags: list[str], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Everything that a user's modules import is in the code digests, or is refused."""
+"""Every module of the user's own that is loaded has a code digest; if not, the pipeline refuses to run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hidden(channels, height, width, classes):
 
 class Late(nn.Sequential):
     def forward(self, images):
-        if torch.is_grad_enabled():  # in a training step, but not where the model's output is checked
+        if torch.is_grad_enabled():  # true in a training step, but not in the check of the model's output
             import_module("own_layers_by_name")
         return super().forward(images)
 
@@ -58,7 +58,7 @@ def flat(inputs, classes):
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with modules of the user's own that nobody has imported yet."""
+    """Make a checkout with modules of the user's own, which are not imported yet, and make it the current directory."""
     before, path = set(sys.modules), [*sys.path]
     here = tmp_path / "checkout"
     files = {
@@ -113,7 +113,9 @@ def test_what_no_statement_imports_is_refused(
     assert "PYTHONPATH" in str(caught.value)
 
 
-def test_code_that_torch_generates_in_the_checkout_is_not(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_torch_generates_in_the_checkout_is_not_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = code.unfollowed(planned())
     name = "torch._inductor.runtime.compile_tasks.c0de"
     generated = ModuleType(name)
@@ -140,7 +142,7 @@ class Own(Technique):
 """
 
 
-def test_so_is_a_part_of_a_technique_s_package_wherever_it_lies(
+def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {"__init__": TECHNIQUE, "part": ""}.items():
@@ -161,7 +163,9 @@ def test_so_is_a_part_of_a_technique_s_package_wherever_it_lies(
 
 
 @pytest.mark.parametrize(("factory", "code_"), [("inside", 0), ("hidden", 2), ("late", 2)])
-def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_refuses_a_module_without_a_digest(
+    factory: str, code_: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     params: dict[str, Any] = {
         "fetch": {"dataset": "digits"},
         "train": {
@@ -170,7 +174,7 @@ def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixt
             "epochs": 1,
             "batch_size": 128,
             "warmup_steps": 2,
-            "deterministic": False,  # or its try would be a backward pass before the first step
+            "deterministic": False,  # True would try a backward pass before the first step
             "model": f"own_net:{factory}",
         },
         "publish": {"live": False},
@@ -178,14 +182,14 @@ def test_training_refuses_it(factory: str, code_: int, capfd: pytest.CaptureFixt
     }
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     furnish(parse(params))
-    for _ in range(2):  # a checkpoint of what was refused would be accepted by the second
+    for _ in range(2):  # the refused training must leave no checkpoint, which a second one would accept
         sys.modules.pop("own_layers_by_name", None)
         assert cli.main(["train", "baseline"]) == code_
         assert ("error: own_layers_by_name (" in capfd.readouterr().err) is (code_ == 2)
         assert Path("results/baseline.json").exists() is (code_ == 0)
 
 
-def test_so_does_a_measurement(digits_folder: Path) -> None:
+def test_a_measurement_refuses_a_module_without_a_digest(digits_folder: Path) -> None:
     train = {"device": "cpu", "seeds": [0], "batch_size": 128, "model": "own_net:late", "deterministic": False}
     made = plan(parse({"train": train, "variants": {"baseline": {}}}), "baseline", CPU)
     with assembled(made, digits_folder) as assembly, pytest.raises(code.Unfollowed), assembly.training(0) as training:

@@ -1,4 +1,4 @@
-"""A commit against another: the decision, recordings, the copies that are measured side by side, and all in earnest."""
+"""The gate: its decision, comparison with a recorded file, the copies, both sides simulated, and complete gates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def arm(
     told: bool = True,
     **changes: Any,
 ) -> Arm:
-    """An arm on a machine that drifts; each name draws its own ``noise``. Without ``told``, memory is unknown."""
+    """Return an arm of a machine whose speed drifts. Each name draws its own ``noise``. If not ``told``, memory is
+    unknown."""
     draw = random.Random(name)
     samples = [
         make_window(
@@ -93,8 +94,8 @@ def judged(
     margins: Margins | None = None,
     confidence: float = 0.95,
 ) -> Judged:
-    """``heads`` against bases of the same variants, on a machine with that noise and drift. ``rejected``: variant ->
-    rounds in which the base's sample was."""
+    """Judge ``heads`` against bases of the same variants, on a machine with this noise and drift. ``rejected``: variant
+    -> rounds in which the base's sample was rejected."""
 
     def of_base(variant: str, name: str) -> Arm:
         head = heads[0].samples
@@ -114,7 +115,7 @@ def judged(
 
 
 def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
-    """Return each variant's decisions on throughput and on memory."""
+    """Return variant -> the decisions on throughput and on memory."""
     rows = [*found.variants, *([found.together] if found.together else [])]
     return {
         row.variant: (
@@ -125,11 +126,11 @@ def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
     }
 
 
-# The decision.
+# The decision
 
 
 def written_gate(*names: str) -> dict[str, Any]:
-    """The file of a gate on the variants ``names``, the baseline first, that two equal sides have passed."""
+    """Return the content of gate.json for two equal sides with the variants ``names``. The baseline must be first."""
     control = arm("base baseline, A/A control", variant="baseline")
     bases, heads = ([arm(f"{side} {name}") for name in names] for side in ("base", "head"))
     accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in names}
@@ -172,7 +173,7 @@ def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = parse({"variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}})
-    gate.confirm(config)  # without a file there is nothing to hold against anything
+    gate.confirm(config)  # does nothing without gate.json
     values = written_gate("baseline", "ddp")
     change(values)
     write_text(gate.JSON_FILE, json.dumps(values))
@@ -211,18 +212,18 @@ def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
     assert found.variants[0].accuracy.decision == "undecided"
     there, here = {0: 0.5, 1: 0.9, 2: 0.7}, {0: 0.99, 1: 0.8, 2: 0.98}
     wide = decision.accuracies(1000, {"baseline": there}, {"baseline": here}, 0.01)
-    assert wide["baseline"].high_fraction == pytest.approx(0.3), "no more than all can be right"
+    assert wide["baseline"].high_fraction == pytest.approx(0.3), "the head's accuracy cannot be above 1"
 
 
 @pytest.mark.parametrize(
     ("noise", "margins", "outcome"),
     [
-        (0.03, Margins(), "passed"),  # at worst 0.917, and a loss of 10% is 0.909
-        (0.04, Margins(), "undecided"),  # 0.906
-        (0.04, Margins(throughput=0.2), "passed"),  # smaller losses do not matter
+        (0.03, Margins(), "passed"),  # the interval's lower end is 0.917; a loss of 10% would be 0.909
+        (0.04, Margins(), "undecided"),  # the lower end is 0.906
+        (0.04, Margins(throughput=0.2), "passed"),  # losses below the margin do not matter
     ],
 )
-def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
+def test_a_loss_by_must_see_that_is_not_excluded_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
     found = judged(arm(throughput=0.95, noise=noise), noise=noise, margins=margins)
     assert found.outcome == outcome
     assert len(found.unseen) == (outcome == "undecided")
@@ -233,14 +234,14 @@ def test_a_loss_that_must_be_seen_and_may_be_there_is_no_pass(noise: float, marg
     ("head", "noise", "expected"),
     [
         ({}, 0.01, True),
-        ({"throughput": 0.97}, 0.01, False),  # passes, and may be worse by a little
+        ({"throughput": 0.97}, 0.01, False),  # the outcome is "passed", but a small loss is not excluded
         ({"throughput": 0.8}, 0.01, True),
-        ({"throughput": 0.95}, 0.03, False),  # 0.909 is not excluded as surely as a look has to
-        ({"rounds": 8}, 0.01, False),  # too few for any interval of 99.5%
-        ({"name": "head ddp", "rejected": range(10)}, 0.01, False),  # a later round may be trusted
+        ({"throughput": 0.95}, 0.03, False),  # the interval of an interim test is wider, and contains 0.909
+        ({"rounds": 8}, 0.01, False),  # too few rounds for an interval with a confidence of 99.5%
+        ({"name": "head ddp", "rejected": range(10)}, 0.01, False),  # samples of later rounds may be trusted
     ],
 )
-def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
+def test_an_interim_test_ends_the_gate_if_more_rounds_would_change_nothing(
     head: dict[str, Any], noise: float, expected: bool
 ) -> None:
     found = arm(**{"noise": noise} | head)
@@ -249,7 +250,7 @@ def test_a_look_ends_the_gate_where_more_rounds_would_change_nothing(
     assert settled(judged(*heads, noise=noise, rejected=rejected, confidence=CONFIDENCE_OF_LOOKS)) is expected
 
 
-def test_a_memory_that_may_have_grown_that_much_is_no_pass() -> None:
+def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:
     samples = arm(rounds=14).samples
     peaks = [round(PEAK * (1.15 if index % 3 == 0 else 1.0)) for index in range(14)]
     grown = tuple(
@@ -281,22 +282,22 @@ def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
     assert judged(arm(throughput=0.8), refused, rejected={"ddp": range(10)}).outcome == "worse"
 
 
-def test_what_the_head_alone_cannot_show_is_no_pass() -> None:
-    """A change that starves a variant of its input, or makes it recompile, has its samples refused, not a low ratio."""
+def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
+    """If a change makes a variant wait for its input or recompile, its samples are rejected; its ratio is not low."""
     found = judged(arm(), arm("head ddp", rejected=range(10)))
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
     [said] = found.hidden
     assert said.startswith("ddp: most samples of the base have a throughput, but most samples of the head have none")
-    assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "the base's own lack"
+    assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "only the base lacks it"
 
 
-def test_memory_that_the_machine_does_not_tell_is_not_judged() -> None:
+def test_unknown_memory_is_not_judged() -> None:
     found = judged(arm(told=False))
     assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
 
 
-def test_a_speed_that_neither_side_tells_is_no_pass() -> None:
+def test_a_speed_that_is_unknown_on_both_sides_is_no_pass() -> None:
     def silent(name: str, variant: str) -> Arm:
         made = arm(name, variant=variant)
         unknown = tuple(each.model_copy(update={"samples_per_second": None}) for each in made.samples)
@@ -321,33 +322,34 @@ def test_too_few_rounds_are_no_pass() -> None:
     assert judged(arm(rounds=5)).outcome == "untrusted"
 
 
-def test_what_hits_all_variants_shows_in_all_of_them_together_first() -> None:
-    """With this noise, each variant's own interval reaches into the margin; the interval of their mean does not."""
+def test_a_change_that_affects_all_variants_shows_first_in_their_mean() -> None:
+    """With this noise, the interval of each single variant overlaps with the margin; the interval of their mean does
+    not."""
     names = ("baseline", "ddp", "memory", "other")
     slower = judged(*(arm(f"head {name}", throughput=0.94, noise=0.04) for name in names), noise=0.04)
     assert {decisions(slower)[name] for name in names} == {("undecided", "same")}
     assert slower.together is not None
     assert decisions(slower)[slower.together.variant] == ("worse", "same")
     assert slower.outcome == "worse"
-    assert judged(arm()).together is None, "of one variant there is nothing to put together"
+    assert judged(arm()).together is None, "a single variant has no mean over variants"
 
 
-def test_together_means_the_ratios_of_what_is_known() -> None:
+def test_the_mean_over_variants_uses_the_known_figures() -> None:
     heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, rejected=(0, 1))]
     found = judged(*heads, noise=0.0)
     assert found.together is not None
     assert found.together.throughput is not None
-    assert found.together.throughput.estimate == pytest.approx(1.0)  # 0.8 x 1.25; in two rounds 0.8 alone
+    assert found.together.throughput.estimate == pytest.approx(1.0)  # mean of 0.8 and 1.25; in two rounds only 0.8
     assert found.together.throughput.low == pytest.approx(1.0)
     assert found.together.throughput.rejected == 0
 
 
-# Against a recording.
+# Comparison with a recorded file
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose reports/comparison.json is the factories' and, according to DVC, up to date."""
+    """Make ``tmp_path`` a checkout with the factory's reports/comparison.json, which is up to date according to DVC."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recording, "output", lambda *_: "{}")
     monkeypatch.setattr(stages, "described", described_once)
@@ -366,7 +368,7 @@ described = stages.described
 
 
 def described_once(config: Config, _: Any) -> dict[str, Any]:
-    """What ``described`` says of jobs without code of the user's own: the same in every test."""
+    """Return what ``described`` returns, computed once per config: no job here has code of the user's own."""
     return _described(config.model_dump_json())
 
 
@@ -386,7 +388,8 @@ def configured(**sections: Any) -> Config:
 
 
 def recorded(**sides: Any) -> Path:
-    """A file with the factory's comparison, but for ``sides``: keys of its bench, or whole fields."""
+    """Write main.json: the factory's comparison with the changes ``sides``, which are fields of the comparison, or
+    ``throughput`` and ``memory`` of its bench."""
     file = Path("main.json")
     bench = {key: sides.pop(key) for key in list(sides) if key in ("throughput", "memory")}
     made = make_comparison(bench=make_bench(**bench)).model_copy(update=sides)
@@ -395,7 +398,9 @@ def recorded(**sides: Any) -> Path:
 
 
 def against_recording(**sections: Any) -> tuple[int, list[str]]:
-    """The exit code against main.json, and the report's lines. No gate.json stays: on it something is promoted."""
+    """Run the gate against main.json; return the exit code and the report's lines.
+
+    The gate must remove an earlier gate.json, because ``promote`` would rely on it."""
     gate.JSON_FILE.write_text("{}", encoding="utf-8")
     code = gate.run(configured(**sections), "main.json")
     assert not gate.JSON_FILE.exists()
@@ -436,7 +441,7 @@ def test_recorded_accuracies_are_paired_by_seed_and_decide_by_the_stricter_margi
         ([make_result("baseline", [make_run(seed) for seed in (0, 1, 2, 7)])],
          r"^train\.seeds: the base has \[0, 1, 2, 7\] and the head \[0, 1, 2\]\. "),
         ([*make_results(), make_result("slow"), make_result("large")],
-         r"^variants: main\.json has slow, large, which was not measured here"),
+         r"^variants: main\.json has variants that were not measured here, .*: slow, large\."),
     ],
 )  # fmt: skip
 def test_a_head_that_lacks_what_the_base_has_is_refused(more: list[Result], says: str) -> None:
@@ -475,7 +480,7 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
 
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("samples", [0, 12])
-def test_recorded_speeds_that_nobody_knows_are_not_known(samples: int) -> None:
+def test_unknown_recorded_speeds_are_shown_as_not_known(samples: int) -> None:
     ours = make_comparison()
     unknown = ours.bench.arms[1].samples[0].model_copy(update={"samples_per_second": None})
     arms = [
@@ -492,7 +497,7 @@ def test_recorded_speeds_that_nobody_knows_are_not_known(samples: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["dvc.yaml", "no stage", "no repository", "words"])
-def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_a_failed_dvc_status_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     file = str(recorded())
     assert gate.run(configured(), file) == 0
     if broken == "words":
@@ -505,7 +510,7 @@ def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.M
             (checkout / "dvc.yaml").write_text("stages: [" if broken == "dvc.yaml" else "stages: {}", encoding="utf-8")
     with pytest.raises(GateError, match=r"(?s)`dvc status` failed, so reports/comparison\.json .*: \S"):
         gate.run(configured(), file)
-    assert not gate.JSON_FILE.exists(), "of the gate before"
+    assert not gate.JSON_FILE.exists(), "the file of the earlier gate is still there"
     assert not gate.MARKDOWN_FILE.exists()
 
 
@@ -513,7 +518,7 @@ def test_what_dvc_cannot_tell_is_a_refusal(checkout: Path, monkeypatch: pytest.M
 def test_code_and_settings_must_be_what_was_measured(
     checkout: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their digests, whatever DVC says: the user's own code, too."""
+    """Digests decide this, and not only DVC. They cover the user's own code too."""
     monkeypatch.setattr(stages, "described", described)
     config = configured(train={"model": "nets:net"})
     net = checkout / "nets.py"
@@ -543,13 +548,13 @@ def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> N
         gate.run(configured(), "./HEAD")
 
 
-def test_a_comparison_is_not_held_against_itself(checkout: Path) -> None:
+def test_a_comparison_is_not_compared_with_itself(checkout: Path) -> None:
     with pytest.raises(GateError, match="own comparison"):
         gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
 
 
 @pytest.mark.usefixtures("checkout")
-def test_what_nobody_foresaw_is_no_decision(
+def test_an_unforeseen_error_is_no_decision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -609,12 +614,12 @@ def test_this_checkouts_comparison_must_be_there(checkout: Path) -> None:
         gate.run(configured(), "main.json")
 
 
-# The copies.
+# The copies
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git and DVC repository with one commit and uncommitted changes, as the current directory."""
+    """Make a git and DVC repository with one commit and uncommitted changes, and make it the current directory."""
     path = tmp_path / "repository"
     (path / ".dvc").mkdir(parents=True)
     (path / ".dvc" / "config").touch()
@@ -654,7 +659,7 @@ def test_the_copies_are_the_commit_and_the_work_tree(repository: Path) -> None:
             found = subprocess.run(
                 [sys.executable, "-m", "dvc", "cache", "dir"], cwd=root, check=True, capture_output=True, text=True
             )
-            assert found.stdout.strip() == str(repository / ".dvc" / "cache"), "what is known is shared"
+            assert found.stdout.strip() == str(repository / ".dvc" / "cache"), "the copies share the cache"
     assert list((repository / ".dvc" / "tmp").iterdir()) == []
 
 
@@ -664,7 +669,7 @@ def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseExc
         git = [path for path in (repository / ".git").rglob("*") if path.is_file()]
         return contents(repository), {path: path.read_bytes() for path in git}, run("git", "worktree", "list")
 
-    run("git", "status")  # refreshes the index
+    run("git", "status")  # refreshes git's index now, so that no later command changes the index
     before, commit = state(), commit_of("HEAD")
 
     def fail() -> None:
@@ -687,7 +692,7 @@ def test_the_project_may_be_a_part_of_the_repository_and_git_may_have_set_variab
     run("git", "add", "--all")
     run("git", "commit", "--quiet", "--message", "second")
     monkeypatch.chdir(repository / "project")
-    monkeypatch.setenv("GIT_DIR", "elsewhere")  # as in a hook
+    monkeypatch.setenv("GIT_DIR", "elsewhere")  # git sets these variables for a hook
     monkeypatch.setenv("GIT_INDEX_FILE", "elsewhere")
     with copies.copies(commit_of("HEAD")) as roots:
         assert [contents(side.root) for side in roots] == [{"kept": "old"}] * 2
@@ -699,7 +704,7 @@ def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
     run("git", "add", "--all")
     run("git", "commit", "--quiet", "--message", "second")
     assert checked_out() == run("git", "rev-parse", "HEAD").strip() != commit == commit_of("HEAD~1")
-    for written in ("dvc.lock", "reports/loss.csv"):  # by `dvc repro`
+    for written in ("dvc.lock", "reports/loss.csv"):  # `dvc repro` writes such files
         (repository / written).parent.mkdir(exist_ok=True)
         (repository / written).touch()
         assert not str(checked_out()).endswith("+")
@@ -730,7 +735,7 @@ def test_no_dvc_repository(repository: Path) -> None:
 
 @pytest.mark.usefixtures("repository")
 def test_a_side_that_is_no_dvc_repository() -> None:
-    """DVC would use the repository that contains the copy."""
+    """Otherwise DVC would use the repository that contains the copy."""
     run("git", "rm", "-r", "--quiet", "--cached", ".dvc")
     run("git", "commit", "--quiet", "--message", "without")
     with pytest.raises(GateError, match=r"^the base is not a DVC repository"):
@@ -744,7 +749,8 @@ def test_code_that_both_sides_would_take_from_the_work_tree_is_refused(
     for file in ("nets.py", "sources/losses.py", "sources/scores.py"):
         (repository / file).touch()
     run("git", "add", "--all")
-    (repository / ".gitignore").write_text("/sources/scores.py\n", encoding="utf-8")  # as an environment would be
+    # An ignored module is not in the copy, like a package of a virtual environment in the work tree.
+    (repository / ".gitignore").write_text("/sources/scores.py\n", encoding="utf-8")
     run("git", "rm", "--quiet", "--cached", "sources/scores.py")
     run("git", "commit", "--quiet", "--message", "own code")
     monkeypatch.setenv("PYTHONPATH", str(repository / "sources"))
@@ -789,12 +795,12 @@ def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixt
     assert (captured.out, "dvc.yaml" in captured.err) == ("", True)
 
 
-# Side by side, with sides that only pretend.
+# Side by side, with simulated sides
 
 
 @dataclass
 class Pretended:
-    """The two sides, and the result of their measurement."""
+    """The two simulated sides, the result of their measurement, and what the gate asked for."""
 
     about: list[dict[str, Any]]
     speeds: dict[str, float] = field(default_factory=dict)
@@ -802,13 +808,13 @@ class Pretended:
     correct: tuple[int, int] = (9000, 9000)
     test_count: int = 10_000
     written: dict[str, str | None] = field(default_factory=dict)
-    """Side -> what its training leaves as the results; None: nothing."""
+    """Side -> the text of the results that its training writes; None: it writes no file."""
     rounds: int = 14
     interrupted: bool = False
     spoiled: int = 0
-    """So many short samples of the first arm are refused."""
+    """This many short samples of the first arm are rejected."""
     budget: tuple[float, int | None, int, int, int] | None = None
-    """Seconds, most rounds, steps and turns, as they were asked for."""
+    """The arguments of ``measure``: seconds, max_rounds, steps, turns and fewest."""
     left_open: bool | None = None
     decided: bool | None = None
     asked: list[str] = field(default_factory=list)
@@ -816,7 +822,7 @@ class Pretended:
 
 
 def write_digests(root: Path, **stages: str) -> None:
-    """An environment.json of ``root`` that tells of variants and stages, as far as the gate reads them."""
+    """Write an environment.json into ``root``, with as much of variants and stages as the gate reads."""
     known = {"stages": {"train": {}, "bench": {}} | stages, "variants": {"baseline": {}, "ddp": {}}}
     text = json.dumps({"hash": "e" * 64, "relied_on": {}} | known)
     (root / environment.ENVIRONMENT_FILE).write_text(text, encoding="utf-8")
@@ -824,7 +830,7 @@ def write_digests(root: Path, **stages: str) -> None:
 
 @pytest.fixture
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """Sides with the variants baseline and ddp, equal until a test changes them."""
+    """Return two sides with the variants baseline and ddp. They are equal until a test changes them."""
     monkeypatch.chdir(tmp_path)
     about: dict[str, Any] = {
         "device": "cpu",
@@ -869,7 +875,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
             if name.endswith("A/A control") and sides.spoiled:
                 sides.spoiled -= 1
                 reasons = ("another process took half of the CPU",)
-            window = make_window(samples_per_second=25_600.0, rejections=reasons)  # 10 ms a step
+            window = make_window(samples_per_second=25_600.0, rejections=reasons)  # a step takes 10 ms
             return {"window": window.model_dump(mode="json")}
 
     @contextmanager
@@ -926,7 +932,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return sides
 
 
-def test_side_by_side_everything_is_measured_beside_what_it_is_held_against(pretended: Pretended) -> None:
+def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended: Pretended) -> None:
     assert gate.run(configured(), "main") == 0
     assert pretended.asked == [
         "base baseline, A/A control of 0, aa_control",
@@ -997,7 +1003,7 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
         f"* Base `{'a' * 12}`, head `{'b' * 12}` with uncommitted changes; side by side, 14 rounds in 299 s"
         in "\n".join(lines)
     )
-    assert len("\n".join(lines)) < 2000, "it goes into a pull request"
+    assert len("\n".join(lines)) < 2000, "the text is too long for a comment on a pull request"
 
 
 @pytest.mark.parametrize(("baseline", "advised"), [(1.0, True), (0.8, False)])
@@ -1013,7 +1019,7 @@ def test_where_something_is_worse_no_more_minutes_are_advised(
 @pytest.mark.parametrize(
     ("peak_mib", "told"), [(200, "3% of memory, 1"), (10, "3% of memory (but at least 1 MiB a process), 1")]
 )
-def test_the_least_difference_of_memory_is_told_where_it_counts(
+def test_the_smallest_difference_of_memory_is_named_if_it_counts(
     peak_mib: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", peak_mib * 2**20)
@@ -1035,7 +1041,7 @@ def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:
         'variants.ddp.processes: base "auto", head 4',
         "Accuracy was not compared: gate.accuracy is false on both sides.",
     ]
-    assert pretended.ran == ["base repro environment prepare", "head repro environment prepare"], "nothing was trained"
+    assert pretended.ran == ["base repro environment prepare", "head repro environment prepare"], "a side was trained"
     assert [each["variant"] for each in values["variants"]] == ["baseline", "ddp"]
 
 
@@ -1084,7 +1090,7 @@ def test_a_change_may_be_stricter_than_its_base(pretended: Pretended) -> None:
     ("base", "head", "measured"),
     [
         (["baseline"], ["baseline"], ["baseline"]),
-        (["ddp"], ["ddp"], ["baseline", "ddp"]),  # whose noise counts
+        (["ddp"], ["ddp"], ["baseline", "ddp"]),  # the baseline is always measured, because its noise counts
         (["ddp"], ["baseline"], ["baseline", "ddp"]),
         ([], ["baseline"], ["baseline", "ddp"]),
         (["baseline"], [], ["baseline", "ddp"]),
@@ -1111,7 +1117,7 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
     remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
     assert "Only the base has: gone; the head was measured with the base's definition." in remarks
     assert 'compare.baseline: base "gone", head "baseline"; "gone" counts' in remarks
-    assert pretended.asked[0] == "base gone, A/A control of 0, aa_control", "whose noise counts"
+    assert pretended.asked[0] == "base gone, A/A control of 0, aa_control", "the noise of the base's baseline counts"
     asked = yaml.safe_load((tmp_path / "head" / "params.yaml").read_text(encoding="utf-8"))
     assert asked["variants"] == {"baseline": {}, "gone": base["variants"]["gone"]}
 
@@ -1125,7 +1131,7 @@ def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Prete
 
 
 @pytest.mark.parametrize("section", ["compare", "gate", "bench", "train", "variants"])
-def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended, section: str) -> None:
+def test_a_side_that_does_not_report_its_settings_is_refused(pretended: Pretended, section: str) -> None:
     del pretended.about[0][section]
     with pytest.raises(GateError, match=rf"^main does not report its {section}"):
         gate.run(configured(), "main")
@@ -1147,7 +1153,7 @@ def test_a_side_that_does_not_tell_its_settings_is_refused(pretended: Pretended,
         ('{"runs": []}', r"train\.seeds: the base has \[0, 1, 2\] and the head \[\]"),
     ],
 )
-def test_results_that_tell_no_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
+def test_results_without_accuracies_are_refused(pretended: Pretended, written: str | None, named: str) -> None:
     pretended.written["head"] = written
     with pytest.raises(GateError, match=named):
         gate.run(configured(), "main")
@@ -1161,7 +1167,7 @@ def test_a_head_with_fewer_seeds_is_refused_before_it_is_trained(pretended: Pret
 
 
 def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
-    """One of ninety images is more than the margin, and three seeds that each lose one image show no deviation."""
+    """One of ninety images is more than the margin. If each of three seeds loses one image, the deviation is 0."""
     pretended.correct, pretended.test_count = (81, 80), 90
     assert gate.run(configured(), "main") == 0
     values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
@@ -1175,7 +1181,7 @@ def test_accuracies_by_different_metrics_are_refused(pretended: Pretended) -> No
 
 
 @pytest.mark.usefixtures("pretended")
-def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
+def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> None:
     for side in ("base", "head"):
         (tmp_path / side / "pipeline" / "measurement" / "detectors").mkdir(parents=True)
         for name in ("plans.py", "measurement/windows.py", "measurement/detectors/cpu.py"):
@@ -1195,7 +1201,7 @@ def test_sides_that_measure_by_different_code_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize(("speed", "decision"), [(1.5, "better"), (0.5, "worse")])
-def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about(
+def test_a_changed_figure_without_a_changed_digest_gets_a_remark(
     pretended: Pretended, tmp_path: Path, speed: float, decision: str, changed: bool
 ) -> None:
     write_digests(tmp_path / "head", bench="base" if not changed else "head")
@@ -1206,7 +1212,7 @@ def test_what_got_better_or_worse_with_no_change_that_explains_it_is_asked_about
     assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
 
 
-def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
+def test_a_figure_that_the_head_hides_is_reported(pretended: Pretended) -> None:
     pretended.refused = {"head ddp": range(9)}
     assert gate.run(configured(), "main") == 3
     text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
@@ -1214,8 +1220,8 @@ def test_what_the_head_hides_is_said(pretended: Pretended) -> None:
     assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in text
 
 
-def test_the_rulers_are_there() -> None:
-    """If one of these files were moved, nobody would be told that it changed."""
+def test_every_ruler_exists() -> None:
+    """If one of these files were moved, the gate would no longer report that it changed."""
     package = Path(gate.__file__).parent.parent
     assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
 
@@ -1226,7 +1232,7 @@ def test_other_data_are_refused(pretended: Pretended) -> None:
         gate.run(configured(), "main")
 
 
-def test_a_version_that_tells_more_of_the_same_data_is_held_against_one_that_does_not(pretended: Pretended) -> None:
+def test_versions_that_describe_the_same_data_with_different_keys_are_compared(pretended: Pretended) -> None:
     pretended.about[1]["dataset"] = pretended.about[1]["dataset"] | {"test_repeated_count": 3}
     gate.run(configured(), "main")
 
@@ -1248,7 +1254,7 @@ def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pr
     assert (pretended.spoiled, pretended.budget) == (0, (600.0, None, 150, 10, 6))
 
 
-# In earnest.
+# Complete gates
 
 
 PLANTED = """
@@ -1269,7 +1275,7 @@ def planted(step, rate):
 
     return slow_and_leaking, lambda *arguments: 1e-4 * rate(*arguments)
 """
-"""With it a step takes three times as long, keeps its batch, and learns too slowly."""
+"""A package that makes each step take three times as long, keep its batch in memory, and learn too slowly."""
 
 USED = """
 import planted
@@ -1278,13 +1284,13 @@ from pipeline.step import TrainingStep
 
 TrainingStep.__call__, optimizers.learning_rate = planted.planted(TrainingStep.__call__, optimizers.learning_rate)
 """
-"""Appended to training/loop.py."""
+"""Code appended to training/loop.py, which uses the package."""
 
 
 @pytest.fixture(scope="module")
 def earnest(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone that trains digits in seconds. The baseline's spread and bias against itself are allowed to be anything
-    here: what is planted is far larger, and a busy machine must not fail a test."""
+    """A clone that trains the digits in seconds. It accepts any noise and bias of the baseline, so that a busy machine
+    does not fail a test; the planted losses are far larger."""
     margins = {"throughput": 0.3, "memory": 0.3, "accuracy": 0.02}
     params = {
         "fetch.dataset": "digits",
@@ -1315,7 +1321,7 @@ def against_head(clone: Clone, exit_code: int, **variables: Any) -> tuple[str, d
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
+@pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_comment_passes(earnest: Clone) -> None:
     training = earnest.path / "pipeline" / "training" / "loop.py"
     plain = training.read_text(encoding="utf-8")
@@ -1325,16 +1331,16 @@ def test_a_comment_passes(earnest: Clone) -> None:
     assert "with uncommitted changes; side by side, 7 rounds" in output
     assert (baseline["accuracy"]["decision"], baseline["accuracy"]["mean_fraction"]) == ("same", 0.0)
     assert earnest.run("git", "status", "--short") == before == " M pipeline/training/loop.py\n"
-    assert not (earnest.path / "results").exists(), "what was trained is in DVC's cache"
+    assert not (earnest.path / "results").exists(), "the gate wrote results into the work tree"
     training.write_text(plain, encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three minutes on two cores that are busy with something else
+@pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_package_that_is_slow_leaks_and_learns_less_is_caught_by_its_lock_file_alone(
     earnest: Clone, tmp_path: Path
 ) -> None:
-    """Each side runs with the packages of its own lock file, beside those of these tests."""
+    """Each side runs with the packages of its own lock file, and finds the packages of this Python on PYTHONPATH."""
     lock = earnest.path / "requirements.lock"
     with (earnest.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:
         file.write(USED)
@@ -1348,5 +1354,5 @@ def test_a_package_that_is_slow_leaks_and_learns_less_is_caught_by_its_lock_file
     assert {key: baseline[key]["decision"] for key in ("throughput", "memory", "accuracy")} == dict.fromkeys(
         ("throughput", "memory", "accuracy"), "worse"
     )
-    assert baseline["throughput"]["estimate"] < 0.5  # each step takes three times as long, or longer on a busy machine
+    assert baseline["throughput"]["estimate"] < 0.5  # about 1/3, because each step takes three times as long
     assert list((earnest.path / ".dvc" / "tmp").glob("gate-*/base")) == []

@@ -1,4 +1,4 @@
-"""Each side's own packages, where the lock files differ."""
+"""If the lock files differ, each side of the gate runs with its own packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.factories import write_wheel
 
 @pytest.fixture
 def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Base and head, and a folder that pip takes packages from instead of the network."""
+    """Make the folders of base and head, and a folder from which pip takes packages instead of from the network."""
     monkeypatch.chdir(tmp_path)
     for name in ("base", "head", "wheels"):
         Path(name).mkdir()
@@ -30,7 +30,7 @@ def write_lock(root: Path, text: str) -> None:
 
 
 def numbers(version: str) -> str:
-    """The lock file of a package ``numbers`` that can be installed."""
+    """Write a wheel of the package ``numbers_of_a_test``; return a lock file that names it."""
     return write_wheel(Path("wheels"), "numbers_of_a_test", version, f"found = {version}\n")
 
 
@@ -57,14 +57,14 @@ def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
         [python, "-c", "import numbers_of_a_test; print(numbers_of_a_test.found)"], capture_output=True, text=True
     )
     assert told.stdout == "1.5\n"
-    monkeypatch.delenv("PIP_FIND_LINKS")  # so nothing can be installed any more
+    monkeypatch.delenv("PIP_FIND_LINKS")  # from here on, pip can install nothing
     assert environments.pythons(base, head) == (python, this)
-    (python.parents[1] / "installed").unlink()  # as an interruption leaves it
+    (python.parents[1] / "installed").unlink()  # an interrupted installation has no such stamp
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
         environments.pythons(base, head)
 
 
-def test_what_builds_packages_is_there_before_them(sides: tuple[Path, Path]) -> None:
+def test_packages_that_build_others_are_installed_first(sides: tuple[Path, Path]) -> None:
     base, head = sides
     builder = write_wheel(Path("wheels"), "builder_of_a_test", "1.0", "")
     (base / environments.BUILD_LOCK).write_text(builder, encoding="utf-8")
@@ -74,7 +74,7 @@ def test_what_builds_packages_is_there_before_them(sides: tuple[Path, Path]) -> 
     assert subprocess.run([python, "-c", "import builder_of_a_test, numbers_of_a_test"]).returncode == 0
 
 
-def test_another_version_than_is_here_is_not_here(sides: tuple[Path, Path]) -> None:
+def test_another_version_than_the_installed_one_is_not_installed(sides: tuple[Path, Path]) -> None:
     write_lock(sides[0], "pytest==0.1\n")
     write_lock(sides[1], INSTALLED)
     with pytest.raises(GateError, match="cannot be installed"):
@@ -82,17 +82,17 @@ def test_another_version_than_is_here_is_not_here(sides: tuple[Path, Path]) -> N
 
 
 def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tuple[Path, Path]) -> None:
-    """A head that drops a package it still needs would pass."""
+    """Otherwise a head would pass although its lock file lacks a package that its code needs."""
     write_lock(sides[0], INSTALLED)
     write_lock(sides[1], numbers("1.0"))
     base, head = environments.pythons(*sides)
     assert (base, head != base) == (Path(sys.executable), True)
     import_pytest = subprocess.run([head, "-c", "import pytest"], capture_output=True)
     assert import_pytest.returncode == 1
-    write_lock(sides[1], f"pluggy=={metadata.version('pluggy')}\n")  # which is here too, and the base does not name it
+    write_lock(sides[1], f"pluggy=={metadata.version('pluggy')}\n")  # this Python has it, but the base does not name it
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
         environments.pythons(*sides)
-    assert len(list(environments.CACHE.iterdir())) == 1, "of the one that failed nothing is left"
+    assert len(list(environments.CACHE.iterdir())) == 1, "the failed installation left files behind"
 
 
 def test_those_used_last_are_kept(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,12 @@ def test_a_seed_repeats_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_steps_do_not_wait_for_the_device(digits: Dataset) -> None:
     training = make_training(digits, on_gpu())
     steps = training.run()
-    for _ in range(11):  # past the warm-up and the row of history at step 10
+    for _ in range(11):  # until the warm-up and the history's row at step 10 are over
         next(steps)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        with warnings.catch_warnings(action="ignore"):  # torch warns that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
-        for _ in range(3):  # rows are due at steps 10 and 15
+        for _ in range(3):  # the history's next row is due at step 15
             assert next(steps) is None
     finally:
         torch.cuda.set_sync_debug_mode("default")

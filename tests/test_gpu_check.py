@@ -21,7 +21,7 @@ def shell(name: str, script: str, limit: float = 60.0, params: dict[str, Any] | 
     return Step(name, ("sh", "-c", script), limit, params, says)
 
 
-def test_it_goes_on_after_a_failure_and_ends_with_their_number(
+def test_the_check_continues_after_a_failure_and_returns_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "hunter2-hunter2")
@@ -68,7 +68,9 @@ def test_the_copy_is_a_repository_of_its_own(tmp_path: Path) -> None:
     assert told.output == "1"
 
 
-def test_without_a_gpu_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_refuses_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(environment, "machine", lambda: LAPTOP)
     assert gpu_check.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -105,7 +107,7 @@ def test_a_transfer_that_arrives_wrong_is_an_error() -> None:
 
 
 def test_the_bus_carries_more_than_the_size() -> None:
-    row = transfers.Transfer("all-reduce", 10**9, 0.5, bus_factor=1.75)  # among eight
+    row = transfers.Transfer("all-reduce", 10**9, 0.5, bus_factor=1.75)  # the factor of eight GPUs
     assert str(row).endswith("500000.0 us      2.00 GB/s      3.50 GB/s on the bus")
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of differences between sessions: known answers."""
+"""Known answers for the benchmarks that estimate or simulate variance and error rates."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def test_a_bias_that_a_a_does_not_see_is_in_the_widened_interval() -> None:
     assert beside["with_offset"] < 0.05
 
 
-def test_the_best_of_ten_is_flattered_but_not_where_others_chose_it() -> None:
+def test_the_best_of_ten_seems_too_good_unless_other_rounds_chose_it() -> None:
     found = best_of(10, 1.06, trials=120)
     assert found["seen"] > 1.07
     assert found["told"] == pytest.approx(1.06, abs=0.005)
 
 
-def test_what_is_settled_stops_early_and_rightly() -> None:
+def test_settled_variants_stop_early_without_wrong_decisions() -> None:
     whole, stopped = looking(1.1, 0.02, 0.0, (10,), trials=60).values()
     assert (whole["rounds"], whole["wrong"], stopped["wrong"]) == (30, 0, 0)
     assert stopped["rounds"] < 15
     assert stopped["coverage"] > 0.9
     _, noisy = looking(1.6, 0.08, 0.0, (10,), trials=60).values()
     assert noisy["rounds"] < 25
-    assert noisy["untrusted"] < 0.1  # 0.42, did it not wait until equal arms look equal
+    assert noisy["untrusted"] < 0.1  # it would be 0.42 if the rule did not wait until equal arms look equal
 
 
 @pytest.mark.parametrize(
     ("outcomes", "said"),
-    [  # 1 - 0.05 ** (1 / n) where none of n is wrong
+    [  # without errors in n gates, the bound is 1 - 0.05 ** (1 / n)
         (
             {"equal": ["passed"] * 11, "slower": ["worse: throughput"] * 60},
             ("0 of 11 gates; with 95% confidence, the rate is at most 24%", "5%"),

@@ -1,4 +1,4 @@
-"""Where the benchmarks keep their figures."""
+"""The files of the benchmarks' figures, and the printed line of a figure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_figures_name_the_environment_in_which_each_was_measured(
     versions = {digest: each["software"]["torch"] for digest, each in content["environments"].items()}
     assert versions == {"hash of 2.11": "2.11", "hash of 2.15": "2.15"}
     _, content = measured("2.15", "one")
-    assert list(content["environments"]) == ["hash of 2.15"], "no figure was measured in the other any more"
+    assert list(content["environments"]) == ["hash of 2.15"], "an environment without figures is still listed"
 
 
 @pytest.mark.parametrize(

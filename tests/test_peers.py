@@ -1,4 +1,4 @@
-"""The pipeline beside other people's loops: their parsed output, the table, and one run of each peer."""
+"""The comparison with other training loops (peers): their parsed output, the table, and one run of each peer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_table_says_by_how_much_and_where_a_peer_wins() -> None:
     assert not [row for row in rows if "trusted" in row]
 
 
-def test_what_ours_is_beside_itself_says_whether_the_machine_was_quiet() -> None:
+def test_figures_are_untrusted_if_ours_differs_from_itself() -> None:
     rounds = [{OURS: trained(10.0, 4.0, 0.9), CONTROL: trained(13.0, 4.0, 0.9)} for _ in range(8)]
     assert "The figures of seconds cannot be trusted" in table.page(with_rounds(rounds))
     assert "The figures of epoch_seconds cannot be trusted" not in table.page(with_rounds(rounds))
@@ -83,12 +83,12 @@ def test_an_interval_is_widened_by_the_difference_of_ours_to_itself() -> None:
     rows = [row.split(" | ")[:3] for row in table.page(with_rounds(rounds)).splitlines() if row.startswith("| ")]
     assert rows[3:] == [
         ["| ours, again", "10.5", "1.05 (1.05 to 1.05)"],
-        ["| slow", "15.0", "1.50 (1.43 to 1.57)"],  # 1.5 / 1.05, 1.5 x 1.05
-        ["| quick", "9.7", "0.97 (0.92 to 1.02)"],  # no win
+        ["| slow", "15.0", "1.50 (1.43 to 1.57)"],  # from 1.5 / 1.05 to 1.5 x 1.05
+        ["| quick", "9.7", "0.97 (0.92 to 1.02)"],  # not marked as faster, because the interval contains 1
     ]
 
 
-def test_steps_are_held_against_the_barest_loop() -> None:
+def test_steps_are_compared_with_the_barest_loop() -> None:
     arms = {BAREST: 50.0, OURS: 52.0, CONTROL: 52.0, "quicker": 51.0, "slower": 53.0}
     rounds = [{arm: {STEP: taken} for arm, taken in arms.items()}] * 6
     rows = table.page(with_rounds(rounds, why={BAREST: "it checks nothing"})).splitlines()
@@ -163,7 +163,7 @@ def test_ready_batches_are_the_normalised_images(digits_folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as ImageFolder takes it: two classes of 32, and 16 of each to test with."""
+    """Make a folder for ImageFolder, with two classes: 32 training images and 16 test images of each."""
     folder = tmp_path_factory.mktemp("images")
     for split, count in (("train", 32), ("test", 16)):
         for label, level in (("dark", 60), ("light", 200)):
@@ -177,7 +177,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("arm", [name for name in peers.TRAINED if name != CONTROL])
 def test_every_peer_learns_what_is_easy(arm: str, images: Path, tmp_path: Path) -> None:
     if not INSTALLED.get(NEEDS.get(arm, ""), True):
-        pytest.skip("make peers installs it")
+        pytest.skip("`make peers` installs this peer")
     fetch = {"dataset": "image_folder", "image_folder": str(images)}
     peers.pack({"fetch": fetch, "prepare": {"image_size": [16, 16]}}, tmp_path / "raw", tmp_path / "packed")
     data = prepared.read(tmp_path / "packed")
@@ -192,7 +192,7 @@ def test_every_peer_learns_what_is_easy(arm: str, images: Path, tmp_path: Path) 
 @pytest.mark.parametrize("arm", [name for name in peers.STEPPED if name != CONTROL])
 def test_every_peer_takes_steps(arm: str, digits_folder: Path, tmp_path: Path) -> None:
     if not INSTALLED.get(NEEDS.get(arm, ""), True):
-        pytest.skip("make peers installs it")
+        pytest.skip("`make peers` installs this peer")
     data = prepared.read(digits_folder)
     job = Job("nothing", "ready", 2, epochs=1).of(data, digits_folder)
     assert len(data.train) // job.batch_size > WARM_STEPS
@@ -201,7 +201,7 @@ def test_every_peer_takes_steps(arm: str, digits_folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_watches_agree_on_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets this; monkeypatch restores it
     pytest.importorskip("lightning")
     from benchmarks.peers import agreement
 

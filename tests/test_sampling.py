@@ -30,7 +30,7 @@ def test_system_sampler_writes_samples_with_their_seed(tmp_path: Path) -> None:
 
 
 def plug(monkeypatch: pytest.MonkeyPatch, milliwatts: Callable[[str], int]) -> None:
-    """Let GPUs draw the power that ``milliwatts`` returns."""
+    """Simulate a driver whose GPUs draw the power that ``milliwatts`` returns for a GPU's UUID."""
     drivers.plug(
         monkeypatch,
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
@@ -40,7 +40,7 @@ def plug(monkeypatch: pytest.MonkeyPatch, milliwatts: Callable[[str], int]) -> N
 
 
 def sampled(path: Path, *gpus: int) -> dict[str, str]:
-    """The one row of a job that ends at once."""
+    """Sample a job that ends at once; return the file's only row."""
     with SystemSampler(path, [torch.device("cuda", index) for index in gpus]):
         pass
     with path.open(newline="") as file:
@@ -55,7 +55,7 @@ def test_system_sampler_watches_every_gpu_of_the_job(monkeypatch: pytest.MonkeyP
     assert row["gpu_1_memory_usage_megabytes"] == "2.0"
 
 
-def test_what_a_gpu_tells_no_more_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_figure_that_the_driver_stops_reporting_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def once(uuid: str) -> int:

@@ -54,7 +54,7 @@ MEASURED = {*TRAINED, "bench"}
 
 
 def of_the_user_s(path: Path) -> Clone:
-    """A clone with a model of the user's own."""
+    """Clone the project into ``path``, with a model of the user's own."""
     path.mkdir(exist_ok=True)
     checkout = Clone(path, {})
     (path / "net.py").write_text(NET)
@@ -65,7 +65,7 @@ def of_the_user_s(path: Path) -> Clone:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone in which DVC considers all stages up to bench up to date."""
+    """Make a clone whose stages up to bench are up to date for DVC."""
     checkout = of_the_user_s(path := tmp_path_factory.mktemp("done"))
     checkout.run("dvc", "repro", "environment")
     made = ["data/raw/a", "data/prepared/a", "bench.json"]
@@ -83,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 @pytest.fixture
 def checkout(done: Clone) -> Iterator[Clone]:
     yield done
-    done.run("git", "reset", "--quiet", "--hard")  # DVC stages what it writes
+    done.run("git", "reset", "--quiet", "--hard")  # also resets the index, because DVC stages the files that it writes
     done.run("git", "clean", "--quiet", "--force", "-d")
 
 
@@ -95,7 +95,7 @@ def edit(path: Path, pattern: str, replacement: str) -> None:
 
 
 def due(checkout: Clone) -> set[str]:
-    """The stages up to bench that DVC would run again."""
+    """Return the stages up to bench that DVC would run again."""
     checkout.run("dvc", "repro", "environment")
     status = json.loads(checkout.run("dvc", "status", "--json", "fetch", "prepare", "bench", *sorted(TRAINED)))
     return {
@@ -119,7 +119,7 @@ def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
         ("pipeline/plans.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
         ("pipeline/tracking/labels.py", r"\Z", "\n_UNUSED = 1\n"),
         ("layers.py", r"\A", "# A remark.\n"),
-        ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 10\n"),  # the default
+        ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 10\n"),  # 10 is the default
         ("params.yaml", r"(?m)^train:\n", "train:\n  checkpoint_every_steps: 7\n"),
     ]:
         edit(checkout.path / file, pattern, replacement)
@@ -175,18 +175,18 @@ def test_a_new_technique_runs_nothing_again_until_a_variant_asks_for_it(checkout
     assert due(checkout) == {"train@baseline", "bench"}
 
 
-def test_a_plan_is_told_apart_by_what_it_applies_alone() -> None:
-    """A new setting must not change the plans that do not ask for it."""
+def test_a_recorded_plan_has_only_the_settings_that_it_uses() -> None:
+    """A new setting must not change the plans of variants that do not use it."""
     variants = {"baseline": {}, "two": {"channels_last": True, "data_loading": "dataloader", "loader_workers": 0}}
     made = plans(parse({"variants": variants}), CPU)
     baseline, two = (stages.training(each)["variant"]["plan"] for each in made.values())
     assert baseline["applied"] == baseline["requested"] == {}
     assert two["applied"] == variants["two"]
-    assert two["techniques"] == ["channels_last", "dataloader"], "in the order in which they apply"
+    assert two["techniques"] == ["channels_last", "dataloader"], "not in the order in which they apply"
 
 
 def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a checkpoint is named by: the code of the training's stage and the variant's, and their settings."""
+    """A checkpoint's name depends on the code of the stage and of the variant, and on the settings of both."""
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("VALUE = 1\n")
 
@@ -204,7 +204,7 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
     assert depends_on() != before
 
 
-def test_what_lies_beside_a_module_is_no_code_and_what_is_no_python_is_named(
+def test_files_beside_a_module_are_no_code_and_invalid_python_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -238,12 +238,12 @@ def test_the_digests_are_of_all_that_a_stage_and_its_processes_import(tmp_path: 
         if stage == "bench":
             digests |= {file: digest for each in content["variants"].values() for file, digest in each["code"].items()}
         known = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in digests}
-        # The routing and what ends processes, which change no output:
+        # These modules choose the command, and start and end processes. They change no output.
         assert imported - known <= {"pipeline.cli", "pipeline.processes", "pipeline.processes.forkserver"}, stage
         assert len(imported) > 3, stage
 
 
-def test_what_was_read_before_is_not_read_again_and_what_lies_there_broken_is(
+def test_only_changed_files_are_parsed_again_unless_the_memo_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -274,7 +274,7 @@ def test_what_was_read_before_is_not_read_again_and_what_lies_there_broken_is(
     Path("layers.py").write_text("VALUE = 2\n")
     assert digests()["net.py"] == first["net.py"]
     assert read == ["layers.py"]
-    assert len(json.loads(code.MEMO.read_text())) == 2, "what is used no more goes"
+    assert len(json.loads(code.MEMO.read_text())) == 2, "the memo still has the digest of the old file"
     for broken in ("[", "[]", '{"a": 1}'):
         code.MEMO.write_text(broken)
         digests()

@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class FakeTime:
-    """A clock that advances when told to."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
@@ -57,7 +57,7 @@ def _run_window(clock: Clock, fake_time: FakeTime, steps: list[tuple[float, floa
 def test_clock_adds_up_known_times(fake_time: FakeTime) -> None:
     clock = Clock(CPU)
     _run_window(clock, fake_time, [(1.0, 9.0)], measured=False)
-    fake_time.pass_(50.0)  # between windows: nobody's time
+    fake_time.pass_(50.0)  # time between windows does not count
     _run_window(clock, fake_time, [(0.5, 1.5), (0.25, 0.75)], measured=True)
     assert clock.first_step_seconds == pytest.approx(10.0)
     assert clock.train_seconds == pytest.approx(13.0)
@@ -103,7 +103,7 @@ def test_percentiles_are_interpolated_milliseconds() -> None:
     assert percentile_ms([], 50) is None
 
 
-needs_linux = pytest.mark.skipif(own_peak_bytes() is None, reason="this system does not tell the resident peak")
+needs_linux = pytest.mark.skipif(own_peak_bytes() is None, reason="this system does not report the resident peak")
 
 
 def _peak_of(mebibytes: int) -> int:
@@ -139,7 +139,7 @@ def test_memory_keeps_the_highest_measured_window(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_linux
-def test_pages_of_a_mapped_file_are_nobody_s_memory(tmp_path: Path) -> None:
+def test_pages_of_a_mapped_file_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "large"
     file.write_bytes(b"1" * 64 * MIB)
     before = own_peak_bytes()
@@ -151,7 +151,7 @@ def test_pages_of_a_mapped_file_are_nobody_s_memory(tmp_path: Path) -> None:
     assert after - before < 16 * MIB
 
 
-def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unknown_if_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "imported_bytes", None)
     memory = Memory(CPU)
     memory.open()
@@ -160,7 +160,7 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
 
 
 def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]) -> None:
-    """The driver lists these processes, each with its bytes, on GPU a."""
+    """Simulate a driver that lists ``processes`` on GPU a: pairs of process id and bytes."""
 
     def listed(handle: str) -> list[Any]:
         assert handle == "GPU-a"
@@ -169,10 +169,10 @@ def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]
     plug(monkeypatch, nvmlDeviceGetComputeRunningProcesses=listed)
 
 
-def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_of_the_driver_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     _running(monkeypatch, (1, 9 * MIB), (os.getpid(), 500 * MIB))
     assert driver_bytes(GPU) == 500 * MIB
-    for silent in ([], [(1, 9 * MIB)], [(os.getpid(), None)]):  # a container sees no pid of its own there
+    for silent in ([], [(1, 9 * MIB)], [(os.getpid(), None)]):  # in a container, the list has no own process id
         _running(monkeypatch, *silent)
         assert driver_bytes(GPU) is None
 
@@ -183,7 +183,7 @@ def test_the_drivers_figure_is_this_processs(monkeypatch: pytest.MonkeyPatch) ->
     assert driver_bytes(GPU) is None
 
 
-def test_beside_the_peak_of_tensors_stands_what_allocator_and_driver_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_and_driver_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _running(monkeypatch, (os.getpid(), 500 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 0})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
@@ -198,7 +198,7 @@ def test_beside_the_peak_of_tensors_stands_what_allocator_and_driver_held(monkey
     _running(monkeypatch)
     memory.open()
     memory.close(measured=True)
-    assert memory.driver_bytes == 500 * MIB, "what is told no more is not forgotten"
+    assert memory.driver_bytes == 500 * MIB, "the highest figure is lost when the driver stops reporting"
 
 
 def test_the_look_for_steps_that_wait_stays_on_for_no_other_test(
@@ -208,7 +208,7 @@ def test_the_look_for_steps_that_wait_stays_on_for_no_other_test(
 
     def set_mode(mode: str) -> None:
         modes.append(mode)
-        if len(modes) == 1:  # as torch does
+        if len(modes) == 1:  # torch warns at the first call
             warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)

@@ -3,9 +3,9 @@
     make peers
     make peers ARGS="--job small-cnn --minutes 15"
 
-A round runs every arm once as a whole process, with the round's own seed and order; our pipeline runs twice, as its
-own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way. The
-``.md`` file next to it has a table of all rounds. If a peer wins, ``--job NAME --why "PEER: reason"`` records the
+A round runs every arm once as a whole process, with a seed and an order of its own. Our pipeline runs twice, as its own
+control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way. The
+``.md`` file next to it has a table of all rounds. If a peer is faster, ``--job NAME --why "PEER: reason"`` records the
 reason and measures nothing.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from pipeline.processes import let_threads_sleep
 
-let_threads_sleep()  # as `python -m pipeline` does, for all arms
+let_threads_sleep()  # as in `python -m pipeline`; all arms inherit this
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
@@ -49,9 +49,9 @@ JOBS = {
 }
 AGREEMENT = "agreement"
 IMAGES = {"train": 512, "test": 256}
-"""Images in the ResNet's folder: the first ones of Fashion-MNIST, with a border to 32x32, as RGB."""
+"""Number of images of each split in the ResNet's folder (``write_images``)."""
 SYNTHETIC = {"train": 160_000, "test": 320, "shape": [1, 8, 8]}
-"""Data of the job "step": enough for every step to take a new batch."""
+"""Data of the job "step": so many that every step takes a new batch."""
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: ("", {}),
     CONTROL: ("", {}),
@@ -61,7 +61,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "accelerate": ("accelerate_loop", {}),
     "Lightning": ("lightning_trainer", {}),
 }
-"""Arm -> its module here ("": the pipeline's command), and its changes to the job."""
+"""Arm -> its module in this package ("": the arm is the pipeline's command), and its changes to the job."""
 STEPPED = {
     BAREST: ("step", {"variation": "barest"}),
     OURS: ("step", {"variation": "ours"}),
@@ -74,7 +74,8 @@ STEP_TOLD = re.compile(r"a step took ([\d.]+) microseconds")
 
 
 def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
-    """Return the job with its data in ``folder``, the directory of the prepared data, and the preparation's seconds."""
+    """Write the job's data; return the job with its data in ``folder``, the prepared data's directory, and the seconds
+    that the preparation took."""
     raw, theirs, packed = folder / "listing", folder / "theirs", folder / "packed"
     sections: dict[str, Any] = {}
     if job.data == "ready":
@@ -95,8 +96,8 @@ def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
 
 
 def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
-    """Prepare the data that params.yaml's ``sections`` ask for, fetching it to ``raw`` if missing; return the
-    seconds."""
+    """Prepare the data that params.yaml's ``sections`` describe; return the seconds. If ``raw`` is missing, fetch the
+    data first."""
     config = parse({**sections, "variants": {"baseline": {}}})
     started = time.perf_counter()
     if not raw.exists():
@@ -126,7 +127,7 @@ def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -
 
 
 def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
-    """Run ``command`` and measure it. Raises CalledProcessError, with the output printed, if it fails."""
+    """Run ``command``; return its figures. If the command fails, print its output and raise CalledProcessError."""
     started = time.perf_counter()
     with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -139,7 +140,7 @@ def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
 
 
 def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) -> dict[str, float]:
-    """The figures of a process that took ``seconds``, read from its output: each line, with the second when it came."""
+    """Return the figures of a process that took ``seconds``, from the lines of its output and the second of each."""
     ends: dict[int, tuple[float, float]] = {}
     for at, line in lines:
         if found := STEP_TOLD.search(line):
@@ -152,9 +153,9 @@ def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) ->
 
 
 def measure(name: str, minutes: float, figures: Path) -> None:
-    """Measure as many rounds as fit into ``minutes``, at least one; each is written as soon as it ends."""
+    """Measure as many rounds as fit into ``minutes``, at least one. Each round is written as soon as it ends."""
     started, longest = time.monotonic(), 0.0
-    # One thread for steps that are too small to divide: several threads would mostly wait for each other.
+    # The steps over ready batches are so small that several threads would mostly wait for each other.
     threads = 1 if JOBS[name].data == "ready" else max(1, int(environment.cores() / JOBS[name].processes))
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
@@ -166,7 +167,7 @@ def measure(name: str, minutes: float, figures: Path) -> None:
         facts = json.loads(json.dumps(facts | {"environment": environment.fingerprint()["hash"]}))
         old = kept(figures)["peers"].get(name, {})
         if any(old.get(key) != value for key, value in facts.items()):
-            print(f"{name}: {'was measured with other settings or software; ' if old else ''}starts from round 1")
+            print(f"{name}: {'was measured with other settings or software, and ' if old else ''}starts from round 1")
             old = {"rounds": [], "why": {}, "commits": []}
         rounds, commits = old["rounds"], list(dict.fromkeys([*old["commits"], environment.checked_out()]))
         while not longest or time.monotonic() - started + longest < 60 * minutes:
@@ -179,12 +180,12 @@ def measure(name: str, minutes: float, figures: Path) -> None:
 
 
 def file_of(figures: Path) -> Path:
-    """This machine's file."""
+    """Return the path of this machine's file."""
     return figures / f"peers-{machines.stem(machines.name_of(environment.fingerprint()))}.json"
 
 
 def kept(figures: Path) -> dict[str, Any]:
-    """The content that ``machines.keep`` has written; without peers if there is no file."""
+    """Return the content of this machine's file; without peers if there is no file."""
     path = file_of(figures)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
     return found
@@ -197,7 +198,9 @@ def main() -> None:
     parser.add_argument("--job", choices=[*JOBS, AGREEMENT], help="measure only this job; default: all jobs")
     parser.add_argument("--minutes", type=float, default=30.0, help="time for each job (default: 30)")
     parser.add_argument("--why", metavar="PEER: REASON", help="record why a peer is faster in this --job")
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
+    parser.add_argument(
+        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures to this directory"
+    )
     arguments = parser.parse_args()
     if arguments.why:
         content = kept(arguments.figures)
@@ -214,7 +217,7 @@ def main() -> None:
             from benchmarks.peers import agreement
         except ModuleNotFoundError as error:
             parser.error(
-                f"{error.name} is not installed here; `make peers` installs all packages that this needs, and runs it."
+                f"{error.name} is not installed here; run `make peers`, which installs all packages and starts this."
             )
         for name in [arguments.job] if arguments.job else [*JOBS, AGREEMENT]:
             if name == AGREEMENT:

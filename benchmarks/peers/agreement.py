@@ -1,5 +1,4 @@
-"""Time the same steps of one loop in three ways: the history's clock, Lightning's Throughput, torch's benchmark
-Timer."""
+"""Time the same steps of one loop with the history's clock, Lightning's Throughput and torch's benchmark Timer."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from pipeline.comparison import stats
 
 BATCH_SIZE = 64
 STEPS, TURNS = 10, 30
-"""Steps per turn, and turns; a turn is a row of the history. All turns, with their warm-ups, fit into an epoch of
-Fashion-MNIST."""
+"""Steps per call of the timed function, and measured calls. The steps of a call are a row of the history. All calls,
+warm-ups included, fit into an epoch of Fashion-MNIST."""
 CALLS = 3
-"""Calls of the function per turn: the Timer calls it twice before the measured call."""
+"""Calls of the timed function per measured call: the Timer calls the function twice before the measured call."""
 
 
 def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
-    """Samples a second by each clock, one value per turn. Also the ratio of our clock's values to the values of each
-    other clock: the median with its 95% interval.
+    """Return the samples per second by each clock, one value per turn, and the ratios of our clock to each other clock.
 
-    ``packed``: a prepared data set of 28x28x1, with an epoch longer than all turns; None: Fashion-MNIST.
+    A ratio is a median with its 95% interval. ``packed``: a prepared data set of 28x28x1, with an epoch longer than all
+    turns; None: Fashion-MNIST.
     """
     found: dict[str, list[float]] = {"Lightning's Throughput": [], "torch.utils.benchmark": []}
     with tempfile.TemporaryDirectory() as folder:

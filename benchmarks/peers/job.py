@@ -1,7 +1,7 @@
-"""The job that all peers share: the same model, data, batch, optimizer and evaluation; each peer has its own loop.
+"""The job that all peers share: the same model, data, batch, optimizer and evaluation. Each peer has its own loop.
 
-A peer is a script: ``python -m benchmarks.peers.NAME JOB``, where JOB is a ``Job`` as JSON. After each epoch it prints
-the line ``told``, as the pipeline does; the process that started the peer notes when the line comes.
+A peer is a script: ``python -m benchmarks.peers.NAME JOB``, where JOB is a ``Job`` as JSON. After each epoch a peer
+prints the line ``told``, as the pipeline does. The process that started the peer records the time of this line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.data import prepared
 from pipeline.models import build
 
 WARM_STEPS = 500
-"""Steps before the timing of steps over ready batches begins."""
+"""Number of warm-up steps before steps over ready batches are timed."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Job:
     model: str
     """The setting ``train.model``, or "nothing": a single linear layer."""
     data: str
-    """Kind of data in ``folder``: "fashion_mnist", as torchvision expects it; "in_memory", the same without a loader;
-    "image_folder", with train/CLASS/NAME and test/CLASS/NAME; "ready", a prepared data set, without a loader."""
+    """Kind of data in ``folder``. "fashion_mnist": files as torchvision expects them. "in_memory": the same files, read
+    into memory, without a loader. "image_folder": train/CLASS/NAME and test/CLASS/NAME. "ready": a prepared data set,
+    read into memory, without a loader."""
     batch_size: int
     """Samples of an optimizer step, over all processes."""
     epochs: int = 2
@@ -54,11 +55,11 @@ class Job:
 
     @classmethod
     def requested(cls) -> Job:
-        """The job on the command line."""
+        """Return the job on the command line."""
         return cls(**json.loads(sys.argv[1]))
 
     def of(self, data: prepared.Dataset, folder: Path) -> Job:
-        """The same job on ``data``, which is stored in ``folder`` in the form of ``self.data``."""
+        """Return the same job on ``data``, which is stored in ``folder`` in the form of ``self.data``."""
         known = data.statistics["inputs"]
         facts: dict[str, Any] = {
             "shape": data.shape,
@@ -69,8 +70,8 @@ class Job:
         return replace(self, folder=str(folder), **facts)
 
     def command(self, module: str) -> list[str]:
-        """The command that runs the job with the peer ``module``: torchrun for several processes, except for Lightning,
-        which starts its own processes."""
+        """Return the command that runs the job with the peer ``module``. torchrun starts several processes, except for
+        Lightning, which starts its own."""
         launcher: list[str] = []
         if self.processes > 1 and module != "lightning_trainer":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -78,13 +79,13 @@ class Job:
         return [sys.executable, *launcher, "-m", f"benchmarks.peers.{module}", json.dumps(asdict(self))]
 
     def train_section(self) -> dict[str, Any]:
-        """The same model, optimizer, batch and epochs as the section ``train`` of params.yaml."""
+        """Return the section ``train`` of params.yaml with this job's model, optimizer, batch and epochs."""
         constant = {"schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0}
         own = {"batch_size": self.batch_size, "epochs": self.epochs, "learning_rate": self.learning_rate}
         return {"model": self.model, "seeds": [self.seed], **own, **constant}
 
     def net(self) -> nn.Module:
-        """The model with the seed's initial weights; seeds torch's random state."""
+        """Seed torch's random state; return the model with the seed's initial weights."""
         torch.manual_seed(self.seed)
         channels, height, width = self.shape
         if self.model == "nothing":
@@ -94,13 +95,13 @@ class Job:
         return build(self.model, {}, sizes, inputs=like, outputs=(self.classes,))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD. With ready batches it uses the fused kernel, as our pipeline does, so that only the loops differ."""
+        """Return SGD. With ready batches it is fused, as in our pipeline, so that only the loops differ."""
         fused = True if self.data == "ready" else None
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, nesterov=True, fused=fused)
 
     def loader(self, split: str, *, distributed: bool = False) -> Any:
-        """Batches (images, labels) of one process's size. If ``distributed``, they come from this process's part of the
-        split, otherwise from the whole split, which the peer's library divides."""
+        """Return the batches (images, labels) of one process. If ``distributed``, they come from this process's part of
+        the split; otherwise from the whole split, which the peer's library divides."""
         train = split == "train"
         if self.data == "ready":
             return Ready(getattr(prepared.read(Path(self.folder)), split), self)
@@ -147,8 +148,8 @@ class Job:
 
 
 class Ready:
-    """Batches of a split in memory, made with the fewest operations. After a long epoch they print the mean time from
-    one request for a batch to the next. In any peer's loop, this is the time of a step."""
+    """Batches of a split in memory, made with the fewest operations. At the end of an epoch of more than ``WARM_STEPS``
+    steps, the mean time between requests for batches is printed. In any peer's loop, this is the time of a step."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -164,13 +165,13 @@ class Ready:
         for step, chosen in enumerate(order.split(self.batch_size)):
             if step == WARM_STEPS:
                 began = time.perf_counter()
-            if step == last > WARM_STEPS:  # a loop that knows the length stops here
+            if step == last > WARM_STEPS:  # a loop that knows the length requests no further batch
                 print(step_told((time.perf_counter() - began) / (step - WARM_STEPS)), flush=True)
             yield self.images[chosen].float().div_(255).sub_(self.mean).div_(self.std), self.labels[chosen]
 
 
 def told(epoch: int, epochs: int, accuracy: float) -> str:
-    """The line to print after the evaluation of ``epoch``, counted from 1."""
+    """Return the line that a peer prints after the evaluation of ``epoch``, counted from 1."""
     return f"epoch {epoch}/{epochs}, test accuracy {accuracy:.2%}"
 
 

@@ -1,6 +1,6 @@
-"""PyTorch Lightning's module and Trainer, with the Trainer's defaults: progress bar, log and a checkpoint per epoch.
+"""A LightningModule and a Trainer with its defaults: progress bar, log and a checkpoint per epoch.
 
-The variation "barebones" is the Trainer's own mode that leaves out everything but training.
+The variation "barebones" is the Trainer's own mode that leaves out everything except training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.peers.job import Job, told
 
 
-class Classifier(L.LightningModule):  # type: ignore[misc]  # lightning has types only where it is installed
+class Classifier(L.LightningModule):  # type: ignore[misc]  # without Lightning, mypy knows no type of it
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job, self.net = job, job.net()

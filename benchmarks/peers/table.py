@@ -1,4 +1,4 @@
-"""The peers' figures on one machine, as Markdown."""
+"""Write the peers' figures on one machine as Markdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ evaluation, and the test accuracy, 0 to 1; or only the microseconds of a step.""
 
 
 def page(figures: Mapping[str, Any]) -> str:
-    """The page of all figures in ``peers-<machine>.json``."""
+    """Return the page of all figures in ``peers-<machine>.json``."""
     parts = [f"# Peers on {figures['machine']}"]
     parts.append(
         "All figures are medians over rounds. Ratios have 95% intervals. The difference between *ours* and *ours, "
@@ -34,7 +34,7 @@ def page(figures: Mapping[str, Any]) -> str:
 
 
 def noise(rounds: Rounds, key: str) -> Noise:
-    """Ours against itself, paired by round."""
+    """Return the noise of the figure ``key``: the ratio of ours to itself, paired by round."""
     aa, wide = (_paired(rounds, key, CONTROL, OURS, confidence) for confidence in (0.95, 0.99))
     most = Compare().max_spread
     return Noise(
@@ -48,8 +48,8 @@ def noise(rounds: Rounds, key: str) -> Noise:
 
 
 def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Interval:
-    """Ratio of an arm's figure to the reference's, paired by round. The difference of ours to itself widens the
-    interval, as in the comparison of variants, unless the ratio is that of ours to itself."""
+    """Return the ratio of an arm's figure to the reference's, paired by round. The noise widens the interval, as in the
+    comparison of variants, unless the ratio is that of ours to itself."""
     doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).doubt
     return stats.widened(_paired(rounds, key, arm, reference), doubt)
 
@@ -104,8 +104,8 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
 
 
 def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
-    """Difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed. ``low`` and
-    ``high`` are the ends of the 95% interval."""
+    """Return the difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed. ``low``
+    and ``high`` are the ends of the 95% interval."""
     differences = [each[arm][ACCURACY] - each[OURS][ACCURACY] for each in rounds]
     return stats.equivalence(differences, Compare().margins.accuracy, confidence=0.975)
 

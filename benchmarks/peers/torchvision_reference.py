@@ -1,5 +1,5 @@
-"""torchvision's reference training for classification: every step reads the loss, both accuracies and the speed, and
-every tenth step prints them with their running medians."""
+"""torchvision's reference training for classification. Every step reads the loss, two accuracies and the speed; every
+tenth step prints their running medians."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.peers.job import Job
 from benchmarks.peers.textbook import correct
 
 PRINT_EVERY, REMEMBERED = 10, 20
-"""Steps between printed lines, and steps in a running median."""
+"""Steps between printed lines, and the number of steps in a running median."""
 
 
 def accuracy(output: Tensor, target: Tensor, *counts: int) -> list[float]:
-    """The percentage of samples whose class is among the k likeliest, for each k."""
+    """Return, for each k in ``counts``, the percentage of samples whose class is among the k likeliest."""
     likeliest = output.topk(min(max(counts), output.shape[1]), 1).indices.eq(target[:, None])
     return [100 * likeliest[:, :count].sum().item() / len(target) for count in counts]
 

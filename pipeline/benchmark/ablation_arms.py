@@ -15,7 +15,7 @@ def isolating(
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
     """Return the arms that isolate each technique of the variants in ``bench.ablate``.
 
-    Also return variant -> technique -> reason, for the techniques that get no arms. ``plans``: the variants' plans.
+    Also return why the other techniques get no arms: variant -> technique -> reason. ``plans``: variant -> plan.
     """
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}

@@ -40,10 +40,11 @@ from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 MEMORY_STEPS = (2, 4)
 """Warm-up steps and measured steps of the memory window on a CPU. All these steps also warm up the speed window."""
 FEWEST_WARMUP_STEPS = 3
-"""Fewest warm-up steps of the speed window on a CPU. The first step allocates pages that later steps reuse."""
+"""Fewest steps between the memory window and the speed window on a CPU. The first of them allocates pages that later
+steps reuse."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""Modules that every arm needs, imported once before the fork. Otherwise each process imports torch._dynamo itself."""
+"""Modules that every arm needs. They are imported once, before the fork; otherwise every process would import them."""
 
 
 class Measured(RunConditions):
@@ -60,7 +61,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
     """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
-    terminate_with_parent()  # if the parent has already ended, stdin is at its end
+    terminate_with_parent()  # if the parent ended before this call, reading stdin ends the loop below
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, but stdout is only for answers
 
@@ -116,9 +117,9 @@ def _rank_of_arm(
 ) -> Generator[Measured | None, int | None, None]:
     """Run one process of an arm: warm up, train the steps that each turn asks for (``steps`` in all), yield the record.
 
-    On a CPU, memory and speed cannot be measured together: the allocator is fast if it keeps freed blocks, but shows
-    the needed memory only if it returns freed blocks. So the memory is measured first, in ``MEMORY_STEPS``, then the
-    speed.
+    On a CPU, memory and speed cannot be measured together: the allocator is fast only if it keeps freed blocks, but the
+    process's resident memory shows the needed memory only if the allocator returns them. So the memory is measured
+    first, in ``MEMORY_STEPS``, and then the speed.
 
     After a randomly drawn turn, an extra step outside the window counts the samples that it trains on. This step cannot
     find a technique that leaves out samples only inside the window; ``Training.count_later`` finds such a technique.
@@ -171,7 +172,7 @@ def _rank_of_arm(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.rejections:  # equal on all ranks: all gather, or none
+            if config.bench.energy and not window.rejections:  # the same on all ranks, so all ranks gather, or none
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
@@ -184,9 +185,9 @@ def _rank_of_arm(
 def _allowed_wait(training: Training, config: Config) -> float | None:
     """Return the share of a window that may be spent waiting for input; None if the wait is not limited.
 
-    It is not limited if a technique chooses the data set's placement, because the bench then compares the waits. It is
-    also not limited if a CUDA graph replays the steps on a resident data set. The graph does not prepare the input, and
-    this preparation can take almost as long as a small model's step.
+    The wait is not limited if a technique chooses the data set's placement, because the wait is then part of what the
+    bench compares. It is also not limited if a CUDA graph replays the steps on a resident data set: the graph does not
+    prepare the input, and this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))

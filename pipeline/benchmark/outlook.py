@@ -22,10 +22,11 @@ def outlook(
     before: int = 0,
     deviation: float | None = None,
 ) -> str:
-    """Describe what ``measure`` is about to do, when it will end, and how precise the ratios will be.
+    """Return a sentence on what ``measure`` will do, when it will end, and how precise the ratios will be.
 
-    ``round_seconds``: estimated time of a round. ``before``: the number of rounds that exist already. ``deviation``:
-    what ``deviation_of`` returns for an earlier bench; None without an earlier bench.
+    ``seconds``, ``max_rounds``, ``fewest``: as in ``measure``. ``round_seconds``: estimated time of a round.
+    ``before``: the number of rounds that exist already. ``deviation``: what ``deviation_of`` returns for an earlier
+    bench; None without an earlier bench.
     """
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest - before)
@@ -40,12 +41,12 @@ def outlook(
             f" (the smallest number that allows a decision; only {fitting} would fit into {seconds / 60:g} minutes)"
         )
     cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
-    known = "the precision of ratios cannot be forecast, because there is no earlier bench of this baseline"
+    known = "the precision of ratios cannot be forecast, because no earlier bench of this baseline has enough rounds"
     if deviation is not None:
         # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as this
         # error of the median. Adding the two in quadrature gives the last factor, sqrt(2).
         error = 1.96 * math.sqrt(math.pi / 2) * deviation / math.sqrt(before + rounds) * math.sqrt(2)
-        known = f"the error of a throughput's ratio will be about {error:.1%}, if rounds vary as in the last bench"
+        known = f"the error of a throughput ratio will be about {error:.1%}, if rounds vary as in the last bench"
     return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}; {known}"
 
 

@@ -23,7 +23,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
 
 TOLD_SECONDS = 30
-"""If the output is no terminal, a line of progress is printed at this interval."""
+"""Interval of the progress lines, which replace the progress bar if the output is not a terminal."""
 FEWEST_ROUNDS = 6
 """Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
@@ -31,12 +31,13 @@ _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
 
 @dataclass(frozen=True)
 class Rounds:
-    """The outcome of interleaved rounds."""
+    """The arms with their samples, and how the rounds were measured."""
 
     arms: tuple[Arm, ...]
     steps: int
     """Steps of each sample."""
     turns: int
+    """Turns in which an arm takes the steps of a sample."""
     seconds: float
     interrupted: bool
 
@@ -56,13 +57,13 @@ def measure(
     max_spread: float = math.inf,
     earlier: Sequence[Arm] = (),
 ) -> Rounds:
-    """Measure rounds of all arms, each arm in a fresh process, for at most ``seconds``, but at least one round.
+    """Measure rounds of all arms, each arm in fresh processes, for at most ``seconds``, but at least one round.
 
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
-    in all. An arm whose samples were rejected in every round is ignored here. When the time is over, ``leaves_open`` is
-    called once with the rounds; if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on, ``decided`` is
-    called after each round. The measurement ends when ``decided`` returns True, or after ``max_rounds``. ``keep`` is
-    called after each round.
+    in all. For this rule, an arm whose samples were rejected in every round does not count. When the time is over,
+    ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on,
+    ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or after ``max_rounds``.
+    ``keep`` is called after each round.
 
     ``margins``: field of ``Window`` -> margin. With margins, a variant whose ratios are all settled (``unsettled``)
     takes no part in later rounds, and the measurement ends when all variants are settled. No variant is settled while
@@ -73,7 +74,7 @@ def measure(
 
     With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started first.
     Each arm then takes its ``steps`` in ``turns`` short turns while the other arms wait, so that a disturbance of some
-    seconds hits all arms. ``order_of`` gives the order of the arms.
+    seconds hits all arms. ``order_of`` determines the order of the arms.
 
     A KeyboardInterrupt ends the measurement and keeps the complete rounds; without a complete round, it is raised
     again.
@@ -127,7 +128,8 @@ def measure(
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
-                    bar.write(f"bench: {over}; the bench goes on until it has {least} (bench.hard_limit)", sys.stdout)
+                    why = "bench.hard_limit: true would prevent this"
+                    bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
                 order = order_of(running, len(rounds))
                 answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
@@ -165,8 +167,8 @@ def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
 
 
 def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
-    """Return the window in an arm's answer. Raises BenchError if the arm ran in other ``conditions`` than in earlier
-    rounds, or measured too few steps without a reason."""
+    """Return the window in an arm's answer. Raises BenchError if the arm's ``conditions`` differ from those of earlier
+    rounds, or if the arm measured too few steps and reports no reason."""
     found = RunConditions(**{key: answer[key] for key in RunConditions.model_fields})
     if conditions.setdefault(name, found) != found:
         raise BenchError(
@@ -175,7 +177,7 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
         )
     window = Window.model_validate(answer["window"])
     if window.measured_steps < steps and not window.rejections:
-        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps and gives no reason.")
+        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps, but reports no reason.")
     return window
 
 
@@ -207,7 +209,7 @@ def _in_turns(
     for turn in range(turns):
         show(f"turn {turn + 1} of {turns}")
         share = steps * (turn + 1) // turns - steps * turn // turns
-        first = turn % len(arms)  # each arm is first about as often as last
+        first = turn % len(arms)  # so that each arm is first about as often as it is last
         for spec in [*arms[first:], *arms[:first]]:
             spec.server.turn(spec.name, share)
     return {spec.name: spec.server.close(spec.name) for spec in arms}
@@ -219,5 +221,5 @@ def fewest_rounds(settings: BenchSettings) -> int:
 
 
 def turns_on(device: str, settings: BenchSettings) -> int:
-    """Return the turns per sample. On a GPU there is one turn only: an arm that waits would hold the GPU's memory."""
+    """Return the number of turns per sample. It is 1 on a GPU, because a waiting arm would occupy the GPU's memory."""
     return settings.turns if device == "cpu" else 1

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from pipeline.errors import PipelineError
 
 LAST_WORDS_SECONDS = 2.0
-"""Longest wait for an ended server's last output. The wait is limited because its arms may keep the pipe open."""
+"""Longest wait for an ended server's last output. The wait is limited, because the server's arms may keep the pipe
+open."""
 
 
 class BenchError(PipelineError):
@@ -77,7 +78,7 @@ class Server(AbstractContextManager["Server"]):
         return self._ask_of(name, do="close")
 
     def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
-        """Open an arm, measure ``steps`` warm steps in one turn, and close it."""
+        """Open an arm, let it take ``steps`` steps in one turn, and return what ``close`` returns."""
         self.open(name, plan, steps)
         self.turn(name, steps)
         return self.close(name)

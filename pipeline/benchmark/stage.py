@@ -1,4 +1,4 @@
-"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and keep the sessions."""
+"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and store the sessions."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
-    else:  # adds no session, because two sessions can leave a ratio undecided that one session decides
+    else:  # earlier benches do not count: two sessions can leave a ratio undecided that one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(
-        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, in {kept if again else BENCH_FILE}",
+        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, written to {kept if again else BENCH_FILE}",
         flush=True,
     )
     for arm in bench.arms:
@@ -145,11 +145,11 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
 
 
 class _Calibrated(NamedTuple):
-    """The calibration's results for all arms, known before the rounds."""
+    """What the short samples before the rounds show."""
 
     steps: int
     round_seconds: float
-    """Expected time of a round."""
+    """Expected time of a round of all arms."""
     ledgers: dict[str, Ledgers]
     flops: dict[str, Flops]
 
@@ -174,8 +174,8 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
 def _margins(margins: Margins) -> dict[str, float]:
     """Return field of ``Window`` -> margin, for the quantities that can settle a variant.
 
-    Like max_minutes, margins change only the number of rounds. dvc.yaml does not list margins for the bench. So a
-    changed margin is applied to the existing rounds, without a new bench.
+    Margins change only the number of rounds. So they are not among the settings on which DVC lets the bench depend:
+    after a change of a margin, ``compare`` applies the new margin to the existing rounds.
     """
     of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
     return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
@@ -189,8 +189,8 @@ def _left(limit: N, used: N) -> N:
 def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: Sequence[str]) -> Bench | None:
     """Return the latest kept bench of this session that can be continued; None if there is none.
 
-    It must have measured the same arms in the same way, and left at least one variant unsettled. ``now``: a session
-    that begins now. ``names``: all arms' names.
+    Such a bench has measured the same arms in the same way, and has left at least one variant unsettled. ``now``: a
+    session that begins now. ``names``: all arms' names.
     """
     for kept in reversed(read_sessions(KEPT_BENCHES)):
         same = kept.keys == keys and kept.dataset == dataset and [arm.name for arm in kept.arms] == list(names)

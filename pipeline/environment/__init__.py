@@ -147,11 +147,11 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PipelineError(f"{path} is missing, so the machine that gave the results is unknown: {again}") from None
+        raise PipelineError(f"{path} is missing, so the machine of the results is unknown: {again}") from None
     except ValueError as error:
         raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
-        raise PipelineError(f"{path} does not hold an environment's fingerprint: {again}")
+        raise PipelineError(f"{path} does not contain an environment's fingerprint: {again}")
     return content
 
 

@@ -193,7 +193,7 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
 
 @functools.cache
 def _memo() -> dict[str, Any]:
-    """Return what earlier processes stored: digest of a file -> the fields of its ``_Source``. This is stored, because
+    """Return what earlier processes stored: digest of a file -> the fields of its ``_Source``. They stored it because
     parsing all files takes most of a second."""
     try:
         found = json.loads(MEMO.read_text(encoding="utf-8"))

@@ -52,7 +52,16 @@ def cores() -> float:
 def _quotas() -> Iterator[float]:
     """Yield the CPU quotas, in cores, of the control groups around this process. Groups without one are left out."""
     for group in control_groups("cpu"):
-        yield from _quota(group)
+        try:
+            if (group / "cpu.max").exists():
+                quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+            else:
+                quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+                period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if quota not in ("max", "-1"):
+            yield round(int(quota) / int(period), 2)
 
 
 def control_groups(controller: str) -> Iterator[Path]:
@@ -79,18 +88,5 @@ def memory_limits() -> Iterator[int]:
     out."""
     for group in control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            with suppress(OSError, ValueError):  # there is no such file, or it contains the word "max"
                 yield int((group / name).read_text(encoding="ascii"))
-
-
-def _quota(group: Path) -> Iterator[float]:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
-            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
-    except OSError:
-        return
-    if quota not in ("max", "-1"):
-        yield round(int(quota) / int(period), 2)

@@ -29,7 +29,8 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
     The work tree is copied too, so that neither side has a better place on disk. What runs in a copy never touches the
     work tree, the index or a branch. The copies are not git worktrees, because an interrupted gate could leave
-    worktrees behind. Both use this checkout's DVC cache, so that DVC restores existing outputs instead of making them.
+    worktrees behind. Both copies use this checkout's DVC cache, so that DVC restores existing outputs instead of making
+    them again.
     """
     here = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")
@@ -58,7 +59,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
 
 
 def dvc(side: Copy, *arguments: str) -> None:
-    """Run DVC in a copy. The output of DVC and of its stages goes to stderr. Raises GateError if DVC fails."""
+    """Run DVC in a copy. DVC and its stages write their output to stderr. Raises GateError if DVC fails."""
     root, python = side
     print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
     command = [str(python), "-m", "dvc", *arguments]

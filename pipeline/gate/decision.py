@@ -48,7 +48,7 @@ class Judged(Record):
 
     outcome: Outcome
     noise_throughput: Noise
-    """The base's baseline measured against itself; the same for ``noise_memory``."""
+    """Ratio of the base's baseline to itself, in throughput; ``noise_memory`` is the same ratio in peak memory."""
     noise_memory: Noise
     variants: tuple[Held, ...]
     together: Held | None
@@ -271,8 +271,9 @@ def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> lis
     names = list(base)
     if lacking := ", ".join(name for name in names if name not in set(head)):
         raise GateError(
-            f"variants: {against} has {lacking}, which was not measured here, so nobody would see if it got worse. "
-            "Put it back into params.yaml and run `dvc repro`, or compare this work tree with a revision."
+            f"variants: {against} has variants that were not measured here, so the gate would not see if they got "
+            f"worse: {lacking}. Put them back into params.yaml and run `dvc repro`, or compare this work tree with a "
+            "revision."
         )
     return names
 

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from pipeline.environment.software import version
 from pipeline.gate.decision import GateError
 
 LOCK = "requirements.lock"
@@ -19,7 +19,7 @@ BUILD_LOCK = "requirements-build.lock"
 """Lock file of the packages that build source distributions."""
 CACHE = Path(".dvc", "tmp", "gate-environments")
 KEPT = 3
-"""Number of environments to keep, the most recently used ones. One with torch for CUDA takes about 6 GB."""
+"""How many environments are kept: the most recently used ones. An environment with torch for CUDA takes about 6 GB."""
 NAMED = 12
 """Largest number of differing packages that a message names."""
 
@@ -29,7 +29,8 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
 
     If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
     packages of its own lock file. A copy uses this Python if these packages are installed in it; if they are not, the
-    copy uses an environment that is created and kept in ``CACHE``. Raises GateError if this cannot be created.
+    copy uses an environment that is created and kept in ``CACHE``. Raises GateError if the environment cannot be
+    created.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():
@@ -69,7 +70,7 @@ def pins(lock: Path) -> list[Requirement]:
     try:
         found = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
     except InvalidRequirement as error:
-        raise GateError(f"{lock}: {error}. `make lock` writes it anew.") from None
+        raise GateError(f"{lock}: {error}. Write the file again with `make lock`.") from None
     return [each for each in found if each.marker is None or each.marker.evaluate()]
 
 
@@ -78,16 +79,9 @@ def _installed(lock: Path, other: Path) -> bool:
     requested = {each.name: each.specifier for each in pins(lock)}
     strange = [each.name for each in pins(other) if each.name not in requested]
     return all(
-        version is not None and specifier.contains(version, prereleases=True)
-        for version, specifier in ((_version(name), each) for name, each in requested.items())
-    ) and not any(map(_version, strange))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+        found is not None and specifier.contains(found, prereleases=True)
+        for found, specifier in ((version(name), each) for name, each in requested.items())
+    ) and not any(map(version, strange))
 
 
 def _made(lock: Path) -> Path:

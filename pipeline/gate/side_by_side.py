@@ -62,7 +62,8 @@ RULERS = (
 def measured(config: Config, revision: str) -> Gated:
     """Measure ``revision`` and this work tree side by side, each with its own code and params.yaml.
 
-    Raises GateError if there is nothing to measure, and KeyboardInterrupt before the first complete round.
+    Raises GateError if the two cannot be compared, and KeyboardInterrupt if an interrupt comes before the first
+    complete round.
     """
     commit, head_is = commit_of(revision), checked_out()
     with copies(commit) as sides, ExitStack() as servers:
@@ -92,8 +93,8 @@ def measured(config: Config, revision: str) -> Gated:
         unit = Unit()
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # There are two differences that DVC does not see, so it would reuse one side's training for the other:
-            # packages that no fingerprint names, and the user's own code if a side's version makes no digests of code.
+            # DVC does not see two differences, and would reuse one side's training for the other side: packages that no
+            # fingerprint names, and the user's own code if a side's version computes no digests of code.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
@@ -243,7 +244,7 @@ def _described(server: Server, side: str) -> dict[str, Any]:
 
 
 def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise GateError unless the ``train`` sections of base and head give accuracies that can be compared."""
+    """Raise GateError unless the ``train`` sections of base and head lead to accuracies that can be compared."""
     if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
         raise GateError(
             f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. Change the metric in "

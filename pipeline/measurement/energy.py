@@ -37,9 +37,8 @@ class _Counter(NamedTuple):
 class Energy:
     """Reads the energy counters of a process's own ``devices`` at the start and end of each window.
 
-    Without devices, it reads nothing.
-
-    ``remedy``: advice on how to make windows longer, for the message about windows that are too short.
+    Without devices, no counter is read. ``remedy``: advice on how to make windows longer, for the message about windows
+    that are too short.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:
@@ -81,10 +80,10 @@ class Energy:
             return f"{POWERCAP} lists no CPU package, as is usual in a virtual machine"
         if mean < shortest:
             return (
-                f"the device's energy counter needs windows of {shortest:g} s, but the windows took {mean:.3f} s: "
-                f"{self._remedy}"
+                f"the device's energy counter needs windows of at least {shortest:g} s, but the windows took "
+                f"{mean:.3f} s: {self._remedy}"
             )
-        return None if all(self._joules.values()) else "the device's energy counter stood still"
+        return None if all(self._joules.values()) else "the device's energy counter did not advance"
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

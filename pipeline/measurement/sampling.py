@@ -28,8 +28,10 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         self._path = path
         self._interval = interval_seconds
         self._process = psutil.Process()
-        gpus = [_gpu(device) for device in devices if device.type == "cuda"]
-        self._gpus = [gpu for gpu in gpus if gpu]
+        self._readings: dict[str, Callable[[], float]] = {}
+        for device in devices:
+            if device.type == "cuda":
+                self._readings |= _readings(device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
@@ -50,9 +52,11 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
     def _run(self) -> None:
         try:
             self._sample_until_stopped()
-        except OSError as error:  # the training goes on without this file
+        except OSError as error:  # the training continues without this file
             print(
-                f"{self._path} gets no more rows, because writing failed: {error.strerror}", file=sys.stderr, flush=True
+                f"{self._path} gets no more rows, because it could not be written: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _sample_until_stopped(self) -> None:
@@ -70,54 +74,42 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
 
     def _sample(self) -> dict[str, float | None]:
         memory = psutil.virtual_memory()
-        sample: dict[str, float | None] = {
+        return {
             "seed": self.seed,
             "seconds": round(time.time(), 3),
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
             "process_resident_megabytes": round(self._process.memory_info().rss / 1e6, 1),
+            **{name: _answer(read) for name, read in self._readings.items()},
         }
-        for gpu in self._gpus:
-            sample |= gpu.sample()
-        return sample
 
 
-class _Gpu:
-    """Reads one GPU's figures from NVML.
+def _readings(device: torch.device) -> dict[str, Callable[[], float]]:
+    """Return column -> function that reads a figure of the GPU from NVML.
 
     A figure that the driver does not provide at the start, for example for a MIG instance or a virtual GPU, has no
-    column. If the driver stops providing a figure later, its cells are empty.
+    column.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        import pynvml
-
-        handle = handle_of(device)
-        name = f"gpu_{device.index or 0}"
-        readings: dict[str, Callable[[], float]] = {
-            f"{name}_utilization_percentage": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
-            f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        }
-        self._readings = {name: read for name, read in readings.items() if self._answer(read) is not None}
-
-    @staticmethod
-    def _answer(read: Callable[[], float]) -> float | None:
-        import pynvml
-
-        try:
-            return read()
-        except pynvml.NVMLError:
-            return None
-
-    def sample(self) -> dict[str, float | None]:
-        return {name: self._answer(read) for name, read in self._readings.items()}
-
-
-def _gpu(device: torch.device) -> _Gpu | None:
     import pynvml
 
     try:
-        return _Gpu(device)
+        handle = handle_of(device)
+    except pynvml.NVMLError:
+        return {}
+    name = f"gpu_{device.index or 0}"
+    readings: dict[str, Callable[[], float]] = {
+        f"{name}_utilization_percentage": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
+        f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+    }
+    return {column: read for column, read in readings.items() if _answer(read) is not None}
+
+
+def _answer(read: Callable[[], float]) -> float | None:
+    """Return what ``read`` returns; None, which leaves the cell empty, if the driver does not provide the figure."""
+    import pynvml
+
+    try:
+        return read()
     except pynvml.NVMLError:
         return None

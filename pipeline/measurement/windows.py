@@ -20,7 +20,7 @@ CLOCK_TOLERANCE_FRACTION = 0.05
 """Largest accepted difference between the sum of the step times and the wall time, as a share of the wall time."""
 
 
-class _Resumable:
+class Resumable:
     """Saves and restores a run's counts: all attributes whose names do not begin with an underscore."""
 
     def state(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class _Resumable:
         vars(self).update(state)
 
 
-class Clock(_Resumable):
+class Clock(Resumable):
     """Times a run's steps without waiting for the device inside a step.
 
     A *window* is a series of steps. ``open`` and ``close`` wait for the device, so a window's wall time is exact.
@@ -56,7 +56,7 @@ class Clock(_Resumable):
         self.input_seconds = 0.0
         """Time spent waiting for input in the measured windows."""
         self.first_step_seconds: float | None = None
-        """Wall time of the first window, which holds only the first step."""
+        """Wall time of the first window, which contains only the first step."""
 
     def now(self) -> float:
         """Wait for the device to finish its work and return the seconds of a monotonic clock."""
@@ -126,7 +126,7 @@ def percentile_ms(seconds: list[float], percent: float) -> float | None:
     return float(np.percentile(seconds, percent)) * 1e3 if seconds else None
 
 
-class Memory(_Resumable):
+class Memory(Resumable):
     """Peak memory of a run's measured windows.
 
     On CUDA, the figure is the peak of allocated bytes (``max_memory_allocated``) plus ``graphs_bytes``, which this peak

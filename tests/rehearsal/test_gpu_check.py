@@ -53,4 +53,4 @@ def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pyte
     assert [line.split(" |")[0].strip("| ") for line in text.splitlines() if "| no " in line] == ["variant unknown"]
     assert "## verify\n" in text
     assert text.count(NAME) > 1
-    assert "energy counter needs windows of 1 s" in text, "energy is asked for; a rehearsal's windows are shorter"
+    assert "energy counter needs windows of at least 1 s" in text, "the rehearsal measures energy in shorter windows"

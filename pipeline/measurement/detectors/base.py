@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pipeline.measurement.windows import Resumable
 
 MAX_THROTTLED_FRACTION = 0.05
 """Largest accepted throttling in the measured windows. On a CPU it is a share of the time, on a GPU of the queries."""
@@ -18,7 +20,7 @@ class Rejection(NamedTuple):
     """True if the peak memory cannot be trusted either."""
 
 
-class Detector(ABC):
+class Detector(Resumable, ABC):
     """Looks for one kind of disturbance in a run's measured windows."""
 
     @abstractmethod
@@ -32,11 +34,3 @@ class Detector(ABC):
     @abstractmethod
     def rejections(self) -> list[Rejection]:
         """Return the reasons to reject the measured windows so far; an empty list if no disturbance was seen."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the counts that a resumed run needs to go on counting."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Set the counts to those that the method ``state`` returned."""
-        vars(self).update(state)

@@ -21,7 +21,7 @@ class Recompilation(Detector):
     def close(self, *, measured: bool) -> None:
         if measured:
             now = _compile_seconds()
-            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() sets it to 0
+            self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() resets the total
 
     def rejections(self) -> list[Rejection]:
         if not self.seconds:
@@ -35,6 +35,9 @@ class Recompilation(Detector):
 
 
 def _compile_seconds() -> float:
-    """Return this process's compile time so far, of forward and backward passes. This does not import the compiler."""
+    """Return the seconds that this process has spent compiling forward and backward passes.
+
+    The compiler is not imported: without it, the time is 0.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

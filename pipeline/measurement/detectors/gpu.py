@@ -17,7 +17,7 @@ from pipeline.measurement.nvml import handle_of
 
 GPU_SAMPLE_SECONDS = 0.1
 MPS_SERVER = "nvidia-cuda-mps"
-"""The first 15 characters of the process name nvidia-cuda-mps-server. The kernel keeps no more of a name."""
+"""The process name nvidia-cuda-mps-server as the kernel shows it: the kernel shortens names to 15 characters."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
@@ -117,14 +117,14 @@ class GpuThrottling(Detector):
 
 
 class SharedGpu(Detector):
-    """Another process holds this GPU at the start or at the end of a measured window.
+    """Another process uses this GPU at the start or at the end of a measured window.
 
     The driver always lists the host's process ids. In a container with its own ids, a process does not find its own
     id in the list. Then all listed processes except one count as foreign, because a job has one process per GPU.
 
-    Under MPS the list also holds the MPS server. The server works only for its clients, so it does not count as
-    foreign. If no listed process has the server's name but MPS clients run, one of the processes is assumed to be the
-    server.
+    Under MPS the list also contains the MPS server. The server works only for its clients, so it does not count as
+    foreign. If MPS clients run, but no listed process has the server's name, one of the listed processes is assumed to
+    be the server.
     """
 
     def __init__(self, nvml: Any, handle: Any, root_pid: int, name: str = "the GPU") -> None:
@@ -158,7 +158,7 @@ class SharedGpu(Detector):
             return []
         return [
             Rejection(
-                f"{count(self.others, 'other process')} held {self._name}; end all other processes (nvidia-smi lists "
+                f"{count(self.others, 'other process')} used {self._name}; end all other processes (nvidia-smi lists "
                 "them) and measure again"
             )
         ]

@@ -24,7 +24,7 @@ def job_ticks(root_pid: int) -> dict[int, int]:
                 status = (directory / "stat").read_bytes()
             except OSError:  # the process has just ended
                 continue
-            fields = status.rpartition(b")")[2].split()  # the fields after the name; a name may hold any character
+            fields = status.rpartition(b")")[2].split()  # the fields after the name, which may contain any character
             pid = int(directory.name)
             children[int(fields[1])].append(pid)
             ticks[pid] = sum(int(field) for field in fields[11:15])  # utime stime cutime cstime
