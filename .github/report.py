@@ -112,7 +112,7 @@ def _compared(reports: Path) -> str:
 
 
 def comment(number: int, text: str) -> str:
-    """Write ``text`` into the workflow's comment on a pull request, or into a new comment. Return its address."""
+    """Write ``text`` into the workflow's comment on a pull request, or into a new comment. Return its URL."""
     for page in itertools.count(1):
         found: list[dict[str, Any]] = _api("GET", f"issues/{number}/comments?per_page=100&page={page}")
         for each in found:

@@ -26,13 +26,17 @@ PARAMS: dict[str, Any] = read(ROOT / "params.yaml")
 SECTIONS = set(PARAMS) - {"variants"}
 
 
-def in_line(page: Path) -> list[str]:
-    """Return the page's inline code, also that in link texts."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+def prose(page: Path) -> str:
+    """Return the page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_version_in_the_pages_is_the_one_of_pyproject() -> None:
+def inline_code(page: Path) -> list[str]:
+    """Return the inline code of the page's prose, including code in link texts."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def test_the_pages_name_the_version_of_pyproject() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     named = [
         found for page in PAGES for found in re.findall(r"pipeline-([\w.]+)-py3|download/v([\w.]+)/", page.read_text())
@@ -48,8 +52,8 @@ def test_the_index_lists_every_page() -> None:
 
 
 def simple_commands(page: Path) -> Iterator[list[str]]:
-    """Yield the commands that a reader can copy, without variable assignments in front."""
-    sentences = [shlex.split(code) for code in in_line(page) if re.match(r"(python|make|dvc) [-\w]", code)]
+    """Yield the commands that a reader can copy, without leading assignments of environment variables."""
+    sentences = [shlex.split(code) for code in inline_code(page) if re.match(r"(python|make|dvc) [-\w]", code)]
     for command in (*commands(page), *sentences):
         for joined, words in groupby(command, key="&&".__eq__):
             rest = list(words)
@@ -64,7 +68,7 @@ def targets() -> set[str]:
 
 
 def with_changes(values: Any, change: Any) -> Any:
-    """Return ``values`` updated with ``change``; variants in ``change`` replace all variants."""
+    """Return ``values`` with the keys of ``change`` replaced, section by section; variants replace all variants."""
     if not isinstance(change, dict) or not isinstance(values, dict):
         return change
     changed = {key: each if key == "variants" else with_changes(values.get(key), each) for key, each in change.items()}
@@ -77,12 +81,12 @@ def variants_of(page: Path) -> set[str]:
     return {"VARIANT", *PARAMS["variants"], *(name for each in shown for name in each.get("variants", {}))}
 
 
-def test_the_readme_is_read_in_minutes() -> None:
+def test_the_readme_has_at_most_180_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_ones_that_there_are(page: Path) -> None:
+def test_commands_exist(page: Path) -> None:
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     for command in simple_commands(page):
         match command:
@@ -109,10 +113,10 @@ def test_commands_are_ones_that_there_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_settings_are_ones_that_there_are(page: Path) -> None:
+def test_settings_exist(page: Path) -> None:
     settings = parse(PARAMS)
     changes: list[Any] = [yaml.safe_load(block) for block in blocks(page, "yaml")]
-    for code in in_line(page):
+    for code in inline_code(page):
         path, colon, value = code.partition(": ")
         keys = path.split(".")
         if keys[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+(?<!\.json)", path):
@@ -124,7 +128,7 @@ def test_settings_are_ones_that_there_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if link.startswith("https://"):
             continue
@@ -135,9 +139,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the page's headings, as GitHub makes them."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    """Return the anchors of the page's headings, formed as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -147,20 +150,20 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_files_of_the_code_are_where_it_says(page: Path) -> None:
-    for code in in_line(page):
+def test_named_files_exist(page: Path) -> None:
+    for code in inline_code(page):
         if re.fullmatch(r"(pipeline|tests|benchmarks|docker|examples|variants|docs)/[\w./-]*", code):
             assert (ROOT / code).exists(), code
 
 
-def test_the_architecture_s_stages_are_those_of_dvc() -> None:
+def test_the_architecture_page_lists_the_stages_of_dvc() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.partition("## The stages")[2].partition("\n## ")[0]
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(stages)
 
 
-def test_the_page_lists_every_hook_in_its_order() -> None:
+def test_the_page_on_adding_a_technique_lists_every_hook_in_order() -> None:
     page = (ROOT / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
     (technique,) = (

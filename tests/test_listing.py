@@ -1,3 +1,5 @@
+"""The listing of techniques: its Markdown page, its text, its JSON and its search."""
+
 from __future__ import annotations
 
 import json
@@ -20,11 +22,11 @@ def described(capsys: pytest.CaptureFixture[str], machine: Machine, *words: str)
     return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
 
 
-def test_the_page_of_the_documentation_is_in_step() -> None:
+def test_docs_techniques_md_is_up_to_date() -> None:
     assert (ROOT / "docs/techniques.md").read_text(encoding="utf-8") == listing.markdown(), "run `make docs`"
 
 
-def test_each_excluded_name_stands_beside_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_excluded_name_is_shown_beside_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
     page = listing.markdown()
     listing.show(LAPTOP, [""], as_json=False)
     said = capsys.readouterr().out
@@ -33,7 +35,7 @@ def test_each_excluded_name_stands_beside_a_setting(capsys: pytest.CaptureFixtur
         assert re.search(rf"^  (?=\S).*\b{name}\b", said, re.MULTILINE), name
 
 
-def test_without_a_word_each_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     listing.show(LAPTOP, [], as_json=False)
     lines = capsys.readouterr().out.splitlines()
     for entry in CATALOGUE:
@@ -47,7 +49,7 @@ def test_without_a_word_each_has_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert any(line.startswith("    with      processes: auto") for line in lines)
 
 
-def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_techniques_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(described(capsys, LAPTOP)) == [entry.name for entry in CATALOGUE]
 
 
@@ -83,19 +85,21 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("num_workers", {"dataloader"}),
     ],
 )
-def test_each_is_found_by_what_people_call_it(words: str, names: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_technique_is_found_by_its_usual_names(
+    words: str, names: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = described(capsys, LAPTOP, *words.split())
     assert names <= found.keys() < {entry.name for entry in CATALOGUE}
 
 
-def test_with_a_single_gpu_nothing_can_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_one_gpu_no_work_can_be_shared(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = described(capsys, SERVER.model_copy(update={"gpus": 1})), described(capsys, SERVER)
     shared = {entry.name for entry in CATALOGUE if entry.key == "parallelism" or entry.needs}
     assert {name for name, each in one.items() if each["why_not_here"] and "one GPU" in each["why_not_here"]} == shared
     assert not any(several[name]["why_not_here"] for name in shared)
 
 
-def test_it_says_which_values_this_machine_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_this_machine_cannot_run_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     here, there = described(capsys, LAPTOP, "compile")["compile"], described(capsys, SERVER, "compile")["compile"]
     assert list(here["why_not_values_here"]) == ["reduce-overhead"]
     assert there["why_not_values_here"] == {}
@@ -105,12 +109,12 @@ def test_it_says_which_values_this_machine_cannot_run(capsys: pytest.CaptureFixt
     )
 
 
-def test_nothing_found_names_what_there_is() -> None:
+def test_if_nothing_is_found_the_error_lists_all_techniques() -> None:
     with pytest.raises(ConfigError, match=r"found nothing about 'warp drive'; there are: .*channels_last"):
         listing.show(LAPTOP, ["warp", "drive"], as_json=False)
 
 
-def test_it_says_what_this_machine_cannot_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_techniques_that_this_machine_cannot_run_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     here, there = described(capsys, LAPTOP), described(capsys, SERVER)
     assert "needs a GPU" in here["fp16"]["why_not_here"]
     assert "several times slower" in here["bf16"]["emulated_here"]
