@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
     verify = add("verify", _verify, "Check in a few minutes the claims on which the comparison of the variants relies.")
-    verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be tried; else 0."
+    verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be decided; else 0."
     verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     verify.add_argument(
         "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
