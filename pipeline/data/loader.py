@@ -70,8 +70,7 @@ class WorkerBatches:
 
     def hold(self) -> None:
         """Pause each worker after its current sample, until the next request."""
-        if self._reading is not None and self._workers:
-            self._brake.pull()
+        self._brake.pull()
 
     def close(self) -> None:
         """End the workers. A later epoch starts new ones."""

@@ -207,9 +207,12 @@ def _verify_newer(directory: Path, description: Description) -> None:
     """
     path = directory / DESCRIPTION
     arrays = [directory / name for name in description.files]
-    newer = [each for each in arrays if not each.exists() or each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
+    for each in arrays:
+        if not each.is_file():
+            raise DataError(f"{each} is missing; {_AGAIN}")
+    newer = [each for each in arrays if each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
     for each in newer:
-        expected, found = description.files[each.name], file_sha256(each) if each.is_file() else "missing"
+        expected, found = description.files[each.name], file_sha256(each)
         if found != expected:
             raise DataError(f"{each}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
     if newer:

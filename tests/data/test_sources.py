@@ -609,7 +609,6 @@ def test_a_limit_below_the_content_is_enforced(raw: Path, tmp_path: Path, monkey
     """A gzip file of a thousand times its size must not fill the disk."""
     files = tuple(replace(file, limit_bytes=100) for file in FILES)
     monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(files, ()))
-    (tmp_path / "labels.gz").write_bytes(gzip.compress(bytes(10_000_000)))
-    (tmp_path / "images").write_bytes(CONTENTS["images"])
+    (tmp_path / "images.gz").write_bytes(gzip.compress(bytes(10_000_000)))
     with pytest.raises(DataError, match="images: more than the expected 100 bytes"):
         fetch(config(mirror=str(tmp_path)), raw)

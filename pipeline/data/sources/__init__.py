@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.data import DataError, arrays, text
 from pipeline.data.sources.listings import LISTINGS, Listing
-from pipeline.data.sources.local import describe_synthetic, export_digits, list_files, list_images
+from pipeline.data.sources.local import describe_synthetic, export_digits, images_of, list_files
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
 from pipeline.errors import count
@@ -38,7 +38,7 @@ def fetch(config: Fetch, directory: Path) -> None:
     if config.dataset == "digits":
         export_digits(target)
     elif config.dataset == "image_folder":
-        list_images(config, target)
+        list_files("fetch.image_folder", *images_of(config), target)
     elif config.dataset == "arrays":
         exported = arrays.is_exported(config)
         with whole_directory(target) if exported else nullcontext(target) as place:

@@ -44,15 +44,6 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
     write_text(target / SYNTHETIC_DESCRIPTION, requested.model_dump_json() + "\n")
 
 
-def list_images(config: Fetch, target: Path) -> None:
-    """Write the listing of the user's images, sorted by path: SPLIT/CLASS/... path, size and SHA-256.
-
-    Raises DataError as ``images_of`` does, and for an image that cannot be read.
-    """
-    root, paths = images_of(config)
-    list_files("fetch.image_folder", root, paths, target)
-
-
 def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 

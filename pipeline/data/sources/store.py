@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import requests
 import urllib3
@@ -159,7 +159,7 @@ class Store:
                 have = have if response.status_code == 206 else 0
                 with (
                     path.open("ab" if have else "wb") as out,
-                    progress(path_name(url), total, "B", initial=have) as bar,
+                    progress(url.rsplit("/", 1)[-1], total, "B", initial=have) as bar,
                 ):
                     start, begun = have, time.monotonic()
                     while chunk := response.raw.read1(1 << 16, decode_content=False):
@@ -226,10 +226,6 @@ def say(line: str) -> None:
 def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
     """Return a progress bar, which is shown only on a terminal."""
     return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
-
-
-def path_name(url: str) -> str:
-    return urlsplit(url).path.rsplit("/", 1)[-1]
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
