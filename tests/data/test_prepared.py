@@ -210,7 +210,7 @@ def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> N
     images = np.load(digits / "train_inputs.npy")
     for wrong in (images[:-1], images.astype(np.int16), images[:, :, :4], np.asfortranarray(images)):
         np.save(digits / "train_inputs.npy", wrong)
-        os.utime(digits / "train_inputs.npy", (0, 0))  # older than the description, so that nobody sums it
+        os.utime(digits / "train_inputs.npy", (0, 0))  # older than the description, so that its SHA-256 is not checked
         with pytest.raises(
             DataError, match=r"train_inputs\.npy holds .* but dataset\.json says uint8 \(1438, 1, 8, 8\)"
         ):

@@ -1,7 +1,7 @@
-"""Stage ``fetch``: gets the raw files, and keeps only files whose content is right.
+"""Stage ``fetch``: downloads or exports the raw files, or lists the user's own files.
 
-A file gets its final name only after the SHA-256 of its uncompressed content was checked, so even an untrusted source
-is safe.
+A downloaded file gets its final name only after the SHA-256 of its uncompressed content was checked, so even an
+untrusted source is safe.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def fetch(config: Fetch, directory: Path) -> None:
     Parts of interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes
     ``<directory>.partial`` once all files are complete. The user's own files (``image_folder``, ``text_folder``,
     ``arrays``) are not copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files
-    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after a
-    change of the files.
+    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after
+    you change the files.
 
     Raises DataError if a file cannot be fetched from any source. The message names every source and the reason why it
     failed.

@@ -39,7 +39,7 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
     if needed > free:
         raise DataError(
             f"fetch.synthetic: found {requested.train + requested.test:,} samples of shape {requested.shape}, which "
-            f"take {needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
+            f"take {needed:,} bytes, but {target} has {free:,} bytes free; allowed: fewer or smaller samples."
         )
     write_text(target / SYNTHETIC_DESCRIPTION, requested.model_dump_json() + "\n")
 

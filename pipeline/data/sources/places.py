@@ -132,7 +132,7 @@ class DebianPackage:
             return
         tools = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
         if tools:
-            raise SourceError(f"{' and '.join(tools)} are missing; this source needs Debian or Ubuntu")
+            raise SourceError(f"not found: {', '.join(tools)}; this source needs Debian or Ubuntu")
         with tempfile.TemporaryDirectory(prefix="fetch-") as scratch:
             package = self._download(Path(scratch), store)
             with subprocess.Popen(
