@@ -363,7 +363,7 @@ FORGED: dict[str, tuple[dict[str, Callable[[bytes], bytes]], str]] = {
     ),
     "the data set's description": (
         {"data/prepared/dataset.json": replaced('"train_count": 60000', '"train_count": 60001')},
-        r"data/prepared/dataset\.json: was changed after it was written",
+        r"data/prepared/dataset\.json was changed after it was written",
     ),
     "another data set's": (
         {"data/prepared/dataset.json": lambda _: ANOTHER},

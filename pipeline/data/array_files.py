@@ -138,7 +138,7 @@ def _in_numpy(path: Path) -> Iterator[Array]:
 
 
 def _in_safetensors(path: Path) -> Iterator[Array]:
-    """Yield the tensors.
+    """Yield each tensor as an array.
 
     Format, from https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the header
     in JSON; the values. A tensor's two ``data_offsets`` are the start and the end of its values, counted in bytes from
@@ -215,7 +215,7 @@ _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensor
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any exception that the block raises into a DataError: a damaged file can raise exceptions of many types."""
+    """Turn any exception in the block into a DataError, because readers raise many types for a damaged file."""
     try:
         yield
     except DataError:

@@ -96,7 +96,9 @@ def export(fetch: Fetch, directory: Path) -> None:
                     try:
                         files[key].append(rows)
                     except ValueError as error:
-                        raise DataError(f"{KEY}: {name} yielded {key} in which {error}.") from None
+                        raise DataError(
+                            f"{KEY}: {name} yielded {key} in which {error}; expected one type and shape."
+                        ) from None
 
 
 def _called(fetch: Fetch, name: str, split: str) -> Any:
@@ -121,7 +123,7 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     splits = found if isinstance(found, Mapping) else {"train": found}
     if others := sorted(set(splits) - {"train", "test"}):
         raise DataError(
-            f"{KEY}: {folder} has the split {others[0]!r}; expected train and test; rename the split, or drop it."
+            f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename the split, or drop it."
         )
     if split in splits:
         yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None keeps the saved dtypes
@@ -145,7 +147,7 @@ def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
 
 
 def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the arrays in the files that the listing in ``directory`` names. Raises DataError."""
+    """Decode the files in ``directory``'s listing. Raises DataError for a changed file, and for unsuitable arrays."""
     found = _opened(root(config.fetch, directory), directory / LISTING)
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
@@ -156,7 +158,7 @@ def decode(config: Config, directory: Path) -> Decoded:
         )
     for arrays in (train.values(), test.values()):
         if len({array.shape[0] for array in arrays}) > 1:
-            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples.")
+            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples; make them equal.")
     inputs, targets, labels, vocabulary, classes = train["inputs"], train.get("targets"), None, None, 0
     types = {name: _prepared_type(name, each.dtype) for name, each in train.items()}
     if not targets and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
@@ -188,7 +190,7 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the prepared type of the array ``name``, which must not hold tokens or labels."""
+    """Return the type in which the array ``name`` of type ``dtype`` is prepared, unless it holds tokens or labels."""
     if dtype == np.uint8 and name != "targets":
         return dtype
     return np.dtype(np.int64 if dtype.kind in "iu" and name not in ("inputs", "targets") else np.float32)
@@ -241,7 +243,7 @@ def _opened(folder: Path, listing: Path) -> dict[str, Array]:
 
 
 def headers(fetch: Fetch) -> dict[str, Array]:
-    """Return the arrays of ``fetch.arrays`` by name, as the files' headers describe them. Raises DataError."""
+    """Return the arrays of ``fetch.arrays`` by name, from the files' headers. Raises DataError for an unusable file."""
     folder = root(fetch, Path())
     found = [array for name in files(fetch, Path()) for array in array_files.read(folder / name)]
     return {Path(array.member).stem: array for array in found}

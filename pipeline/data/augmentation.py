@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 class Draws(NamedTuple):
-    """The random draws of an epoch. All tensors have one shape. ``flipped`` is bool; the other tensors are int64."""
+    """The random draws of an epoch: tensors of the same shape. ``flipped`` is bool, and the other tensors are int64."""
 
     order: Tensor
-    """Indices of the samples."""
+    """Indices of the samples, in the epoch's order."""
     top: Tensor
     left: Tensor
     """``top`` and ``left`` are the crop's first row and column in the padded image, from 0 to twice the padding."""
     flipped: Tensor
     row: Tensor
     column: Tensor
-    """``row`` and ``column`` are the cutout's centre."""
+    """``row`` and ``column`` are the position of the cutout's centre."""
 
 
 def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding: int) -> Draws:
     """Return all draws [count] for images of ``size`` (height, width). The draws depend only on the arguments.
 
-    Unused augmentations are drawn too, so that switching an augmentation on or off does not change the other draws.
+    Augmentations that are switched off get draws too, so that switching one on or off does not change the other draws.
     """
     (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(mixed))
@@ -46,9 +46,10 @@ def draw_epoch(seed: int, epoch: int, count: int, size: tuple[int, ...], padding
 
 
 def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) -> Tensor:
-    """Pad images [b, C, H, W] by ``padding`` zeros on each side; return image i's H x W window at (top[i], left[i]).
+    """Pad images [b, C, H, W] with ``padding`` zeros on each side, and return an H x W window of each padded image.
 
-    ``each`` is arange(b). The windows are a strided view, so the index holds one number per image, not per pixel.
+    The window of image i starts at (top[i], left[i]). ``each`` is arange(b). It indexes a strided view of all windows,
+    so an index has one number per image, not one per pixel.
     """
     height, width = images.shape[2:]
     padded = F.pad(images, (padding, padding, padding, padding))
@@ -56,15 +57,15 @@ def crop(images: Tensor, top: Tensor, left: Tensor, padding: int, each: Tensor) 
 
 
 def flip(images: Tensor, flipped: Tensor) -> Tensor:
-    """Mirror, left to right, each of the images [b, C, H, W] for which ``flipped`` [b] is true."""
+    """Return images [b, C, H, W]. Image i is mirrored left to right if ``flipped[i]`` is true."""
     return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
-    """In place, set a square of each image i to zero: ``side`` pixels wide, with the centre (row[i], column[i]).
+    """Set a square in each of the images [b, C, H, W] to zero, in place, and return the images.
 
-    A square is cut off at the image's edges. Zero is the mean of normalised images. Source: DeVries and Taylor (2017),
-    arXiv:1708.04552.
+    The square of image i is ``side`` pixels wide, has its centre at (row[i], column[i]), and ends at the image's edges.
+    Zero is the mean of normalised images. Source: DeVries and Taylor (2017), arXiv:1708.04552.
     """
     height, width = images.shape[2:]
     rows = torch.arange(height, device=images.device) - (row.view(-1, 1) - side // 2)

@@ -61,7 +61,8 @@ class TrainBatches:
     takes the r-th part and splits it into ``micro_batches`` consecutive micro-batches of b samples. An incomplete last
     global batch is dropped. ``workers`` is the number of worker processes for placement ``dataloader``.
 
-    Raises ConfigError if the data set is smaller than one global batch, or if the batch cannot be divided evenly.
+    Raises ConfigError if the data set is smaller than one global batch, if the batch cannot be divided evenly, or if
+    the inputs are not images and ``augment`` asks for augmentation.
     """
 
     steps_per_epoch: int
@@ -123,7 +124,7 @@ class TrainBatches:
         """Iterate over one epoch's micro-batches from ``start_step`` on, ``micro_batches`` of them per step.
 
         A micro-batch is a pair of inputs [b, ...] and targets [b, ...] on the device. The caller may keep or change
-        both. The iteration never waits for the device.
+        these tensors. The iteration never waits for the device.
         """
         if not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(f"start_step {start_step} is outside an epoch of {self.steps_per_epoch} steps")
@@ -133,7 +134,7 @@ class TrainBatches:
         """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
 
         Without the pause, reading ahead would slow down another variant's window. Besides, this variant's next window
-        would not include the time for reading these micro-batches.
+        would use micro-batches that were read before the window began, and would not include the time for reading them.
         """
         for reader in self._readers:
             reader.hold()

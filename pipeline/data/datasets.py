@@ -39,7 +39,7 @@ CHUNK_IMAGES = 64
 CHUNK_BYTES = 16 << 20
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Formats of images that are decoded. Pillow recognises a format by the file's content, not by its name. Without this
+"""Image formats that are decoded. Pillow recognises a format by the file's content, not by its name. Without this
 list, Pillow would start Ghostscript for an EPS file."""
 Image.MAX_IMAGE_PIXELS = LIMIT_BYTES // 4
 """Largest number of pixels of an image. A limit is needed because a file of a few kilobytes can declare any number of
@@ -100,15 +100,19 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     """
     content = _read(path)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: not an IDX file of unsigned bytes (starts with {content[:4].hex(' ')}).")
+        raise DataError(f"{path}: not an IDX file of unsigned bytes (starts with {content[:4].hex(' ')}): {AGAIN}")
     dimensions = content[3]
     offset = 4 + 4 * dimensions
     if dimensions == 0 or len(content) < offset:
-        raise DataError(f"{path}: the IDX header is cut short ({len(content)} bytes for {dimensions} dimensions).")
+        raise DataError(
+            f"{path}: the IDX header is cut short ({len(content)} bytes for {dimensions} dimensions): {AGAIN}"
+        )
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
     expected = offset + int(np.prod(shape, dtype=object))
     if len(content) != expected:
-        raise DataError(f"{path}: the IDX header declares {expected:,} bytes, but the file has {len(content):,}.")
+        raise DataError(
+            f"{path}: the IDX header declares {expected:,} bytes, but the file has {len(content):,}: {AGAIN}"
+        )
     return np.frombuffer(content, dtype=np.uint8, offset=offset).reshape(shape)
 
 
@@ -118,7 +122,7 @@ def _first(split: Labelled, limit: int | None) -> Labelled:
 
 
 def _read(path: Path) -> bytes:
-    """Read the raw file ``<dataset>/NAME``. Raises DataError if its SHA-256 is not the published one."""
+    """Return the content of the raw file ``<dataset>/NAME``. Raises DataError if its SHA-256 is not as published."""
     try:
         content = _start(path)
     except OSError as error:
@@ -130,7 +134,7 @@ def _read(path: Path) -> bytes:
 
 
 def _start(path: Path) -> bytes:
-    """Read the file, but no more than one byte beyond ``LIMIT_BYTES``."""
+    """Return the file's content, at most ``LIMIT_BYTES`` + 1 bytes. The SHA-256 of a larger file is then wrong."""
     with path.open("rb") as file:
         return file.read(LIMIT_BYTES + 1)
 
@@ -142,7 +146,9 @@ def _decode_idx(directory: Path, split: str) -> Labelled:
     images = read_idx(directory / f"{split}-images-idx3-ubyte")
     labels = read_idx(directory / f"{split}-labels-idx1-ubyte")
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-        raise DataError(f"{directory}: {split} images {images.shape} and labels {labels.shape} do not belong together.")
+        raise DataError(
+            f"{directory}: {split} images {images.shape} and labels {labels.shape} do not belong together: {AGAIN}"
+        )
     return images[:, None], labels.astype(np.int64)
 
 
@@ -245,7 +251,10 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
     number = {name: index for index, name in enumerate(classes)}
     unknown = sorted({path.split("/")[1] for path, _ in rows} - set(classes))
     if unknown:
-        raise DataError(f"image_folder: class {', '.join(unknown)} is under test/ but not under train/.")
+        raise DataError(
+            f"fetch.image_folder: found classes under test/ but not under train/: {', '.join(unknown)}. Add training "
+            "images of these classes, or remove the classes."
+        )
     images = [_Image(path, digest, number[path.split("/")[1]]) for path, digest in rows]
     train = [image for image in images if image.path.startswith("train/")]
     test = [image for image in images if image.path.startswith("test/")]
@@ -259,7 +268,7 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
 def _decode_images(
     what: str, root: Path, images: list[_Image], size: tuple[int, int], config: Config
 ) -> Iterator[Labelled]:
-    """Decode images in worker processes, and yield them in order. Memory holds only a few chunks per process."""
+    """Decode ``images`` in worker processes, and yield chunks in order. Memory holds only a few chunks per process."""
     length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // (3 * size[0] * size[1])))
     chunks = [images[start : start + length] for start in range(0, len(images), length)]
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -24,7 +24,7 @@ Chunk = tuple[npt.NDArray[Any], ...]
 @dataclass(frozen=True)
 class Decoded:
     train: Iterable[Chunk]
-    """Chunks of the training split. They can be read only once, and must be read before ``test``."""
+    """Chunks of the training split, which can be read only once."""
     test: Iterable[Chunk]
     arrays: tuple[str, ...] = ("inputs", "targets")
     """Names of the arrays in a chunk, in order; targets may be absent."""
@@ -37,9 +37,10 @@ class Decoded:
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
-    """Return path and SHA-256 of each file in ``fetch``'s listing. Sorting by the paths' hashes shuffles the files.
+    """Return path and SHA-256 of each file in ``fetch``'s listing.
 
-    Raises DataError if the listing cannot be read, or a path does not match the regular expression ``allowed``.
+    The files are sorted by the paths' hashes, which shuffles them. Raises DataError if the listing cannot be read, or
+    if a path does not match the regular expression ``allowed``.
     """
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -52,11 +53,11 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
 
 
 def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:
-    """Choose test samples; return them as [N] bool: ``fraction`` of each class, but at least one and never all.
+    """Choose ``fraction`` of each class as test samples, but at least one and never all. Returns [N] bool.
 
-    If a class has only one sample, this sample is for training. Samples are chosen by the first 8 bytes of their key's
+    If a class has only one sample, this sample is for training. Samples are chosen by the first 8 bytes of their keys'
     SHA-256. So the split is the same on every machine and for any order of the samples, and adding a sample hardly
-    changes the split. ``labels``: [N] integers from 0.
+    changes the split. ``labels`` are [N] integers from 0.
     """
     numbers = np.asarray(labels, np.intp)  # an empty list would become floats
     digests = np.fromiter((int.from_bytes(hashed(key)[:8]) for key in keys), np.uint64, len(numbers))

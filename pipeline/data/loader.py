@@ -1,7 +1,7 @@
 """PyTorch's DataLoader in its usual form: worker processes read, augment and prepare one sample at a time.
 
-The workers draw no random numbers. They get each sample's index together with the sample's draws from ``draw_epoch``.
-The other placements use the same draws, so all placements give bitwise equal tensors and differ only in speed and
+The workers draw no random numbers: they receive each sample's index and the random draws that ``draw_epoch`` made for
+it. The other placements use the same draws, so all placements yield bitwise equal tensors and differ only in speed and
 memory.
 """
 
@@ -23,7 +23,7 @@ from pipeline.data.batches import Batch, Batching
 from pipeline.params import Augment
 
 Draw = tuple[int, int, int, bool, int, int]
-"""A sample's index; top and left of its crop; whether it is mirrored; row and column of its cutout."""
+"""A sample's index; top and left of its crop; whether it is mirrored; row and column of its cutout's centre."""
 
 
 class WorkerBatches:
@@ -43,7 +43,11 @@ class WorkerBatches:
         self._epochs = 0
 
     def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yield inputs [b, ...] and targets [b, ...] on the host. ``draws``: one [m, b] tensor per item of ``Draw``."""
+        """Yield m micro-batches: inputs [b, ...] and targets [b, ...] on the host.
+
+        ``draws`` has a tensor [m, b] for each item of ``Draw``. Raises RuntimeError if the batches were closed, or if a
+        later epoch was requested.
+        """
         self._brake.release()
         self._order.draws = draws
         if self._loader is None:
@@ -54,7 +58,7 @@ class WorkerBatches:
                 persistent_workers=self._workers > 0,
                 pin_memory=self._pinned,
                 worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # by default, the workers' seeds would come from the model's generator
+                generator=torch.Generator(),  # by default, a seed is drawn from the generator that the model uses
             )
         self._epochs += 1
         epoch, reading = self._epochs, iter(self._loader)
@@ -70,8 +74,7 @@ class WorkerBatches:
 
     def hold(self) -> None:
         """Pause each worker after its current sample, until the next request."""
-        if self._reading is not None and self._workers:
-            self._brake.pull()
+        self._brake.pull()
 
     def close(self) -> None:
         """End the workers. A later epoch starts new ones."""
@@ -83,7 +86,7 @@ class WorkerBatches:
 
 
 class _Samples(TorchDataset[Batch]):
-    """The training set, sample by sample. torchvision's functions augment the images. ``task`` is on the CPU."""
+    """The training set as single samples, augmented with torchvision's functions. ``task`` is on the CPU."""
 
     def __init__(self, task: Batching, augment: Augment, brake: _Brake) -> None:
         self._task, self._augment, self._brake = task, augment, brake
@@ -121,7 +124,7 @@ class _Order:
 
 
 class _Brake:
-    """Pauses the workers. While the brake is off, a check only reads one value in shared memory."""
+    """Pauses the workers. While the brake is off, ``wait`` only reads one value in shared memory."""
 
     def __init__(self) -> None:
         self._on = multiprocessing.RawValue("b", 0)
@@ -137,7 +140,7 @@ class _Brake:
             self._released.set()
 
     def wait(self) -> None:
-        """Wait until the brake is off. Exits the worker if the training process has died."""
+        """Wait until the brake is off. Ends this worker if the training process has died."""
         while self._on.value and not self._released.wait(timeout=1.0):
             trainer = multiprocessing.parent_process()
             if trainer is not None and not trainer.is_alive():
@@ -145,7 +148,9 @@ class _Brake:
 
 
 def _ignore_signals(_: int) -> None:
-    """Ignore SIGINT and SIGTERM, because the current step still needs the workers; the training process ends the
-    workers."""
+    """Make this worker ignore SIGINT and SIGTERM.
+
+    After such a signal, the training process finishes its step, for which it needs the workers, and then ends them.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

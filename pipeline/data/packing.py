@@ -33,8 +33,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/``, and replace the directory ``out`` by the packed data set. After an error ``out`` is
     unchanged.
 
-    In memory are only a few chunks of rows, and at most 32 bytes per row for choosing test samples and counting
-    repeated inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite
+    Memory holds only a few chunks of rows, and at most 32 bytes per row to choose test samples and to count repeated
+    inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite
     or out of range. It also raises DataError if a training channel is constant, or if all training samples have the
     same label.
     """
@@ -46,7 +46,9 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             tested, trained = (
                 ", ".join(f"{name} {form}" for name, form in forms.items()) for forms in (test_arrays, arrays)
             )
-            raise DataError(f"the rows of the test split are {tested}, but those of the train split are {trained}.")
+            raise DataError(
+                f"the rows of the test split are {tested}, but those of the train split are {trained}; make them equal."
+            )
         train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
         counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
         numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}
@@ -71,7 +73,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
         f"samples of {rows}; {description.test_in_train_count:,} test inputs are also training inputs, "
-        f"{description.test_repeated_count:,} repeat another test input",
+        f"and {description.test_repeated_count:,} repeat another test input",
         file=sys.stderr,
     )
     try:
@@ -138,7 +140,7 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 def _write_split(
     directory: Path, split: str, names: Sequence[str], chunks: Iterable[Chunk]
 ) -> tuple[dict[str, Form], Digests]:
-    """Write one file per array. Returns the arrays' forms, and the sorted first 8 bytes of each input's SHA-256.
+    """Write one file per array. Returns the arrays' forms, and the first 8 bytes of each input's SHA-256, sorted.
 
     Raises DataError for an empty split, and for NaN or infinite values.
     """
@@ -153,7 +155,7 @@ def _write_split(
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():
                     row = len(digests) + int(np.argwhere(~np.isfinite(rows))[0, 0])
                     raise DataError(
-                        f"row {row} of the {split} {name} is NaN or infinite; repair or leave out such rows."
+                        f"row {row} of the {split} {name} has a NaN or infinite value; repair or leave out such rows."
                     )
                 files[name].append(rows)
             digests.extend(int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8]) for row in chunk[0])

@@ -32,9 +32,10 @@ if TYPE_CHECKING:  # packing imports this module without torch, and publish impo
 
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
-"""An array larger than this share of the memory may not stay in the page cache. Rows are read in random order, so pages
-that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead is switched off for
-such an array, and ``Reader`` announces the next rows to the system instead."""
+"""The page cache might not keep an array that is larger than this share of the memory. Rows are read in random order,
+so the pages that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead is
+switched off for such an array, and ``Reader`` announces the next rows to the system instead."""
+_AGAIN = "run `dvc repro --force prepare`."
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Split:
 
     arrays: Mapping[str, Tensor]
     files: Mapping[str, RowFile] = field(default_factory=dict)
-    """Name -> file, for arrays that may not stay in the page cache."""
+    """Name -> file, for arrays larger than ``CACHED_FRACTION`` of the memory."""
 
     @property
     def inputs(self) -> Tensor:
@@ -152,8 +153,9 @@ class Description(BaseModel):
 def read(directory: Path) -> Dataset:
     """Open a prepared data set; the arrays are memory-mapped.
 
-    Writing to the tensors does not change the files. Raises DataError if an array's type or shape differs from
-    dataset.json. It also raises DataError if a file was written after dataset.json and its SHA-256 differs.
+    Writing to the tensors does not change the files. Raises DataError if a file is missing or cannot be read. It also
+    raises DataError if an array's type or shape differs from dataset.json, or if a file was written after dataset.json
+    and its SHA-256 differs.
     """
     import numpy as np
     import torch
@@ -200,16 +202,19 @@ def check_batch(batch_size: int, name: str, samples: int) -> None:
 
 
 def _verify_newer(directory: Path, description: Description) -> None:
-    """Raise DataError if a file was written after dataset.json, by an edit or a checkout, and its SHA-256 has changed.
+    """Raise DataError if an array's file is missing, or was written after dataset.json and its SHA-256 differs.
 
-    ``prepare`` writes dataset.json last. After the check, dataset.json gets a new modification time, so that the next
-    process need not read the files again.
+    ``prepare`` writes dataset.json last, so only an edit or a checkout writes a file later. After the check,
+    dataset.json gets a new modification time, so that the next process need not read the files again.
     """
     path = directory / DESCRIPTION
     arrays = [directory / name for name in description.files]
-    newer = [each for each in arrays if not each.exists() or each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
+    for each in arrays:
+        if not each.is_file():
+            raise DataError(f"{each} is missing; {_AGAIN}")
+    newer = [each for each in arrays if each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
     for each in newer:
-        expected, found = description.files[each.name], file_sha256(each) if each.is_file() else "missing"
+        expected, found = description.files[each.name], file_sha256(each)
         if found != expected:
             raise DataError(f"{each}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
     if newer:
@@ -221,11 +226,8 @@ def described(directory: Path) -> Description:
     """Read ``dataset.json`` in ``directory``. Raises DataError if it is missing, cannot be read or was changed."""
     description = _describe(directory)
     if description.sha256 != description.digest():
-        raise DataError(f"{directory / DESCRIPTION}: was changed after it was written; {_AGAIN}")
+        raise DataError(f"{directory / DESCRIPTION} was changed after it was written; {_AGAIN}")
     return description
-
-
-_AGAIN = "run `dvc repro --force prepare`."
 
 
 def _describe(directory: Path) -> Description:
@@ -252,7 +254,7 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.d
 
 
 def _exceeds_cache(size: int) -> bool:
-    """Whether an array of ``size`` bytes may not stay in the page cache."""
+    """Whether an array of ``size`` bytes is larger than ``CACHED_FRACTION`` of the memory."""
     import psutil
 
     from pipeline import environment

@@ -21,7 +21,7 @@ _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
 
 
 class OpenRows:
-    """Reads rows from the open file of an array that may not stay in the page cache.
+    """Reads rows from the open file of an array that the page cache might not keep.
 
     Reading a row takes less processor time than mapping its pages, which would be used once and then unmapped.
     """
@@ -50,12 +50,14 @@ class OpenRows:
 
 
 class Reader:
-    """Gathers rows of arrays in a background thread, at most ``READ_AHEAD`` micro-batches ahead. An array's rows come
-    from the file that ``files`` has at the array's index or, if that is None, from the array's memory map.
+    """Gathers rows of ``arrays`` in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
 
-    On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching allocators reuse a
-    pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the memory of the rows on the
-    device only after the training's stream has used these rows.
+    ``order`` [m, b] has the indices of each micro-batch's rows. The rows of ``arrays[i]`` come from ``files[i]`` or, if
+    that is None, from the array's memory map.
+
+    On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching host allocator
+    reuses a pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the rows' memory on the
+    device only after the training stream has used these rows.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Synthetic samples: textures with noise, or rising tokens. A seed gives the same samples on every machine.
+"""Synthetic samples: textures with noise, or rising tokens. The same seed yields the same samples on every machine.
 
 A model's score on synthetic samples says nothing about other data. Synthetic samples serve to measure speed and memory
 for a given shape and number of samples.

@@ -1,4 +1,4 @@
-"""Turns text files into tokens (bytes of UTF-8, or tokens of a tokenizer), and cuts them into windows of one length."""
+"""Turns text files into tokens (bytes of UTF-8, or tokens of a tokenizer), and cuts the tokens into windows."""
 
 from __future__ import annotations
 
@@ -84,11 +84,10 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
-    """Cut tokens into windows, and yield them in chunks [n, length + 1]: at most ``limit`` windows in all.
+    """Cut tokens into windows, and yield chunks of windows [n, length + 1]: at most ``limit`` windows in all.
 
-    An incomplete last window is dropped.
-
-    Neighbouring windows share a token: the last target of a window is the first input of the next window.
+    Neighbouring windows share a token: the last target of a window is the first input of the next window. An incomplete
+    last window is dropped.
     """
     left, count = np.empty(0, np.uint16), 0
     for block in tokens:
@@ -128,7 +127,7 @@ class _OfFile:
             content = path.read_bytes()
             self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}).") from None
+            raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}); save it anew.") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.end = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
@@ -140,7 +139,7 @@ class _OfFile:
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
-    """Yield each file's tokens, and then the token ``end``. Long files are encoded in blocks of whole lines."""
+    """Yield each file's tokens, and then the token ``end``. A block of a long file ends with a line if it can."""
     for name, expected in rows:
         path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
         try:

@@ -189,7 +189,7 @@ def test_cutout_sets_a_square_to_the_mean_and_may_hang_over_the_edge() -> None:
 
 
 def test_each_augmentation_does_its_own_part_in_a_batch(digits: Dataset) -> None:
-    """Undone by hand from the epoch's draws, an augmented batch is the plain one."""
+    """The plain batch, augmented by torchvision with the epoch's draws, equals the augmented batch."""
     (plain, _), (found, _) = (next(make(digits, augment=augment).epoch(2)) for augment in (Augment(), EVERYTHING))
     draws = draw_epoch(0, 2, len(digits.train), (8, 8), padding=2)
     black = (
@@ -275,7 +275,7 @@ def test_auto_is_resident_only_where_all_arrays_take_a_small_share_of_memory(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_dense_targets_are_where_the_inputs_are(placement: str, digits: Dataset) -> None:
-    """On a device of no memory: what is moved there has no values."""
+    """The device is ``meta``, on which tensors have no values."""
     dense = replace(digits, train=labelled(digits.train.inputs, digits.train.inputs.float()))
     moved = []
     task = task_of(dense, device=CPU)

@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pipeline.data import DataError, array_files, arrays, text
-from pipeline.data.decoded import held_out
 from pipeline.data.packing import prepare, statistics
 from pipeline.data.prepared import Dataset, read
 from pipeline.data.sources import fetch
@@ -50,7 +49,7 @@ def packed(folder: Path, dataset: str, place: str | None = None, **settings: Any
 
 
 def safetensors(values: dict[str, npt.NDArray[Any]]) -> bytes:
-    """As the format's description says."""
+    """Return a .safetensors file with these arrays, written as the format's description says."""
     kinds = {"float64": "F64", "float32": "F32", "int64": "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     content = b""
@@ -77,7 +76,7 @@ def table(values: dict[str, npt.NDArray[Any]]) -> bytes:
 
 
 def saved(folder: Path, kind: str, **values: npt.NDArray[Any]) -> str:
-    """Write the arrays; return their place."""
+    """Write the arrays; return the name of the file or folder in ``folder``."""
     if kind == "npz":
         np.savez(folder / "own.npz", **values)  # type: ignore[arg-type]
         return "own.npz"
@@ -150,7 +149,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"inputs": np.ones((4, 2)), "targets": np.arange(3)}, "different numbers of samples"),
         (
             {"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)},
-            r"row \d of the \w+ inputs is NaN or infinite",
+            r"row \d of the \w+ inputs has a NaN or infinite value",
         ),
         (
             {"inputs": RANDOM.normal(size=(9, 2)), "targets": np.arange(9) % 3 - 1},
@@ -299,11 +298,10 @@ def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path) -
     assert sum(map(len, array.chunks(4))) == 9
     with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: the file has only 9 rows"):
         list(array._replace(shape=(12, 2)).chunks(4))
-    assert held_out([], [], 0.2).tolist() == []
 
 
 def _claiming(shape: tuple[int, ...]) -> bytes:
-    """An .npz of few bytes, with a member that says it is of this shape."""
+    """An .npz of few bytes, with a member whose header claims this shape."""
     header, packed = BytesIO(), BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:

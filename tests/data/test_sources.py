@@ -46,12 +46,12 @@ class Server(ThreadingHTTPServer):
         """Path and Range header of every request."""
         self.ranges = True
         self.drop_after: list[int] = []
-        """Each number ends one answer after so many bytes, first come first served."""
+        """The next answers end after these numbers of bytes."""
         self.statuses: list[int] = []
-        """Each number is one answer's status, first come first served."""
+        """The next answers have these statuses."""
         self.says_length = True
         self.raw = b""
-        """Sent as it is instead of any answer, and then a byte every now and then if it ends in a body's first."""
+        """Unless empty, sent instead of any answer. If it ends with "drip", a byte follows every 10 ms."""
         self.silent = threading.Event()
         """While set, requests are not answered."""
 
@@ -465,7 +465,7 @@ def test_a_mirror_may_hold_the_archive_or_its_folder(unpacked: bool, raw: Path, 
 
 @pytest.fixture
 def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-ins for apt-get and dpkg-deb; the log they write holds one line a call.
+    """Stand-ins for apt-get and dpkg-deb. Returns the log, in which apt-get writes one line per call.
 
     The package is known only after an update, and only with the lists that the update filled.
     """
@@ -526,9 +526,7 @@ def test_without_apt_the_debian_package_is_passed_over(
 ) -> None:
     use(DebianPackage("some-package", PACKAGE_FOLDER))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        DataError, match="package some-package: apt-get and dpkg-deb are missing; this source needs Debian"
-    ):
+    with pytest.raises(DataError, match="package some-package: not found: apt-get, dpkg-deb; this source needs Debian"):
         fetch(config(), raw)
 
 
@@ -606,10 +604,9 @@ def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(
 
 
 def test_a_limit_below_the_content_is_enforced(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gzip file of a thousand times its size must not fill the disk."""
+    """A gzip file whose content is a thousand times larger must not fill the disk."""
     files = tuple(replace(file, limit_bytes=100) for file in FILES)
     monkeypatch.setitem(listings.LISTINGS, "mnist", Listing(files, ()))
-    (tmp_path / "labels.gz").write_bytes(gzip.compress(bytes(10_000_000)))
-    (tmp_path / "images").write_bytes(CONTENTS["images"])
+    (tmp_path / "images.gz").write_bytes(gzip.compress(bytes(10_000_000)))
     with pytest.raises(DataError, match="images: more than the expected 100 bytes"):
         fetch(config(mirror=str(tmp_path)), raw)

@@ -1,7 +1,7 @@
-"""Stage ``fetch``: gets the raw files, and keeps only files whose content is right.
+"""Stage ``fetch``: downloads or exports the raw files, or lists the user's own files.
 
-A file gets its final name only after the SHA-256 of its uncompressed content was checked, so even an untrusted source
-is safe.
+A downloaded file gets its final name only after the SHA-256 of its uncompressed content was checked, so even an
+untrusted source is safe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.data import DataError, arrays, text
 from pipeline.data.sources.listings import LISTINGS, Listing
-from pipeline.data.sources.local import describe_synthetic, export_digits, list_files, list_images
+from pipeline.data.sources.local import describe_synthetic, export_digits, images_of, list_files
 from pipeline.data.sources.places import Mirror
 from pipeline.data.sources.store import SourceError, Store, say
 from pipeline.errors import count
@@ -27,8 +27,8 @@ def fetch(config: Fetch, directory: Path) -> None:
     Parts of interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes
     ``<directory>.partial`` once all files are complete. The user's own files (``image_folder``, ``text_folder``,
     ``arrays``) are not copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files
-    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after a
-    change of the files.
+    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after
+    you change the files.
 
     Raises DataError if a file cannot be fetched from any source. The message names every source and the reason why it
     failed.
@@ -38,7 +38,7 @@ def fetch(config: Fetch, directory: Path) -> None:
     if config.dataset == "digits":
         export_digits(target)
     elif config.dataset == "image_folder":
-        list_images(config, target)
+        list_files("fetch.image_folder", *images_of(config), target)
     elif config.dataset == "arrays":
         exported = arrays.is_exported(config)
         with whole_directory(target) if exported else nullcontext(target) as place:

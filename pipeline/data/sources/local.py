@@ -39,18 +39,9 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
     if needed > free:
         raise DataError(
             f"fetch.synthetic: found {requested.train + requested.test:,} samples of shape {requested.shape}, which "
-            f"take {needed:,} bytes, but {target} has {free:,} free; allowed: fewer or smaller samples."
+            f"take {needed:,} bytes, but {target} has {free:,} bytes free; allowed: fewer or smaller samples."
         )
     write_text(target / SYNTHETIC_DESCRIPTION, requested.model_dump_json() + "\n")
-
-
-def list_images(config: Fetch, target: Path) -> None:
-    """Write the listing of the user's images, sorted by path: SPLIT/CLASS/... path, size and SHA-256.
-
-    Raises DataError as ``images_of`` does, and for an image that cannot be read.
-    """
-    root, paths = images_of(config)
-    list_files("fetch.image_folder", root, paths, target)
 
 
 def images_of(config: Fetch) -> tuple[Path, list[str]]:

@@ -13,7 +13,6 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Protocol, cast
 
@@ -60,19 +59,15 @@ class Mirror:
             return
         folders = [self.path, *([self.path / self.archive.folder] if self.archive else [])]
         for file in files:
-            candidates = [
-                path
-                for folder in folders
-                for path in (folder / file.name, folder / f"{file.name}.gz")
-                if path.is_file()
-            ]
-            if not candidates:
+            candidates = (folder / name for folder in folders for name in (file.name, f"{file.name}.gz"))
+            path = next(filter(Path.is_file, candidates), None)
+            if path is None:
                 raise SourceError(f"holds neither {file.name} nor {file.name}.gz")
             try:
-                with open_plain_or_gzip(candidates[0]) as content:
+                with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as content:
                     store.place(content, file)
             except OSError as error:
-                raise SourceError(f"{candidates[0]} cannot be read ({error.strerror or error})") from None
+                raise SourceError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class DebianPackage:
             return
         tools = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
         if tools:
-            raise SourceError(f"{' and '.join(tools)} are missing; this source needs Debian or Ubuntu")
+            raise SourceError(f"not found: {', '.join(tools)}; this source needs Debian or Ubuntu")
         with tempfile.TemporaryDirectory(prefix="fetch-") as scratch:
             package = self._download(Path(scratch), store)
             with subprocess.Popen(
@@ -166,11 +161,6 @@ class DebianPackage:
             if failed:
                 raise SourceError("; ".join(filter(None, [f"apt-get download: {failed}", update_failed])))
         return next(scratch.glob("*.deb"))
-
-
-def open_plain_or_gzip(path: Path) -> gzip.GzipFile | BufferedReader:
-    """Open ``path`` for reading its uncompressed content."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def unpack_archive(path: Path, archive: Archive, files: Sequence[RawFile], store: Store) -> None:

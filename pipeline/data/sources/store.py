@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import requests
 import urllib3
@@ -28,14 +28,14 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server answers sooner, and without a network nobody should have to wait
-for minutes."""
-
+"""Longest wait for a connection. A reachable server answers sooner, and without a network the user does not wait for
+minutes."""
 
 MOST_REDIRECTS = 10
 
 LEAST_BYTES_PER_SECOND = 1000
-"""Lowest mean rate of a transfer. Its first ``timeout_seconds`` do not count as time. A slower transfer fails."""
+"""Lowest allowed mean rate of a transfer. A slower transfer fails. The first ``timeout_seconds`` are left out of the
+transfer's duration."""
 
 
 class SourceError(Exception):
@@ -61,7 +61,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """The directories of the files, and the timeout and attempts of downloads."""
+    """Places verified files in ``directory``, and downloads them with a timeout and a number of attempts."""
 
     directory: Path
     partials: Path
@@ -127,7 +127,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _transfer_patiently(self, url: str, path: Path, limit_bytes: int) -> bool:
-        """Transfer with several attempts. Returns whether the file was joined from more than one transfer."""
+        """Transfer ``url`` in several attempts. Returns whether ``path`` was joined from more than one transfer."""
         continued = False
         for attempt in range(1, self.attempts + 1):
             continued |= path.exists()
@@ -159,7 +159,7 @@ class Store:
                 have = have if response.status_code == 206 else 0
                 with (
                     path.open("ab" if have else "wb") as out,
-                    progress(path_name(url), total, "B", initial=have) as bar,
+                    progress(url.rsplit("/", 1)[-1], total, "B", initial=have) as bar,
                 ):
                     start, begun = have, time.monotonic()
                     while chunk := response.raw.read1(1 << 16, decode_content=False):
@@ -226,10 +226,6 @@ def say(line: str) -> None:
 def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
     """Return a progress bar, which is shown only on a terminal."""
     return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
-
-
-def path_name(url: str) -> str:
-    return urlsplit(url).path.rsplit("/", 1)[-1]
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
