@@ -211,7 +211,7 @@ def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
 def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
     slow: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: dict[str, float] = {}
+    shown: dict[str, float | None] = {}
 
     class Watched(tqdm):  # type: ignore[type-arg]
         def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
