@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipeline import environment, tasks
-from pipeline.data import file_sha256
 from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, read
 from pipeline.distributed import forked
+from pipeline.files import file_sha256
 from pipeline.params import parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger

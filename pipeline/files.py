@@ -1,7 +1,9 @@
-"""The folders of the data, and atomic writes: files and directories are written completely or not at all."""
+"""The folders of the data, digests, and atomic writes: files and directories are written completely or not at all."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +16,17 @@ RAW = Path("data/raw")
 """The folder that ``fetch`` writes."""
 PREPARED = Path("data/prepared")
 """The folder that ``prepare`` writes."""
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content. The file is read in blocks, so memory use is small."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_sha256(content: Any) -> str:
+    """Return the SHA-256 of ``content`` written as JSON with sorted keys. Only equal contents have equal digests."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

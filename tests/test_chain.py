@@ -15,6 +15,7 @@ import yaml
 
 from pipeline import cli, results
 from pipeline.environment import code, hash_of, stages
+from pipeline.files import file_sha256
 from pipeline.gate import recording
 from pipeline.params import Machine, load, parse
 from pipeline.plans import plans
@@ -54,7 +55,7 @@ def write_job(root: Path) -> None:
         measured.append(
             make_result(
                 name, runs, applied=applied, config=asked, key=stages.key(here, "train", name),
-                environment=hash_of(here, "variants", name), history_sha256=results.sha256(history), **parallel,
+                environment=hash_of(here, "variants", name), history_sha256=file_sha256(history), **parallel,
             )
         )  # fmt: skip
         results.write(measured[-1], results.result_file(name, root / "results"))
@@ -332,7 +333,7 @@ def test_how_often_a_run_was_resumed_says_how_many_steps_are_warm() -> None:
 def test_a_data_set_and_a_history_that_cannot_be_read_hide_no_other_problem(capsys: pytest.CaptureFixture[str]) -> None:
     Path(DATA).write_text("[]", encoding="utf-8")
     Path(HISTORY).write_text("seed,epoch\n0,one\n", encoding="utf-8")
-    edit(RESULT, at("history_sha256", results.sha256(Path(HISTORY))))
+    edit(RESULT, at("history_sha256", file_sha256(Path(HISTORY))))
     capsys.readouterr()
     for command in ("compare", "publish"):
         assert cli.main([command]) == 2

@@ -16,6 +16,7 @@ from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all, techniques
 from pipeline.comparison.figures import accuracy_difference, equal_time, time_to_target
 from pipeline.environment import hash_of
+from pipeline.files import file_sha256
 from pipeline.params import Compare
 from pipeline.report import sentences
 from pipeline.results import Bench, HistoryRow, Result, Unit
@@ -765,7 +766,7 @@ def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
 def save(result: Result, root: Path, name: str | None = None) -> Result:
     history = results.history_file(name or result.variant, root)
     results.write_history(make_history(result.runs), history)
-    written = result.model_copy(update={"history_sha256": results.sha256(history)})
+    written = result.model_copy(update={"history_sha256": file_sha256(history)})
     results.write(written, results.result_file(name or result.variant, root))
     return written
 

@@ -25,6 +25,7 @@ from pipeline import cli, report, results
 from pipeline.comparison import consistency
 from pipeline.comparison.compare import compare
 from pipeline.environment import code, stages
+from pipeline.files import file_sha256
 from pipeline.results import Session
 from pipeline.tools import evidence
 from tests.conftest import ROOT
@@ -58,7 +59,7 @@ def write_job(**train: Any) -> None:
         results.write_history(histories[each.variant], history)
         asked = each.config | {"train": each.config["train"] | train}
         made_from = {"config": asked, "key": stages.key(here, "train", each.variant)}
-        measured[number] = each.model_copy(update=made_from | {"history_sha256": results.sha256(history)})
+        measured[number] = each.model_copy(update=made_from | {"history_sha256": file_sha256(history)})
         results.write(measured[number], results.result_file(each.variant))
     another = Session(
         start_utc="2026-11-21T08:00:00+00:00", boot_id="c", uptime_seconds=60.0, load_average=0.1, steal_fraction=0.0

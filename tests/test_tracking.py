@@ -34,7 +34,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import environment, models, report, results, tracking
 from pipeline.environment import hash_of
-from pipeline.files import write_text
+from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
 from pipeline.tracking import (
@@ -115,7 +115,7 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: A
         for n in range(4)
     ]
     write_text(results.system_file(variant, root / "results"), "\n".join(lines) + "\n")
-    written = {"history_sha256": results.sha256(results.history_file(variant, root / "results"))}
+    written = {"history_sha256": file_sha256(results.history_file(variant, root / "results"))}
     results.write(make_result(variant, runs, **written | changes), results.result_file(variant, root / "results"))
 
 
@@ -1252,7 +1252,7 @@ def test_a_result_names_no_file_to_upload(root: Path, name: str) -> None:
 def test_no_link_brings_out_a_file_of_this_machine(root: Path) -> None:
     secret, history = root.parent / "config.json", root / "results/ddp/history.csv"
     results.write_history([row.model_copy(update={"epoch": 0.123456}) for row in results.read_history(history)], secret)
-    write_result(root, "ddp", history_sha256=results.sha256(secret))
+    write_result(root, "ddp", history_sha256=file_sha256(secret))
     history.unlink()
     history.symlink_to(secret)
     with pytest.raises(ResultError, match=r"history\.csv is a link to .*/config\.json, which is not in DVC's cache"):

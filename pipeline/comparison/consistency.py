@@ -14,7 +14,7 @@ from pipeline import params, results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
 from pipeline.errors import PipelineError, count
-from pipeline.files import PREPARED
+from pipeline.files import PREPARED, file_sha256
 from pipeline.params import Config, Train, Variant
 from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
@@ -77,7 +77,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
         files += [file, history]
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
         problems += [f"{file} {each}. {again}" for each in _taught_by_others(result, weights)]
-        if (root / history).exists() and results.sha256(root / history) != result.history_sha256:
+        if (root / history).exists() and file_sha256(root / history) != result.history_sha256:
             problems.append(f"{history} is not the history that was written together with {file}. {again}")
         elif (root / history).exists():
             try:
@@ -151,13 +151,13 @@ def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
     """Return file -> SHA-256, for the files from which a comparison of these results is made."""
     files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
     sessions = sorted(path.relative_to(root) for path in (root / results.SESSIONS).glob("*.json"))
-    return {path.as_posix(): results.sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
+    return {path.as_posix(): file_sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
 
 
 def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
     """Return the files in ``comparison["made_of"]`` that changed after the comparison was made, or no longer exist."""
     then = comparison.get("made_of", {})
-    return [name for name, sha in then.items() if not (root / name).is_file() or results.sha256(root / name) != sha]
+    return [name for name, sha in then.items() if not (root / name).is_file() or file_sha256(root / name) != sha]
 
 
 def check(

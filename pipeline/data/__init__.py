@@ -9,9 +9,6 @@ stages run again.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 from pipeline.errors import PipelineError
 
 LISTING = "files.csv"
@@ -27,9 +24,3 @@ LIMIT_BYTES = 1 << 28
 
 class DataError(PipelineError):
     """Data cannot be fetched, decoded or trusted. The message says what is wrong, where, and what to do."""
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content. The file is read in blocks, so memory use is small."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -24,11 +24,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from pipeline import factories
-from pipeline.data import LISTING, DataError, array_files, file_sha256
+from pipeline.data import LISTING, DataError, array_files
 from pipeline.data.array_files import Array, Rows, check_name, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.data.growing import GrowingArray
 from pipeline.errors import first_line
+from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
 LIMIT_CLASSES = 1 << 16

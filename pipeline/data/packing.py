@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data import DataError, file_sha256
+from pipeline.data import DataError
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk, Decoded
 from pipeline.data.growing import GrowingArray
 from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, check_batch
 from pipeline.errors import ConfigError
-from pipeline.files import whole_directory
+from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
 
 Digests = npt.NDArray[np.uint64]

@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import mmap
 import os
 from collections.abc import Mapping
@@ -23,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.data import DataError, file_sha256
+from pipeline.data import DataError
 from pipeline.errors import ConfigError, first_line
+from pipeline.files import file_sha256, json_sha256
 
 if TYPE_CHECKING:  # packing imports this module without torch, and publish imports it without torch and numpy
     import numpy as np
@@ -146,8 +145,7 @@ class Description(BaseModel):
 
     def digest(self) -> str:
         counted = {"sha256", "test_in_train_count", "test_repeated_count"}
-        content = json.dumps(self.model_dump(mode="json", exclude=counted), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return json_sha256(self.model_dump(mode="json", exclude=counted))
 
 
 def read(directory: Path) -> Dataset:

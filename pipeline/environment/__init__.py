@@ -8,7 +8,6 @@ invalidate all results.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import cores, memory_limits
 from pipeline.environment.gpus import visible
 from pipeline.errors import PipelineError, redacted
-from pipeline.files import write_text
+from pipeline.files import json_sha256, write_text
 from pipeline.params import CATALOGUE, COMPILER, Machine
 
 __all__ = [
@@ -98,7 +97,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         section: {user: {name: versions[name] for name in sorted(names)} for user, names in users.items()}
         for section, users in requested.items()
     }
-    return {"hash": _sha256(content), **content, "relied_on": of_users}
+    return {"hash": json_sha256(content), **content, "relied_on": of_users}
 
 
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
@@ -109,8 +108,8 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
     """
     known = optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
-    own = _sha256({name: content.get(name) for name in ("hardware", "software", "settings")})
-    return _sha256([own, versions]) if versions else own
+    own = json_sha256({name: content.get(name) for name in ("hardware", "software", "settings")})
+    return json_sha256([own, versions]) if versions else own
 
 
 def optional_versions(
@@ -190,7 +189,3 @@ def machine() -> Machine:
         no_cpu_kernels=software.no_kernels(software.cpu_compiler()),
         no_gpu_kernels=software.no_kernels(software.gpu_compiler(), "triton"),
     )
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -6,12 +6,11 @@ a change of one stage's code or settings does not make DVC run the other stages 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping, Set
 from typing import Any, Literal
 
 from pipeline.environment import code, hash_of
+from pipeline.files import json_sha256
 from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
 
@@ -57,7 +56,7 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
     about = content["stages"][stage]
     settings = {name: value for name, value in about["settings"].items() if stage == "train" or name not in HOW_LONG}
     made_of = [hash_of(content, "variants", variant), about["code"], settings, content["variants"][variant]]
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    return json_sha256(made_of)
 
 
 def made_of(content: Mapping[str, Any]) -> str | None:
@@ -65,8 +64,7 @@ def made_of(content: Mapping[str, Any]) -> str | None:
     stages, because an older version wrote it."""
     if "stages" not in content:
         return None
-    told = [content["stages"], content.get("variants")]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return json_sha256([content["stages"], content.get("variants")])
 
 
 def training(plan: Plan) -> dict[str, Any]:

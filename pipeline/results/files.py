@@ -6,7 +6,6 @@ Files are written whole or not at all. If a file cannot be read, the error names
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeline.errors import PipelineError
-from pipeline.files import naming, write_text
+from pipeline.files import json_sha256, naming, write_text
 from pipeline.params import Config, Train, Variant
 from pipeline.results.bench_file import Bench
 from pipeline.results.contradictions import of_result
@@ -230,14 +229,9 @@ def append_history(rows: Iterable[HistoryRow], path: Path) -> None:
         csv.DictWriter(file, list(HistoryRow.model_fields)).writerows(row.model_dump() for row in rows)
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def digest(record: Record) -> str:
     """Return the SHA-256 of a record's content. Only equal records have equal digests."""
-    return hashlib.sha256(json.dumps(record.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    return json_sha256(record.model_dump(mode="json"))
 
 
 def _refuse(path: Path, problems: Sequence[str], remedy: str) -> None:

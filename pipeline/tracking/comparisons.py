@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipeline import results
 from pipeline.comparison import consistency
 from pipeline.environment import ENVIRONMENT_FILE
-from pipeline.files import PREPARED
+from pipeline.files import PREPARED, file_sha256, json_sha256
 from pipeline.params import Compare, Config, Train
 from pipeline.results import Result, ResultError, Run
 
@@ -123,9 +120,9 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     profiles, inference = _profiles(config, root), _inference(config, root)
     shown = [*report_files(root), *_records(profiles, inference)]
     return Wanted(
-        key=_digest([LAYOUT, *sorted(results.digest(result) for result in found)]),
+        key=json_sha256([LAYOUT, *sorted(results.digest(result) for result in found)]),
         settings=config.compare,
-        report=_digest([REPORT_LAYOUT, *([file.name, results.sha256(file)] for file in shown)]),
+        report=json_sha256([REPORT_LAYOUT, *([file.name, file_sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
@@ -138,7 +135,7 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
     has_model = config.publish.models and weights.exists() and (root / PREPARED / "dataset.json").exists()
     about = result.model_dump(mode="json", exclude={"runs", "summary"})
     return Child(
-        key=_digest([LAYOUT, about, results.digest(run), has_model]),
+        key=json_sha256([LAYOUT, about, results.digest(run), has_model]),
         result=result,
         run=run,
         train=config.train_of(result.variant),
@@ -176,7 +173,3 @@ def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
 
 def _records(*found: Mapping[str, Sequence[Path]]) -> list[Path]:
     return [file for each in found for files in each.values() for file in files if file.suffix == ".json"]
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

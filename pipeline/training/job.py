@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -23,6 +21,7 @@ from pipeline import environment, results
 from pipeline.distributed import Interruption, World, interruption, launch
 from pipeline.environment import stages
 from pipeline.errors import PipelineError, count
+from pipeline.files import file_sha256, json_sha256
 from pipeline.measurement.detectors import detectors
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, catalogue
@@ -30,7 +29,7 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import age_seconds
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, sha256, summarise
+from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
 from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
@@ -200,7 +199,7 @@ class Job:
             **dict(self.conditions),
             dataset=dataset_of(self.assembly.task.dataset),
             key=key,
-            history_sha256=sha256(self.history_file),
+            history_sha256=file_sha256(self.history_file),
             score=ScoreName(name=plan.train.metric),
             unit=Unit(name=self.assembly.task.unit, per_sample=self.assembly.task.units_per_sample),
             directions=dict(self.assembly.task.directions),
@@ -296,7 +295,7 @@ class Job:
             "environment": self.environment_hash,
             **({"teacher": teacher_sha256} if teacher_sha256 else {}),
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return json_sha256(content)
 
 
 @contextmanager

@@ -17,11 +17,12 @@ import torch
 from PIL import Image
 
 from pipeline import environment
-from pipeline.data import DataError, file_sha256, packing, prepared
+from pipeline.data import DataError, packing, prepared
 from pipeline.data.datasets import decode
 from pipeline.data.packing import pixel_statistics, prepare, statistics
 from pipeline.data.prepared import read
 from pipeline.data.sources import fetch
+from pipeline.files import file_sha256
 from pipeline.params import Config, Train, parse
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError, file_sha256
+from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError
 from pipeline.data.sources.store import progress, say
 from pipeline.errors import printable, said
-from pipeline.files import naming, write_array, write_text
+from pipeline.files import file_sha256, naming, write_array, write_text
 from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, cast
 
-from pipeline.data import file_sha256
 from pipeline.data.sources.store import CHUNK_BYTES, RawFile, Readable, SourceError, Store, progress, say
+from pipeline.files import file_sha256
 
 
 class Source(Protocol):

@@ -19,8 +19,8 @@ import requests
 import urllib3
 from tqdm import tqdm
 
-from pipeline.data import file_sha256
 from pipeline.errors import printable
+from pipeline.files import file_sha256
 
 CHUNK_BYTES = 1 << 20
 
