@@ -77,6 +77,6 @@ def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[st
 
 
 def test_the_baseline_is_the_plain_step(shown: Shown) -> None:
-    assert "applied: no technique, so this is the plain step" in shown("baseline")
+    assert "applied: no technique; the training runs the plain step" in shown("baseline")
     with pytest.raises(ConfigError, match=r"variants\.none: no such variant"):
         shown("none")

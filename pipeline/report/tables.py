@@ -115,7 +115,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Measured in the same rounds as the throughput (on a CPU in an earlier window), with the same statistics. "
             "On GPUs: the most bytes that PyTorch had allocated in one process, because each GPU has its own memory. "
             "On a CPU: the peak resident set minus the resident set after the imports, summed over all processes, "
-            "because the processes share one memory.",
+            "because they share memory.",
             memory,
         ),
         *([energies] if comparison.noise_energy else []),
@@ -132,7 +132,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
             f"{sentences.score(comparison)}: the samples until then (median over seeds) divided by the bench's "
             "throughput. Known only if every seed reached the target. Evaluations are an epoch apart, so the time is "
-            "precise to one epoch. The ratio's interval covers only the uncertainty of the throughput.",
+            "precise to one epoch. The ratio's interval covers only the throughput's noise.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),

@@ -499,7 +499,7 @@ def test_test_rows_of_another_shape_are_refused_with_both_shapes(tmp_path: Path)
     place = saved(tmp_path, "folder", **rows)
     expected = (
         "the rows of the test split are inputs float32 [2], targets float32 [], but those of the train split are "
-        "inputs float32 [3], targets float32 []."
+        "inputs float32 [3], targets float32 []; make them equal."
     )
     with pytest.raises(DataError, match=re.escape(expected)):
         packed(tmp_path, "arrays", place)
