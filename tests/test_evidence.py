@@ -100,8 +100,8 @@ def members(made: bytes, tmp_path: Path) -> Members:
 
 @pytest.fixture
 def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
-    """Return a function that checks a file with the given content from the command line, and returns the exit code and
-    the output."""
+    """Return a function that writes its argument to a file, runs the command ``evidence check`` on the file, and
+    returns the exit code and the output."""
 
     def run(content: bytes) -> tuple[int, str]:
         file = tmp_path / "evidence.zip"

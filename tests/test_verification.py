@@ -625,7 +625,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
     (line,) = [line for line in out.splitlines() if "without nearly_nothing" in line]
     assert line.startswith("nearly")
     assert line.endswith("NO")
-    assert ", 1 do not. " in out
+    assert ", 1 false. " in out
 
     (tmp_path / "params.yaml").write_text(json.dumps({**params, "train": {"batch_size": 5000}}))
     assert cli.main(["verify"]) == 2
@@ -671,7 +671,7 @@ def test_words() -> None:
         "nothing to hold it against:", "RuntimeError: not today", "nor tomorrow",
     ]  # fmt: skip
     assert words.summary(claims, 3.4) == (
-        "4 claims: 1 hold, 1 do not, 1 not promised, 1 cannot tell here. No claim of b was decided. 3 s"
+        "4 claims: 1 true, 1 false, 1 not promised, 1 undecidable here. No claim of b was decided. This took 3 s."
     )
     assert words.tested(113, 120) == "113 test samples (of 120; 113 is prime, so no number of processes divides it)"
     assert words.tested(113, 113) == "113 test samples"

@@ -1,7 +1,8 @@
-"""Measure arms side by side in rounds. Each round starts every arm in fresh processes, in another order.
+"""Measure arms side by side in rounds. Each round starts the arms that are not settled in fresh processes.
 
-There are three kinds of processes. This process sends requests. One server per checkout (``server``, ``arm.serve``)
-answers the requests, and forks the ranks of each arm. The ranks (``arm._rank_of_arm``) train and measure.
+Three kinds of processes take part. The process of the bench, which runs this module, sends requests. One server per
+checkout (``server.Server``, which runs ``arm.serve``) answers them and forks the ranks of each arm. The ranks
+(``arm._rank_of_arm``) train and measure.
 """
 
 from __future__ import annotations

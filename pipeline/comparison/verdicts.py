@@ -140,8 +140,9 @@ class Accuracy(Record):
     mean_fraction: float
     low_fraction: float | None
     high_fraction: float | None
-    """The interval of the mean, cut off at accuracies of 0 and 1. Both tests reject exactly when it lies inside the
-    margins. None for a single seed, unless its weights equal the baseline's."""
+    """The 90% interval of the mean difference, cut off where the variant's accuracy would be below 0 or above 1. Before
+    the cut, it lies inside the margins exactly when both tests reject. None if there is only one seed, unless the
+    variant's weights equal the baseline's."""
     seeds: int
     margin_fraction: float
     decision: Decision

@@ -43,9 +43,8 @@ def _of_run(run: Run, result: Result, train: Train) -> list[str]:
     # Each process that resumed the run warmed up again.
     fewest, most = (max(0, requested - train.warmup_steps * times) for times in (1 + run.resumes, 1))
     if not fewest <= run.measured_steps <= most:
-        found.append(
-            f"{run.measured_steps} of {run.steps} steps were measured, but {fewest} to {most} steps follow the warm-up"
-        )
+        expected = f"{most}" if fewest == most else f"{fewest} to {most}, because each resume warms up again"
+        found.append(f"{run.measured_steps} of {run.steps} steps were measured; expected {expected}")
     if run.test_count != result.dataset.test_count:
         found.append(
             f"{run.test_count} samples were tested, but the data set has {result.dataset.test_count} test samples"

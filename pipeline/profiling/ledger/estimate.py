@@ -32,8 +32,10 @@ from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 """Share of a device's memory that is kept free for memory that no prediction includes. On CUDA, such memory is the
-context, the libraries' workspaces and fragmentation. On a CPU, it is the free blocks between a process's tensors, which
-take up to two thirds of the tensor memory, as ``rest_bytes`` in measured ledgers shows (``benchmarks/ledgers.py``)."""
+context, the libraries' workspaces and fragmentation. On a CPU, it is mostly free blocks between a process's tensors: a
+share of 0.4 leaves two thirds of the tensors' memory for them. In the measured ledgers (``benchmarks/ledgers.py``),
+``rest_bytes`` was at most 0.54 of the tensors' memory in jobs with more than 100 MiB of tensors, but more in smaller
+jobs."""
 TRIED_SAMPLES = (16, 32)
 """Sizes of the micro-batches with which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
 convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried with its own

@@ -210,7 +210,7 @@ def _dvc() -> None:
             _say(exists=system.fs.exists(path, strict=True))  # without strict, it returns False for any failure
         else:
             if bucket := path.split("/")[0]:
-                system.fs.info(bucket)  # raises an error, where exists() returns False
+                system.fs.info(bucket)  # raises an error if the bucket cannot be read; exists() would return False
             _say(exists=system.exists(path))
 
 

@@ -59,7 +59,7 @@ this share of the root mean square over all tensors is added."""
 Distance = Callable[[Observed, Observed], float]
 
 PER_SAMPLE = "with dropout off and BatchNorm's statistics fixed"
-UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "cannot tell here", "not promised"
+UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "undecidable here", "not promised"
 _NO_REFERENCE = "the reference, the training without these techniques, fails"
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.errors import own_place
+from pipeline.errors import count, own_place
 from pipeline.tools.verification.claims import Claim
 
 CLAIM_WIDTH = 62
@@ -39,9 +39,9 @@ def summary(claims: Sequence[Claim], seconds: float) -> str:
     """Return the table's last line."""
     held, broken = (sum(claim.holds is answer for claim in claims) for answer in (True, False))
     rest = Counter(claim.undecided for claim in claims if claim.undecided)
-    more = "".join(f", {count} {why}" for why, count in rest.items())
+    more = "".join(f", {number} {why}" for why, number in rest.items())
     empty = f" No claim of {', '.join(found)} was decided." if (found := _undecided(claims)) else ""
-    return f"{len(claims)} claims: {held} hold, {broken} do not{more}.{empty} {seconds:.0f} s"
+    return f"{count(len(claims), 'claim')}: {held} true, {broken} false{more}.{empty} This took {seconds:.0f} s."
 
 
 def hold(claims: Sequence[Claim]) -> bool:
