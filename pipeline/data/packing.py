@@ -91,8 +91,8 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
     mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
     if 0.0 in std:
         raise DataError(
-            f"channel {std.index(0.0)} of the training {name} is constant (a channel of a table is a column; the first is "
-            "0), so it cannot be normalised; leave it out or, if it is the only one, check the data."
+            f"channel {std.index(0.0)} of the training {name} is constant (a channel of a table is a column; the first "
+            "is 0), so it cannot be normalised; leave it out or, if it is the only one, check the data."
         )
     return Statistics(mean=mean, std=std)
 
