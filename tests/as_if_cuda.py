@@ -1,21 +1,23 @@
-"""Simulated GPUs: the CPU stands in for CUDA, so that the code for GPUs runs, with real arithmetic, without one.
+"""Simulated GPUs: code for CUDA runs on a machine without a GPU, with real arithmetic on the CPU.
 
-While ``as_if_cuda()`` lasts, ``torch.cuda``, NVML and NCCL answer as on a machine with some GPUs: in this process, in
-its threads, and in the processes that ``pipeline.distributed`` starts. A tensor "on" a GPU is a CPU tensor whose
-storage carries the GPU's number; what is computed from it carries it too, in the backward pass as well. So it sees
+While ``as_if_cuda()`` lasts, ``torch.cuda``, NVML and NCCL answer as on a machine with GPUs: in this process, in its
+threads, and in the processes that ``pipeline.distributed`` starts. A tensor "on" a GPU is a CPU tensor whose storage
+has the GPU's index as an attribute. The results of an operation get the index of its inputs, in the backward pass too.
+So the simulation detects
 
-- what would not run: host and device tensors in one operation, host tensors in one of NCCL's collectives, a value that
-  is read while a graph is recorded, more live tensors than the GPU has memory for;
-- what waits for the device while ``torch.cuda.set_sync_debug_mode`` is on: values that the host reads (item, bool,
-  float, int, tolist, cpu, to), copies from and to the host that are not ``non_blocking``, results whose shape is a
-  value (nonzero, masks), and calls of ``synchronize``. ``Gpus.waits`` names the lines;
-- CUDA graphs: recording notes the operations, and a replay repeats them on the same memory;
-- collectives: ``Traffic`` counts them, here and on a CPU.
+- operations that would fail on a GPU: host and device tensors in one operation, host tensors in one of NCCL's
+  collectives, a value that the host reads while a graph is recorded, more live tensors than fit in the GPU's memory;
+- operations that make the host wait for the device while ``torch.cuda.set_sync_debug_mode`` is on: reads of values
+  (item, bool, float, int, tolist, cpu, to), copies from and to the host that are not ``non_blocking``, results whose
+  shape depends on values (nonzero, masks), and calls of ``synchronize``. ``Gpus.waits`` names the lines.
 
-It cannot see kernels: their speed and rounding, the order of their sums, what cuDNN, cuBLAS and Triton choose (of the
-fused kernels of attention, the CPU's one stands for all), and what ``torch.compile`` makes, which is left out. Nor the
-order of streams, for all is done at once; the allocator's cache and fragmentation; NCCL's own limits; the driver; and a
-GPU's random generator, whose draws are the CPU's.
+It also simulates CUDA graphs: recording notes the operations, and a replay repeats them on the same memory. ``Traffic``
+counts collectives, on simulated GPUs and on CPUs.
+
+It cannot show what depends on kernels: their speed and rounding, the order of their sums, and what cuDNN, cuBLAS and
+Triton choose. The CPU's only fused kernel of attention replaces all others, and ``torch.compile`` returns the model
+unchanged. It cannot show the order of streams either, because every operation runs at once; nor the allocator's cache
+and fragmentation, NCCL's own limits, the driver, or a GPU's random generator, because the CPU's draws all numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from pipeline.distributed import launching
 NAME = "NVIDIA H100 80GB HBM3"
 MEMORY_BYTES = 80 << 30
 UNDECIDED = -1
-"""The place of what C++ makes for itself, DistributedDataParallel's buckets say: that of the first tensor it meets."""
+"""The place of memory that C++ code allocates, such as DistributedDataParallel's buckets, until an operation also has a
+tensor on a GPU: then the memory belongs to that GPU."""
 
 _really_forked = launching._forked
 _CPU = torch.device("cpu")
@@ -67,16 +70,16 @@ class Gpus:
     def __init__(self, count: int, memory_bytes: int) -> None:
         self.count, self.memory_bytes = count, memory_bytes
         self.waits: list[str] = []
-        """What waited for a device while the synchronisation debug mode was on, and where."""
+        """The operations that made the host wait for a device in the synchronisation debug mode, each with its line."""
         self.throttling = 0
-        """NVML's bits for what holds the clocks down."""
+        """The bit mask in which NVML tells why it has reduced the clocks."""
         self.allocated, self.peaks = [0] * count, [0] * count
-        """Bytes of live tensors, by GPU."""
+        """Bytes of live tensors on each GPU: now, and at most since the last reset."""
         self.debug_mode = 0
         self.nccl = False
-        """Whether NCCL is what the process group speaks."""
+        """Whether the process group was opened with the backend NCCL."""
         self.graph: _Graph | None = None
-        """The one that is being recorded."""
+        """The CUDA graph that is being recorded; None if none is."""
         self._thread = threading.local()
 
     @property
@@ -93,13 +96,13 @@ class Gpus:
         return before
 
     def index(self, device: Any = None) -> int:
-        """Return the index of a GPU, given by any of its names."""
+        """Return the index of ``device``: a name, a ``torch.device``, an index, or None for the current GPU."""
         named = torch.device(device) if isinstance(device, str) else device
         found = named.index if isinstance(named, torch.device) else named
         return self.current if found is None else int(found)
 
     def wait(self, what: str) -> None:
-        """Note that the host waits for the device here; raise an error where CUDA would."""
+        """Add ``what`` to ``waits`` if the debug mode is on. Raises RuntimeError where CUDA would."""
         if self.graph is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
         if self.debug_mode:
@@ -108,7 +111,10 @@ class Gpus:
                 raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
 
     def take(self, storage: Any, index: int) -> None:
-        """Allocate the storage on GPU ``index``; raises OutOfMemoryError if the GPU has too little memory."""
+        """Mark the storage as memory of GPU ``index`` and count its bytes there, unless the place is UNDECIDED.
+
+        Raises OutOfMemoryError if the GPU has too little memory.
+        """
         storage.place = index
         if index == UNDECIDED:
             return
@@ -122,7 +128,7 @@ class Gpus:
         weakref.finalize(storage, self._free, index, taken).atexit = False
 
     def resize(self, storage: Any, size: int) -> None:
-        """Count ``size`` bytes for a storage on a GPU, instead of what it had."""
+        """Count ``size`` bytes for a storage on a GPU, instead of its previous size."""
         index, taken = storage.place, storage.taken
         self.allocated[index] += size - taken[0]
         self.peaks[index] = max(self.peaks[index], self.allocated[index])
@@ -133,7 +139,7 @@ class Gpus:
 
 
 def _where() -> str:
-    """Return the innermost line outside torch and this file, and the pipeline's line that called it."""
+    """Return the innermost line of code outside torch and this file, and the pipeline's line that led to it."""
     lines: list[str] = []
     frame = sys._getframe(2)
     while frame.f_back is not None and not any("/pipeline/" in line for line in lines):
@@ -165,9 +171,9 @@ def place_of(tensor: torch.Tensor) -> int | None:
 
 @contextmanager
 def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpus]:
-    """While the block runs, this machine has ``count`` GPUs, each with ``memory_bytes`` for tensors.
+    """Simulate ``count`` GPUs while the block runs, each with ``memory_bytes`` bytes for tensors.
 
-    On a machine with real GPUs the test is skipped.
+    Skips the test on a machine with real GPUs.
     """
     assert not _PLAYED, "this process plays already"
     if torch.cuda.is_available():
@@ -186,7 +192,7 @@ def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpu
 
 
 def _forked(count: int, memory_bytes: int, *arguments: Any) -> None:
-    """Run a process that the pipeline starts, with the same simulated GPUs."""
+    """Run, in a process that the pipeline started, its work with as many simulated GPUs as its parent has."""
     with as_if_cuda(count, memory_bytes):
         _really_forked(*arguments)
 
@@ -215,7 +221,7 @@ class _Play(TorchDispatchMode):
             kwargs["device"] = _CPU
             if asked.type == "cuda":
                 target = gpus.index(asked)
-            elif pinned is not None:  # Python always says whether memory is pinned, and C++ never does
+            elif pinned is not None:  # Python always passes pin_memory, and C++ never does
                 target = None
             elif not tensors:
                 target = UNDECIDED
@@ -231,7 +237,7 @@ class _Play(TorchDispatchMode):
         """Mark new memory as allocated on GPU ``target`` or, if ``target`` is None, as pinned."""
         held = {
             each.untyped_storage()._cdata for each in inputs if place_of(each) is None
-        }  # host memory that was written stays on the host
+        }  # host memory to which an operation writes stays on the host
         for each in (*outputs, *inputs):
             storage = each.untyped_storage()
             if target is None:
@@ -281,12 +287,12 @@ def _in_order(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_fake(types: Sequence[type]) -> bool:
-    """Whether an operation is on fake tensors, which know their device."""
+    """Return whether an operation is on fake tensors, which store their device themselves."""
     return FakeTensor in types or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_composed(types: Sequence[type]) -> bool:
-    """Whether an operation has tensor subclasses among its inputs, which call it again with their inner tensors."""
+    """Return whether an operation has tensor subclasses as inputs: they call it again with their inner tensors."""
     return any(each not in (torch.Tensor, torch.nn.Parameter) for each in types)
 
 
@@ -297,7 +303,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        """Of the tensors that such an operation names first, what it writes if it writes anything."""
+        """The bytes of the tensors in the first argument: the outputs, if the operation writes into an argument."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_composed(types) and not _is_fake(types):
@@ -397,7 +403,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         join("gloo", *arguments, **options)
 
     def waited(work: Any, *arguments: Any) -> Any:
-        with torch._C._DisableTorchDispatch():  # gloo copies here what NCCL's kernel would have written
+        with torch._C._DisableTorchDispatch():  # NCCL has no such copies: its kernels write the result
             return wait(work, *arguments)
 
     def run(thread: threading.Thread) -> None:
@@ -419,7 +425,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         autocast(context, "cpu", dtype or torch.float16 if device_type == "cuda" else dtype, *options, **more)
 
     def allowed(backends: Sequence[Any], *priority: bool) -> None:
-        """The CPU has no fused kernel of attention but flash, which plays the others."""
+        """Allow flash attention if any fused kernel is allowed: the CPU has no other."""
         fused = set(backends) - {SDPBackend.MATH}
         allow([*backends, SDPBackend.FLASH_ATTENTION] if fused else backends, *priority)
 
@@ -445,7 +451,7 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": lambda file: Path(file).touch()},
         torch.cuda.nccl: {"is_available": lambda _: False},
         torch.nn.attention: {"_sdpa_kernel": allowed},
-        # As if it could trace kernels: otherwise events of CUDA's own would time each operation.
+        # The profiler has to believe that it can trace kernels. Otherwise it would time operations with CUDA events.
         torch.autograd.profiler: {"_supported_activities": lambda: [torch.profiler.ProfilerActivity.CUDA]},
         torch.accelerator: {
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -640,7 +646,7 @@ def _nvml(gpus: Gpus) -> dict[str, Any]:
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=MEMORY_BYTES, used=gpus.allocated[handle]),
         "nvmlDeviceGetPowerManagementLimit": lambda _: 700_000,
         "nvmlDeviceGetPowerUsage": lambda _: 100_000,
-        "nvmlDeviceGetTotalEnergyConsumption": lambda _: int(100_000 * time.monotonic()),  # of as many milliwatts
+        "nvmlDeviceGetTotalEnergyConsumption": lambda _: int(100_000 * time.monotonic()),  # mJ at that power
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=50),
         "nvmlDeviceGetCurrentClocksEventReasons": lambda _: gpus.throttling,
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
@@ -653,7 +659,7 @@ def _nvml(gpus: Gpus) -> dict[str, Any]:
 
 @contextmanager
 def _sync_batchnorm() -> Iterator[None]:
-    """Define on CPUs SyncBatchNorm operators that PyTorch has for GPUs alone, with the same names and arguments."""
+    """While the block runs, define for CPUs the operators of SyncBatchNorm that PyTorch has only for GPUs."""
 
     def wide(values: Any, images: Any) -> Any:
         return values.view(1, -1, *[1] * (images.dim() - 2))

@@ -1,11 +1,11 @@
-"""Kill jobs on the digits at random instants, run them again, and count the checks that held.
+"""Kill jobs on the digits at random instants, run them again, and count the kills and the failed checks.
 
     python -m tests.chaos --minutes 60 --seed 1
 
-Two jobs run at a time. Each is killed up to eight times before it may end. After a kill no process of the job may run
-for more than 20 seconds; if only some processes were killed, the job has to end within 60. No file may be half-written
-under its final name. The final weights must equal, bit for bit, those of the job that nobody killed. The counts are
-added to benchmarks/figures/chaos.json.
+Two jobs run at a time. Each is killed up to eight times before it may end. The command of a killed job has to end
+within 60 seconds, and no process of the job may still run 20 seconds after that. No file may be half-written under its
+final name. The final weights must equal, bit for bit, those of the same job without a kill. The counts are added to
+benchmarks/figures/chaos.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ JOBS = (*PARAMS["variants"], "bench")
 RANKS = {"ddp": 2, "fsdp": 2}
 
 VICTIMS = dict.fromkeys((*RANKS, "bench"), ("launcher", "rank", "all"))
-"""Job -> which of its processes; of the others, which are one process, the launcher."""
+"""Job -> the processes that may be killed. A job that is not listed here has only one process, the launcher."""
 TURN = "pipeline.benchmark.server.Server.turn"
 MOMENTS = {
     "torch.distributed.init_process_group": ("rendezvous", 1),
@@ -82,20 +82,20 @@ MOMENTS = {
     "pipeline.files.write_text": ("a result", 2),
     TURN: ("a turn of the bench", 8),
 }
-"""Function -> what a process does in it, and which of its calls is the latest to be the moment: so early that several
-fit into one job's life, which goes on from one to the next."""
+"""Function -> what a process does in it, and the number of the latest call at which a kill may come. The numbers are
+small so that one job, which resumes after each kill, can be killed several times."""
 
 
 @dataclass(frozen=True)
 class Kill:
     victim: str
     function: str
-    """The n-th call of it is the moment; empty: the clock says."""
+    """The kill comes at its ``nth`` call. If empty, the kill comes at a time instead."""
     nth: int
     rank: str
-    """The one that counts the calls, and the victim, if that is a rank."""
+    """The rank whose calls of ``function`` are counted; it is killed if ``victim`` is "rank"."""
     delay_seconds: float
-    """From the call, or from the start."""
+    """The time from the call to the kill; without a function, from the start of the job."""
 
     @property
     def moment(self) -> str:
@@ -122,7 +122,7 @@ def drawn(chance: random.Random, job: str, seconds: float) -> Kill:
 
 
 def upon(function: str, act: Callable[[], object]) -> None:
-    """From now on call ``act`` before each call of the function, in this process and in those forked from it."""
+    """From now on call ``act`` before each call of ``function``, in this process and in those forked from it."""
     home, _, name = function.rpartition(".")
     owner = pkgutil.resolve_name(home)
     wanted = getattr(owner, name)
@@ -138,7 +138,10 @@ def upon(function: str, act: Callable[[], object]) -> None:
 
 
 def watch(kill: Kill) -> None:
-    """In the launcher: arrange a kill from within at the n-th call of the function, or shortly after it began."""
+    """Make the job kill its own processes at the ``nth`` call of the function, or ``delay_seconds`` after that call.
+
+    The launcher calls this before anything else.
+    """
     calls = itertools.count(1)
 
     def strike() -> None:
@@ -172,7 +175,7 @@ def session(leader: int) -> list[psutil.Process]:
 
 
 def struck(command: Command, kill: Kill) -> bool:
-    """Kill the job from outside at the drawn time; False if the job ended before that time."""
+    """Kill the victims from outside after ``delay_seconds``; return False if the job ended before the kill."""
     time.sleep(kill.delay_seconds)
     while command.poll() is None:
         found = list(_victims(command.pid, kill))
@@ -197,15 +200,15 @@ def _victims(leader: int, kill: Kill) -> Iterator[psutil.Process]:
                 yield process
             elif leader not in (process.pid, process.ppid()) and all(
                 any("forkserver" in word for word in each) for each in (words, psutil.Process(process.ppid()).cmdline())
-            ):  # processes forked from the job's own server
+            ):  # a rank: it was forked from the job's own server
                 ranks.append(process)
     if kill.victim == "rank":
         yield from ranks[:1]
 
 
 def endured(job: str, kill: Kill, seconds: float) -> bool:
-    """Start the job, which takes ``seconds``, kill it, and check how it ends; False if it ended before the kill. Raises
-    Broken."""
+    """Start the job, which takes ``seconds``, kill it, and check how it ends; return False if it ended before the kill.
+    Raises Broken if a check fails."""
     command = started(job, kill)
     hit = bool(kill.function) or struck(command, kill)
     limit = HANG_SECONDS + (4 * seconds if kill.function or kill.victim == "mirror" else 0)
@@ -227,7 +230,7 @@ def endured(job: str, kill: Kill, seconds: float) -> bool:
 
 
 def ended(leader: int) -> list[str]:
-    """Return the processes of the session that still ran at the deadline; they are killed."""
+    """Wait until the session's processes end; return the command lines of those that run too long, and kill these."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while (left := session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -240,7 +243,7 @@ def ended(leader: int) -> list[str]:
 
 
 def assert_whole(folder: Path) -> None:
-    """Raise Broken if a file in the folder that is written whole is half-written."""
+    """Raise Broken if a JSON file, an array or a checkpoint in the folder is half-written."""
     for file in folder.rglob("*"):
         try:
             if file.suffix == ".json":
@@ -255,7 +258,7 @@ def assert_whole(folder: Path) -> None:
 
 
 def complete(job: str) -> str:
-    """Run the job to its end; return its output. Raises Broken."""
+    """Run the job to its end; return its output. Raises Broken if it fails."""
     command = started(job, None)
     output = command.communicate(JOB_SECONDS)
     if command.returncode:
@@ -264,7 +267,7 @@ def complete(job: str) -> str:
 
 
 def outcome(job: str) -> Any:
-    """Return what the job has to leave behind, whatever happened to it. Raises Broken."""
+    """Return those results of the job that no kill may change. Raises Broken if the job left checkpoints behind."""
     if job == "bench":
         return sorted(arm.name for arm in results.read_bench().arms)
     if kept := [file for file in Path("checkpoints", job).iterdir() if file.suffix != ".partial"]:
@@ -283,11 +286,11 @@ def forget(job: str) -> None:
 
 
 def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = None) -> Iterator[dict[str, Any]]:
-    """Kill ``jobs`` in turn until ``minutes`` or ``rounds`` are over; yield for each what was tried and what broke.
-    Call it in an empty directory, which it furnishes."""
+    """Kill ``jobs`` in turn until ``minutes`` or ``rounds`` are over; yield for each job what was tried and
+    which checks failed. Call it in an empty directory, which it furnishes."""
     over, chance = time.monotonic() + 60 * minutes, random.Random(seed)
     furnish(parse(PARAMS))
-    environment.ENVIRONMENT_FILE.unlink()  # the first job writes it, with the code that it read, for all others
+    environment.ENVIRONMENT_FILE.unlink()  # the first job writes it anew, with the code that it read
     expected, seconds = {}, {}
     for job in itertools.chain.from_iterable(itertools.repeat(jobs) if rounds is None else [jobs] * rounds):
         if time.monotonic() > over:
@@ -319,7 +322,7 @@ def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = 
 
 
 def side(seed: int, jobs: Sequence[str], minutes: float) -> None:
-    """Run ``trials`` in a temporary directory and add the results to the counts. Exits with 1 if something broke."""
+    """Run ``trials`` in a temporary directory and add the results to the counts. Exits with 1 if a check failed."""
     end_with_parent()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

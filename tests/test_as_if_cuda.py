@@ -36,7 +36,7 @@ def on_gpu(*values: float) -> torch.Tensor:
     return torch.tensor(values).pin_memory().to(GPU, non_blocking=True)
 
 
-def test_a_thread_plays_too_and_has_the_first_gpu(gpus: Gpus) -> None:
+def test_a_new_thread_has_the_simulated_gpus_and_starts_on_the_first(gpus: Gpus) -> None:
     torch.cuda.set_device(1)
     found: list[torch.device] = []
     thread = threading.Thread(target=lambda: found.append(torch.ones(1, device="cuda").mul(2).device))
@@ -69,7 +69,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_waits_for_the_device_is_found_with_its_line(read: str, strict: Gpus) -> None:
+def test_an_operation_that_waits_for_the_device_is_reported_with_its_line(read: str, strict: Gpus) -> None:
     values = on_gpu(1.0, 2.0)
     with pytest.raises(RuntimeError, match=rf"called a synchronizing CUDA operation: .* at {__file__}:\d+"):
         READS[read](values)
@@ -90,18 +90,18 @@ def test_what_waits_for_the_device_is_found_with_its_line(read: str, strict: Gpu
         (lambda: torch.cuda.set_device(2), "invalid device ordinal"),
     ],
 )
-def test_what_would_not_run_does_not(wrong: Callable[[], Any], message: str) -> None:
+def test_what_would_fail_on_gpus_raises_the_same_error(wrong: Callable[[], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         wrong()
 
 
 @pytest.mark.usefixtures("gpus")
-def test_numpy_sees_no_gpu() -> None:
+def test_a_tensor_on_a_gpu_cannot_become_a_numpy_array() -> None:
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         on_gpu(1.0).numpy()
 
 
-def test_memory_is_that_of_live_tensors_and_ends_where_it_is_said_to() -> None:
+def test_memory_counts_live_tensors_up_to_the_limit() -> None:
     with as_if_cuda(memory_bytes=1000):
         held = torch.zeros(100, device=GPU)
         view = held[:10]
@@ -115,7 +115,7 @@ def test_memory_is_that_of_live_tensors_and_ends_where_it_is_said_to() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_graph_replays_what_was_recorded_on_the_same_memory() -> None:
+def test_a_graph_replays_the_recorded_operations_on_the_same_memory() -> None:
     total, step, rate = (torch.zeros((), device=GPU) for _ in range(3))
     graph: Any = torch.cuda.CUDAGraph()
     number = 1.0
@@ -126,7 +126,7 @@ def test_a_graph_replays_what_was_recorded_on_the_same_memory() -> None:
             total.item()
     graph.replay()
     rate.fill_(2.0)
-    number = 100.0  # which the recording does not see
+    number = 100.0  # a replay uses the number that was recorded
     graph.replay()
     assert (total.item(), step.item()) == (1.0 + 21.0, 2.0)
 
@@ -142,14 +142,14 @@ def _sent(world: World, host: bool) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_ranks_play_nccl_and_what_they_send_is_counted() -> None:
+def test_ranks_use_simulated_nccl_and_their_collectives_are_counted() -> None:
     for sent in run_ranks(_sent, False, device="cuda"):
         assert sent == {"allreduce": (1, 20), "broadcast": (1, 20)}
     with pytest.raises(Exception, match="No backend type associated with device type cpu"):
         run_ranks(_sent, True, device="cuda")
 
 
-def test_nothing_is_left_when_it_ends() -> None:
+def test_all_patches_are_undone_at_the_end() -> None:
     def seen() -> list[Any]:
         owned = [
             torch,

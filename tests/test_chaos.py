@@ -34,7 +34,7 @@ from tests.workspaces import enter, fill, remount
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [("baseline",), ("ddp",)])
-def test_jobs_that_are_killed_end_as_if_they_had_not_been(
+def test_jobs_that_are_killed_end_with_the_results_of_jobs_that_are_not(
     jobs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The short form of `make chaos`."""
@@ -55,7 +55,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["baseline", "ddp"])
-def test_a_job_that_cannot_write_says_so_and_ends_with_the_same_weights_once_it_can(job: str, disk: Path) -> None:
+def test_a_job_that_cannot_write_says_so_and_later_ends_with_the_same_weights(job: str, disk: Path) -> None:
     chaos.complete(job)
     expected = chaos.outcome(job)
     remount(disk, "ro")
@@ -66,7 +66,7 @@ def test_a_job_that_cannot_write_says_so_and_ends_with_the_same_weights_once_it_
     remount(disk, "rw")
 
     chaos.forget(job)
-    for free_bytes in (0, 1 << 14, 1 << 17, 3 << 17, 3 << 18):  # the checkpoint has about 1 << 18
+    for free_bytes in (0, 1 << 14, 1 << 17, 3 << 17, 3 << 18):  # a checkpoint has about 1 << 18
         fill(disk, free_bytes)
         command = Command("train", job, variables=dict(os.environ))
         output = command.communicate(chaos.JOB_SECONDS)
@@ -82,11 +82,11 @@ def test_a_job_that_cannot_write_says_so_and_ends_with_the_same_weights_once_it_
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that is to write where it cannot."""
+    """A stage that the tests run where it cannot write."""
 
     command: tuple[str, ...]
     edited: str = "none"
-    """A pattern of its files that are edited before, so that the stage writes something else than stood there."""
+    """A glob pattern of its output files, which are edited first so that the stage has to write other content."""
     fetch: Mapping[str, Any] = field(default_factory=lambda: {"dataset": "digits"})
 
 
@@ -124,12 +124,12 @@ def samples(split):
 
 
 def bench_at_once() -> None:
-    """Let the bench have measured already."""
+    """Replace the bench's measurement by a ready-made result."""
     benchmark._measured = lambda *_, **__: make_bench()
 
 
 def begin(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Run the stage once, with what it needs, in ``folder``, the current directory from now on; return its contents."""
+    """Make ``folder`` the current directory, run the stage there once, and edit its files; return ``contents()``."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(benchmark, "_measured", benchmark._measured)
     bench_at_once()
@@ -149,13 +149,13 @@ def begin(stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 def contents() -> dict[str, bytes]:
-    """Return the bytes of each file of the current directory, but for those that no stage needs."""
+    """Return path -> content of the files below the current directory, without caches and the disk's filler."""
     found = {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     return {name: found[name] for name in found if not name.startswith((".cache/", "__pycache__/", "filler"))}
 
 
 def assert_lost_nothing(code: int | None, said: str, kind: str, before: dict[str, bytes]) -> str:
-    """Check how a stage ended that could not write; return the name in its message."""
+    """Check that a stage that could not write said so and changed no file; return the path in its message."""
     assert (code, "Traceback" in said) == (2, False), said
     error = re.search(rf"^error: (rank 0: )?(.+): {re.escape(KINDS[kind])}$", said, re.MULTILINE)
     assert error, said
@@ -168,8 +168,9 @@ def assert_lost_nothing(code: int | None, said: str, kind: str, before: dict[str
 
 @contextmanager
 def unwritable(kind: str, written: int) -> Iterator[list[str]]:
-    """Let no file below the current directory be written: on a read-only disk, none, and no directory changed; on a
-    full one, none but the first ``written``. Yield the list to which the names of those refused are added."""
+    """Simulate a full or a read-only disk below the current directory. On a full disk, only the first ``written`` files
+    can be written. On a read-only disk, no file can be written and no directory changed. Yield the list to which each
+    refused path is added."""
     here, opened, refused, real = Path.cwd(), itertools.count(), list[str](), io.open
 
     def is_here(file: Any, folder: int | None = None) -> bool:
@@ -213,7 +214,7 @@ def unwritable(kind: str, written: int) -> Iterator[list[str]]:
 def test_a_stage_that_cannot_write_says_so_and_loses_nothing(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a full disk at any write: at the first, at the second, and so on."""
+    """The disk is full at the first write, then at the second, and so on."""
     stage = STAGES[name]
     before = begin(stage, tmp_path, monkeypatch)
     for written in range(1 if kind == "read-only" else 100):
@@ -230,8 +231,11 @@ def test_a_stage_that_cannot_write_says_so_and_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [each for each in STAGES if each != "fetch, made-up samples"])  # asks for room first
-def test_so_does_a_stage_on_a_real_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Before it makes samples up, fetch checks the free space and gives another message.
+@pytest.mark.parametrize("name", [each for each in STAGES if each != "fetch, made-up samples"])
+def test_a_stage_that_cannot_write_to_a_real_disk_says_so_and_loses_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = STAGES[name]
 
     def run() -> tuple[int | None, str]:
@@ -256,7 +260,7 @@ def test_so_does_a_stage_on_a_real_disk(name: str, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def limited() -> Iterator[Path]:
-    """A cgroup limited to 256 MiB of memory: the file to which a process writes its pid to join."""
+    """Make a cgroup limited to 256 MiB of memory; yield the file to which a process writes its PID to join."""
     for root, limits in (
         ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")),  # version 1
         ("/sys/fs/cgroup", ("memory.max", "memory.swap.max")),
@@ -275,7 +279,7 @@ def limited() -> Iterator[Path]:
 
 
 def ask_for_too_much(limited: Path) -> None:
-    """Let rank 1 evaluate in the cgroup, and ask for more memory than the limit."""
+    """Make rank 1 join the cgroup before it evaluates, and ask for more memory than the limit."""
 
     def want() -> None:
         if os.environ.get("RANK") == "1":
@@ -286,7 +290,7 @@ def ask_for_too_much(limited: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hits_its_cgroups_limit_ends_the_job_which_says_so_and_goes_on_later(
+def test_a_job_whose_rank_exceeds_its_memory_limit_says_so_and_resumes_later(
     limited: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter(tmp_path, monkeypatch, chaos.PARAMS | {"publish": {"live": False}})
@@ -305,7 +309,7 @@ DVC = {"fetch.dataset": "digits", "train.device": "cpu"}
 
 
 @pytest.mark.slow
-def test_of_two_dvc_repro_at_once_the_second_says_so_and_nothing_is_broken(clone: Callable[..., Clone]) -> None:
+def test_a_second_dvc_repro_at_the_same_time_is_refused_and_breaks_nothing(clone: Callable[..., Clone]) -> None:
     shared = clone(DVC)
     locks = shared.path / ".dvc/tmp/rwlock"
     first = subprocess.Popen(
@@ -328,7 +332,7 @@ def test_of_two_dvc_repro_at_once_the_second_says_so_and_nothing_is_broken(clone
 
 
 @pytest.mark.slow
-def test_a_read_only_cache_of_dvc_is_named_and_it_goes_on_later(clone: Callable[..., Clone]) -> None:
+def test_a_read_only_dvc_cache_is_named_and_repro_succeeds_later(clone: Callable[..., Clone]) -> None:
     tried = clone(DVC)
     cache = tried.path / ".dvc/cache"
     cache.mkdir()

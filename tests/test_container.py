@@ -27,7 +27,7 @@ def let_in(context: Path) -> set[str]:
     return {path.relative_to(context).as_posix() for line in allowed for path in context.glob(line[1:])}
 
 
-def test_the_image_gets_the_package_and_nothing_that_lies_beside_it(clone: Callable[..., Clone]) -> None:
+def test_the_image_gets_the_package_and_no_untracked_file(clone: Callable[..., Clone]) -> None:
     checkout = clone()
     tracked = set(checkout.run("git", "ls-files").splitlines())
     for folder in {(checkout.path / file).parent for file in tracked}:
@@ -42,7 +42,7 @@ def test_the_image_gets_the_package_and_nothing_that_lies_beside_it(clone: Calla
     assert needed <= found, "each directory of the package has a line in .dockerignore"
 
 
-def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
+def test_the_base_image_has_the_cuda_version_of_the_locked_torch() -> None:
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     [locked] = re.findall(r"^cuda-toolkit==(\d+\.\d+)\.", lock, flags=re.MULTILINE)
@@ -50,7 +50,7 @@ def test_the_base_has_the_cuda_of_the_locked_torch() -> None:
     assert base == locked
 
 
-def test_what_builds_a_package_is_the_locked_one() -> None:
+def test_packages_are_built_with_the_locked_build_tool() -> None:
     """No build fetches a build tool of its own."""
     build, lock = ((ROOT / f"requirements{of}.lock").read_text(encoding="utf-8") for of in ("-build", ""))
     assert build.partition("    #")[0] in lock
@@ -58,7 +58,7 @@ def test_what_builds_a_package_is_the_locked_one() -> None:
         assert "--no-build-isolation" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None:
+def test_the_base_image_refuses_no_driver_that_torch_can_use() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     variables = dockerfile.rpartition("\nENV ")[2].partition("\n\n")[0]
     assert "NVIDIA_DISABLE_REQUIRE=true" in variables.split()
@@ -77,14 +77,14 @@ def test_a_driver_that_torch_can_use_is_not_refused_for_the_bases_sake() -> None
         ("ssh://t0ken@github.com/owner/name", ""),
     ],
 )
-def test_the_images_source_holds_no_secret(remote: str, label: str) -> None:
+def test_the_source_label_of_the_image_contains_no_secret(remote: str, label: str) -> None:
     rule = "source: ; @printf '%s\\n' \"$$REMOTE\" | sed -nE '$(PUBLIC)'"
     command = ["make", "--no-print-directory", "--directory", str(ROOT), "--eval", rule, "source"]
     done = subprocess.run(command, env=os.environ | {"REMOTE": remote}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == label
 
 
-def test_the_page_s_container_gets_the_gpus_and_keeps_the_checkouts_path() -> None:
+def test_the_documented_container_gets_the_gpus_and_has_the_checkout_at_the_same_path() -> None:
     """MLflow writes absolute paths into mlflow.db, and `make ui` on the host has to find these paths."""
     [[*words, image]] = [each for each in commands(ROOT / "docs" / "containers.md") if each[:2] == ["docker", "run"]]
     following = dict(itertools.pairwise(words))

@@ -16,7 +16,7 @@ STAGES: dict[str, dict[str, Any]] = {name: stage.get("do", stage) for name, stag
 SHOWN = {"reports/accuracy.csv", "reports/loss.csv", "reports/ratios.csv", "reports/verdicts.json"}
 KEPT_IN_GIT = SHOWN | {"reports/metrics"}
 OF_A_VARIANT = {"train": "${key}", "distil": "${key}", "profile": "${item}", "infer": "${item}"}
-"""Stages with one for each variant, or for each in a list of variants, and how DVC calls the variant there."""
+"""Stage that DVC repeats for each variant, or for each variant in a list -> the variable with the variant's name."""
 COMMANDS = {"distil": "train"}
 MAKES = {
     "environment": {"environment.json"},
@@ -49,18 +49,18 @@ def test_stages_run_the_command_of_their_name() -> None:
     }
 
 
-def test_stages_make_what_the_design_says() -> None:
+def test_stages_have_the_expected_outputs_and_plots() -> None:
     assert {name: set(paths(stage.get("outs", []))) for name, stage in STAGES.items()} == MAKES
     uncached = {path for stage in STAGES.values() for path in paths(stage.get("outs", []), cache=False)}
     assert uncached == KEPT_IN_GIT
     assert {*PIPELINE["metrics"], *paths(PIPELINE["plots"])} == SHOWN
 
 
-def test_what_notices_another_machine_and_what_mirrors_to_mlflow_always_run() -> None:
+def test_only_the_stages_environment_and_publish_always_run() -> None:
     assert {name for name, stage in STAGES.items() if stage.get("always_changed")} == {"environment", "publish"}
 
 
-def test_what_is_measured_depends_on_the_environment_the_data_its_code_and_its_plan() -> None:
+def test_measuring_stages_depend_on_the_environment_the_data_their_code_and_their_plans() -> None:
     for stage in ("train", "distil", "profile", "bench", "infer"):
         assert "data/prepared" in STAGES[stage]["deps"]
         who = f".{OF_A_VARIANT[stage]}" if stage in OF_A_VARIANT else ""
@@ -82,15 +82,15 @@ def test_a_section_that_is_left_out_has_its_defaults(clone: Callable[..., Clone]
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone that the tests only look at."""
+    """A clone that no test changes."""
     return Clone(tmp_path_factory.mktemp("fresh"), {})
 
 
-def test_a_fresh_clone_is_planned_whole_and_the_environment_first(fresh: Clone) -> None:
+def test_a_fresh_clone_has_all_stages_and_runs_the_environment_first(fresh: Clone) -> None:
     stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory"]
     stages += ["bench", "profile@baseline", "compare", "publish"]
     assert fresh.run("dvc", "stage", "list", "--name-only").split() == stages
-    planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that is not there yet
+    planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that does not exist yet
     assert planned.startswith("Running stage 'environment'")
 
 
@@ -100,7 +100,7 @@ def test_a_new_variant_is_a_stage(clone: Callable[..., Clone]) -> None:
     assert [stage for stage in stages if stage.startswith("train@")] == ["train@baseline", "train@ddp", "train@tried"]
 
 
-def test_a_student_is_a_stage_that_follows_its_teacher_and_no_other(clone: Callable[..., Clone]) -> None:
+def test_a_student_is_a_stage_that_depends_only_on_its_teacher(clone: Callable[..., Clone]) -> None:
     student = {"model": "small_cnn", "distillation": {"teacher": "models/ddp"}}
     tried = clone({"students": {"taught": student}})
     stages = tried.run("dvc", "stage", "list", "--name-only").split()
@@ -113,7 +113,7 @@ def test_a_student_is_a_stage_that_follows_its_teacher_and_no_other(clone: Calla
 
 @pytest.mark.slow
 def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
-    """Also if the stage that would refuse the name is skipped: DVC finds no plan of that name."""
+    """Even if the stage that refuses the name is skipped: DVC then finds no plan of that name."""
     tried, name = clone({"fetch.dataset": "digits"}), "x; touch owned; true"
     tried.run("dvc", "repro", "prepare")
     tried.edit({f"variants.{name}": {}})
@@ -133,7 +133,7 @@ def test_a_value_set_for_an_experiment_reaches_params_yaml_and_leaves_its_commen
 
 
 @pytest.mark.slow
-def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone]) -> None:
+def test_dvc_lock_changes_only_if_the_environment_does(clone: Callable[..., Clone]) -> None:
     again = clone()
     locks = []
     for threads in ("1", "1", "7"):
@@ -142,7 +142,7 @@ def test_dvc_sees_another_environment_and_only_that(clone: Callable[..., Clone])
     assert locks[0] == locks[1] != locks[2]
 
 
-def test_git_ignores_what_is_made_and_keeps_the_lock(fresh: Clone) -> None:
+def test_git_ignores_generated_files_but_not_the_lock_and_small_reports(fresh: Clone) -> None:
     made = {re.sub(r"\$\{\w+\}", "ddp", path) for each in MAKES.values() for path in each} - KEPT_IN_GIT
     kept_here = {"checkpoints/x.pt", "mlflow.db", "mlartifacts/0/x", ".venv/x", ".dvc/cache/x", ".dvc/config.local"}
     kept_here |= {"gpu-check.md"}
@@ -159,13 +159,13 @@ def test_git_ignores_what_is_made_and_keeps_the_lock(fresh: Clone) -> None:
     assert set(fresh.run("git", "check-ignore", *asked).split()) == made | kept_here
 
 
-def test_dvc_ignores_what_running_leaves_behind(fresh: Clone) -> None:
+def test_dvc_ignores_bytecode_and_partial_files(fresh: Clone) -> None:
     left = {"pipeline/techniques/__pycache__/base.cpython-312.pyc", "results/ddp.json.partial"}
     asked = {*left, "pipeline/techniques/base.py", "results/ddp.json"}
     assert set(fresh.run("dvc", "check-ignore", *asked).split()) == left
 
 
-def test_dvc_reports_nothing_home_and_has_no_remote() -> None:
+def test_dvc_sends_no_analytics_and_has_no_remote() -> None:
     text = (ROOT / ".dvc" / "config").read_text(encoding="utf-8")
     assert "analytics = false" in text
     assert "autostage = true" in text

@@ -1,4 +1,4 @@
-"""The examples' own READMEs, executed: every command, on jobs made small."""
+"""The examples: the commands of their READMEs run on small jobs, and their params.yaml are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_vision_transformer_from_images_to_report(clone: Callable[..., Clone]) -> None:
+def test_the_vision_transformer_example_runs_from_images_to_report(clone: Callable[..., Clone]) -> None:
     checkout = clone()
     asked = commands(ROOT / "examples" / "vit" / "README.md")
     assert [command[0] for command in asked] == ["cp", "python", "dvc", "python", "dvc"]
@@ -94,7 +94,7 @@ TEXT_AND_TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TEXT_AND_TABLE)
-def test_a_job_on_text_or_a_table_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
+def test_a_job_on_text_or_a_table_runs_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
     params, said, inputs, outputs = TEXT_AND_TABLE[name]
     variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
     infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
@@ -120,7 +120,7 @@ def test_a_job_on_text_or_a_table_from_data_to_report_and_model(clone: Callable[
     assert checkout.run("python", "-c", loaded).splitlines()[-1] == outputs
 
 
-def test_the_transformer_s_params_are_valid_and_name_what_is_there() -> None:
+def test_the_vision_transformers_params_are_valid_and_name_existing_functions() -> None:
     config = load(ROOT / "examples" / "vit" / "params.yaml")
     nets = (ROOT / "examples" / "vit" / "nets.py").read_text(encoding="utf-8")
     for name in (config.train.model, config.train.loss, config.train.metric):
@@ -129,7 +129,7 @@ def test_the_transformer_s_params_are_valid_and_name_what_is_there() -> None:
         assert f"def {function}(" in nets
 
 
-def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
+def test_resnet_50_is_planned_as_requested_except_for_ddp_on_one_gpu() -> None:
     config = load(ROOT / "examples" / "resnet50" / "params.yaml")
     assert (config.train.model, config.fetch.synthetic.shape) == ("resnet50", [3, 224, 224])
     for count in (1, 2, 3, 8):
@@ -142,10 +142,10 @@ def test_resnet_50_is_planned_as_it_stands_on_any_number_of_gpus() -> None:
 
 @pytest.mark.rehearsal
 @pytest.mark.timeout(1800)
-def test_the_job_of_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_cpu_can(
+def test_the_resnet_50_example_made_small_for_a_cpu_runs_to_the_report(
     clone: Callable[..., Clone],
 ) -> None:
-    """With a smaller net of the family; that ResNet-50 takes images as small, test_models says."""
+    """ResNet-18 replaces ResNet-50 here; test_models checks that ResNet-50 accepts images of this size."""
     checkout = clone()
     for command in commands(ROOT / "examples" / "resnet50" / "README.md"):
         checkout.run(*command)
@@ -163,7 +163,7 @@ def test_the_job_of_resnet_50_runs_from_its_seed_to_the_report_shrunk_to_what_a_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..., Clone]) -> None:
+def test_the_commands_of_own_technique_train_verify_and_compare_it(clone: Callable[..., Clone]) -> None:
     (shown,) = blocks(ROOT / "examples" / "own_technique" / "README.md", "yaml")
     variants = yaml.safe_load(shown)["variants"]
     assert list(variants) == ["baseline", "clipped"]
@@ -188,7 +188,7 @@ def test_the_technique_s_commands_train_verify_and_compare_it(clone: Callable[..
     assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output
 
 
-def test_the_model_of_the_docs_has_a_block_for_the_variant_memory() -> None:
+def test_the_model_in_the_docs_has_a_block_for_activation_checkpointing() -> None:
     shown, *_ = blocks(ROOT / "docs" / "your-job.md", "python")
     made: dict[str, Any] = {}
     exec(shown, made)
@@ -206,7 +206,7 @@ def test_a_readme_names_the_extras_without_which_its_job_is_refused() -> None:
 
 
 def _extras_of(params: Path, extras: dict[str, list[str]]) -> set[str]:
-    """The extras that the messages name with which a machine that has none of their packages refuses the job."""
+    """Return the extras named in the error that refuses the job on a machine with none of their packages."""
     nothing = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
     try:
         plans(load(params), nothing)
@@ -215,7 +215,7 @@ def _extras_of(params: Path, extras: dict[str, list[str]]) -> set[str]:
     return set()
 
 
-def test_the_language_model_s_variants_differ_by_one_technique_each_and_run_on_a_cpu() -> None:
+def test_each_variant_of_the_language_model_adds_one_technique_and_runs_on_a_cpu() -> None:
     config = load(ROOT / "examples" / "gpt" / "params.yaml")
     here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
     made = plans(config, here)

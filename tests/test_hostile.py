@@ -1,4 +1,4 @@
-"""Malicious inputs: each gives a named error within seconds, and nothing is left behind."""
+"""Malicious inputs: each ends within seconds in an error that names the input, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def npy(array: Any) -> bytes:
 
 
 def header(text: str) -> bytes:
-    """An .npy file with a header and no data."""
+    """Return an .npy file with this header and no data."""
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
 
@@ -55,7 +55,7 @@ def folder(**files: bytes) -> Files:
 
 
 def png(width: int, height: int, bits: int = 1) -> bytes:
-    """A grey PNG of the stated size, compressed to few bytes."""
+    """Return a black PNG of ``width`` x ``height`` pixels with ``bits`` bits each, compressed to few bytes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -124,7 +124,7 @@ ESCAPE = "\x1b]0;owned\x07"
         ("fetch", folder(**{"\udcff/1.png": picture("PNG")}), r"class '\udcff' of"),
     ],
 )  # fmt: skip
-def test_it_is_named_and_nothing_is_left(
+def test_a_hostile_input_is_named_and_leaves_no_file(
     command: str, files: Files, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_hostile_picture_is_named(
 def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pixels, and as much again while they are converted."""
+    """The limit has room for the decoded pixels and for their copy during the conversion."""
     monkeypatch.chdir(tmp_path)
     write(
         folder(
@@ -193,7 +193,7 @@ def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
 
 
 @pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
-def test_the_formats_that_a_folder_may_hold_are_read(
+def test_the_formats_allowed_in_an_image_folder_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

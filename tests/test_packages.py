@@ -1,4 +1,4 @@
-"""The wheel and the sdist: their content, which suffices to run the pipeline in a repository of the user's own."""
+"""The wheel and the sdist: what they contain, and that the pipeline runs from the wheel in a user's repository."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def wheel(source: Clone) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where pip installed the wheel, to be found by PYTHONPATH. Its dependencies are in this environment."""
+    """The directory in which pip installed the wheel, for PYTHONPATH. This environment has the dependencies."""
     site = str(tmp_path_factory.mktemp("site"))
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site]
     subprocess.run([*install, str(wheel)], check=True)
     return site
 
 
-def test_the_wheel_has_the_package_and_what_init_writes_and_nothing_else(source: Clone, wheel: Path) -> None:
+def test_the_wheel_has_only_the_package_and_the_files_that_init_writes(source: Clone, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = source.run("git", "ls-files", "pipeline", "variants").splitlines()
@@ -85,8 +85,8 @@ def test_the_sdist_makes_the_same_wheel(source: Clone, wheel: Path, tmp_path: Pa
         assert sorted(one.namelist()) == sorted(other.namelist())
 
 
-def test_its_version_is_the_one_of_pyproject(source: Clone, wheel: Path) -> None:
-    """The release's tag is compared with these names."""
+def test_the_wheels_file_name_has_the_version_of_pyproject(source: Clone, wheel: Path) -> None:
+    """The release workflow compares its tag with the names of the packages."""
     about = tomllib.loads((source.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert wheel.name.split("-")[:2] == [about["name"], about["version"]]
 
@@ -104,8 +104,8 @@ def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: st
 
 
 @pytest.mark.timeout(1800)
-def test_a_lived_in_repository_measures_its_own_model(installed: str, tmp_path: Path) -> None:
-    """In a folder, for it has a params.yaml, a dvc.yaml and models/ already; all of it through the gate."""
+def test_a_repository_with_files_of_its_own_measures_its_own_model(installed: str, tmp_path: Path) -> None:
+    """The repository has a params.yaml, a dvc.yaml and models/ already, so the pipeline has to be put into a folder."""
     repository = Clone(tmp_path / "repository", {}, only="LICENSE")
     theirs = {"params.yaml": "lr: 0.1\n", "dvc.yaml": "stages: {}\n", ".gitignore": "/data\n", "models/nets.py": NET}
     for name, text in theirs.items():

@@ -26,12 +26,12 @@ from tests.ranks import run_ranks
 
 JOB = {"model": "small_cnn", "batch_size": 32, "epochs": 1, "seeds": [0], "warmup_steps": 4, "without_native": "run"}
 STEPS = 6
-"""Of a try: enough for every technique to begin. A CUDA graph is recorded in the fourth step; PowerSGD sends factors
-from the third on, and post-local SGD averages weights after the fifth."""
+"""The steps for which a variant is trained: enough for every technique to act. A CUDA graph is recorded in the fourth
+step, PowerSGD sends factors from the third on, and post-local SGD averages weights after the fifth."""
 
 
 def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
-    """The variants that ask for both, one for each parallelism that one of them needs; none for two values of a key."""
+    """Yield the variants with both techniques: one for each parallelism that either needs, none if both set one key."""
     mine, theirs = setting_of(one), setting_of(other)
     if mine.keys() & theirs.keys():
         return
@@ -44,12 +44,12 @@ def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
 
 
 def after(one: Entry) -> tuple[Entry, ...]:
-    """Return the techniques that come later, so that each pair is tried once."""
+    """Return the techniques after ``one`` in the catalogue, so that each pair is tried once."""
     return CATALOGUE[CATALOGUE.index(one) + 1 :]
 
 
 def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str = "auto") -> Config:
-    adamw = "optimizer_state" in asked  # which stands in for AdamW's
+    adamw = "optimizer_state" in asked  # the technique replaces AdamW
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
     if "sync_batchnorm" in asked:
         job |= {"model": "tests.nets:normed_net"}
@@ -57,15 +57,15 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
         job |= {"model": "tests.nets:attending_net"}
     if "model" in asked:
         asked = asked | {"model": job["model"]}
-    if asked.get("parallelism", "data_parallel") != "data_parallel":  # which is one process, as is none
+    if asked.get("parallelism", "data_parallel") != "data_parallel":  # data_parallel uses one process
         asked = asked | {"processes": processes}
     if asked.get("data_loading") == "dataloader":
-        asked = asked | {"loader_workers": 0}  # each would import torch anew; test_loader has some
+        asked = asked | {"loader_workers": 0}  # each worker would import torch; test_loader has workers
     return parse({"train": job, "compare": {"baseline": "tried"}, "variants": {"tried": asked}})
 
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_each_is_asked_for_by_its_setting(one: Entry) -> None:
+def test_each_technique_is_requested_by_its_setting(one: Entry) -> None:
     assert one.requested_by(configured(alone(one)).variants["tried"])
 
 
@@ -80,7 +80,7 @@ def test_pairs_that_exclude_each_other_are_refused_in_every_parallelism(one: Ent
 
 
 @pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_all_other_pairs_can_be_asked_for(one: Entry) -> None:
+def test_all_other_pairs_can_be_requested(one: Entry) -> None:
     for other in after(one):
         if other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys():
             asked = _possible(one, other).variants["tried"]
@@ -90,7 +90,7 @@ def test_all_other_pairs_can_be_asked_for(one: Entry) -> None:
 
 @pytest.mark.parametrize("sets", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)])
 def test_all_other_pairs_train(digits: Dataset, sets: slice) -> None:
-    """The first sets hold the most pairs."""
+    """The first two variants contain most of the pairs, so the others are left to the slow tests."""
     _try_all(digits, "cpu", sets)
 
 
@@ -100,7 +100,7 @@ def test_all_other_pairs_train_on_gpus(digits: Dataset) -> None:
 
 
 def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | str = "auto") -> Config:
-    """The first variant of both that is not refused when it is read."""
+    """Return the settings of the first variant with both techniques that ``parse`` accepts."""
     for asked in together(one, other):
         try:
             return configured(asked, device, processes)
@@ -110,8 +110,8 @@ def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | st
 
 
 def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slice(None)) -> None:
-    """Train variants of many techniques, so that each pair that is compatible and runs here is in one of them; or
-    some of them."""
+    """Train the variants of ``covering`` that ``sets`` selects. If one fails, train each of its pairs alone and fail
+    the test with the errors of these pairs."""
     here = machine()
     few = replace(digits, train=digits.train[: STEPS * 32], test=digits.test[:33])
     tries = list(itertools.islice(covering(here, device), sets.start, sets.stop))
@@ -128,7 +128,7 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slic
 
 
 def _failures(tries: list[Plan], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
-    """Return the index of each plan that failed -> its error."""
+    """Train the plans; return the index of each that failed -> its error."""
     found: dict[int, str] = {}
     for size in sorted({made.processes for made in tries}):
         of_size = {index: each for index, each in enumerate(tries) if each.processes == size}
@@ -138,10 +138,10 @@ def _failures(tries: list[Plan], dataset: Dataset, device: Literal["cpu", "cuda"
 
 
 def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
-    """A few variants that hold every pair between them: each begins with a pair that none has yet, and takes on what
-    goes with all it has and brings another such pair."""
+    """Yield a few plans that together contain every compatible pair that can run here. Each begins with a pair that no
+    earlier plan has, and adds each technique that fits and brings another such pair."""
     on_gpu = device == "cuda"
-    processes = 2 if here.gpus > 1 else "auto"  # the net is too small to be shared out among many
+    processes = 2 if here.gpus > 1 else "auto"  # the net is too small to be split among many GPUs
     able = [each for each in CATALOGUE if not each.why_not(here, on_gpu)]
     missing = {
         frozenset({one.name, other.name}): (one, other)
@@ -153,7 +153,7 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
         pair, (one, other) = next(iter(missing.items()))
         made = plan(_possible(one, other, device, processes), "tried", here)
         applied = _applied(made)
-        if not pair <= applied:  # one GPU shares nothing out, and without replicas a pipeline's batch is the global one
+        if not pair <= applied:  # the plan skips one, such as a parallelism on one GPU
             assert made.skipped.keys() & pair
             del missing[pair]
             continue
@@ -183,7 +183,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
     from pipeline.params.catalogue import acting
     from pipeline.techniques import of_plan
 
-    torch.compile = functools.partial(_without_kernels, torch.compile)  # this process is nobody else's
+    torch.compile = functools.partial(_without_kernels, torch.compile)  # never undone: no other test uses this process
     failures = {}
     for index, each in tries.items():
         try:
@@ -205,5 +205,5 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
 
 
 def _without_kernels(compile_: Callable[..., Any], model: Any, **options: Any) -> Any:
-    """The compiler's graphs, run by PyTorch: building kernels takes most of a minute, and has tests of its own."""
+    """Compile ``model`` to graphs without kernels: building kernels takes most of a minute and has tests of its own."""
     return compile_(model, backend="aot_eager", **{name: value for name, value in options.items() if name != "mode"})

@@ -1,4 +1,4 @@
-"""Any file is either read or named in an error: without a traceback, minutes of time or gigabytes of memory."""
+"""Any file, damaged or not, is read or named in an error, with limited time and memory and without a traceback."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from tests.test_evidence import write_job
 from tests.test_params import SHIPPED, places
 
 SECONDS = 5.0
-"""Of the processor, in which one input is read or refused."""
+"""The processor time within which one input has to be read or refused."""
 BYTES = 1 << 30
-"""More of memory, at any moment."""
+"""The memory that reading may take at any moment, in addition to what the process had before."""
 
 
 Read = Callable[[Path], object]
@@ -53,10 +53,10 @@ Read = Callable[[Path], object]
 
 class Parser(NamedTuple):
     file: str
-    """Where, in a directory of its own, it looks for the file."""
+    """The path of the file that the parser reads, relative to a directory of its own."""
     valid: bytes | Callable[[], bytes]
     read: Read
-    """Called with the directory."""
+    """The function that reads the file; its argument is the directory."""
 
 
 def of_file(name: str, valid: bytes | Callable[[], bytes], read: Read) -> Parser:
@@ -85,7 +85,7 @@ def decode(folder: Path) -> None:
 
 
 def of_arrays(kind: str, valid: bytes) -> Parser:
-    """The user's arrays in one file, as fetch has listed it, decoded to the end."""
+    """Return a parser that fetches the user's arrays in one file and decodes all of them."""
 
     def decode_all(folder: Path) -> None:
         config = params.parse(
@@ -200,8 +200,8 @@ VALUES = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Junk, or ``valid`` cut short, with bytes changed, or with another value somewhere in its JSON; or, of an archive,
-    with one of its files so damaged, and sums that fit it."""
+    """Draw random bytes, or ``valid`` cut short, with bytes changed, or with another value in its JSON. In a ZIP
+    archive, one of the files may be damaged in one of these ways, with a manifest whose checksums fit."""
     how = draw(st.sampled_from(["junk", "cut", "bytes", "bytes", "value", "value"]))
     if how == "junk":
         return draw(st.binary() | st.text().map(str.encode))
@@ -246,11 +246,11 @@ def bounded() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Pillow, numpy and torch, about damaged files
+@pytest.mark.filterwarnings("ignore")  # Pillow, numpy and torch warn of damaged files
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=max(300, settings().max_examples), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_is_damaged_is_read_or_named(
+def test_a_damaged_file_is_read_or_named_in_an_error(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     parser, folder = PARSERS[name], tmp_path_factory.getbasetemp() / name
@@ -264,13 +264,13 @@ def test_what_is_damaged_is_read_or_named(
     assert {each for each in folder.rglob("*") if each.is_file()} - before <= left
 
 
-def test_the_docs_count_the_kinds() -> None:
+def test_the_docs_state_the_number_of_kinds_of_file() -> None:
     page = (Path(__file__).parent.parent / "docs" / "security.md").read_text(encoding="utf-8")
     assert f"{len(PARSERS)} kinds of file are tried" in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_what_is_not_damaged_is_read(name: str, tmp_path: Path) -> None:
+def test_an_undamaged_file_is_read(name: str, tmp_path: Path) -> None:
     parser = PARSERS[name]
     (tmp_path / parser.file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / parser.file).write_bytes(content(parser))

