@@ -1,4 +1,4 @@
-"""Run ``python -m pipeline ...`` in processes forked from a server, which has already imported torch."""
+"""Run ``python -m pipeline ...`` in processes forked from a server that has already imported torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 
 
 class Command:
-    """The command in the current directory, as the leader of a session; its output is written to ``output``.
+    """A running ``python -m pipeline`` in the current directory. It leads a session of its own.
 
-    It has the part of ``subprocess.Popen``'s interface that these tests use. ``variables`` are its whole environment.
-    It calls ``first`` before anything else; its ranks are forked from it and inherit what ``first`` changed.
+    The class has the part of ``subprocess.Popen``'s interface that these tests use. ``variables`` are all environment
+    variables of the process. The process calls ``first`` before anything else. Its ranks are forked from it, so they
+    inherit what ``first`` changed.
     """
 
     def __init__(self, *arguments: str, variables: dict[str, str], first: Callable[[], object] | None = None) -> None:
@@ -66,8 +67,10 @@ _spawned = util.spawnv_passfds
 
 
 def _forked(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
-    """Replace ``multiprocessing``'s function: the server that ranks are forked from is forked from this process, which
-    has already imported torch."""
+    """Start a process and return its id, as ``multiprocessing.util.spawnv_passfds`` does.
+
+    A server that forks ranks is itself forked from this process, because this process has already imported torch.
+    """
     if "multiprocessing.forkserver" not in arguments[-1]:
         return _spawned(path, arguments, kept)
     if pid := os.fork():

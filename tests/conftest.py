@@ -28,10 +28,11 @@ if TYPE_CHECKING:  # the process that distributes the tests must not load torch
 
 ROOT = Path(__file__).parent.parent
 
+# Set before a test imports torch: with more threads, the tests that run side by side would slow each other down.
 for _variable in (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
-):  # before a test imports torch: more threads thrash shared cores
+):
     os.environ[_variable] = "1"
 os.environ["DVC_NO_ANALYTICS"] = "1"  # without this repository's settings, DVC would send usage data
 
@@ -46,12 +47,12 @@ SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
-"""Variables that pytest, torch and scikit-learn set for good, whichever test is the first to use them."""
+"""Variables that pytest, torch and scikit-learn set when a test first uses them, and never unset."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
-    """Return the number of xdist workers: one with a GPU, as some tests check its memory and its other processes."""
+    """Return the number of xdist workers: one with a GPU, because some tests check its memory and its processes."""
     return 1 if environment.machine().gpus else max(1, min(4, int(environment.cores())))
 
 
@@ -72,8 +73,11 @@ COLLECTION.enter_context(importing())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001
-    """Start the server that ranks are forked from. If a test started it in a directory of its own, the server could
-    not import our modules, and each rank would import them anew."""
+    """If a collected test starts ranks, start the server that forks them.
+
+    A server that a test starts in a directory of its own could not import the project's modules, so each rank would
+    have to import them.
+    """
     COLLECTION.close()
     if "tests.ranks" in sys.modules:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
@@ -84,7 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001
 
 @pytest.fixture(autouse=True)
 def _two_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Without a GPU, give a GPU test two simulated GPUs; a test that says which property of GPUs it needs gets none."""
+    """Without a GPU, run a GPU test with two simulated GPUs, or skip it if its mark names what only a real GPU has."""
     marked = request.node.get_closest_marker("gpu")
     if marked is None or environment.machine().gpus:
         yield
@@ -122,7 +126,7 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A text stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -130,7 +134,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
-    """``open_terminal()`` replaces standard error by a terminal on which even fast progress is shown."""
+    """``open_terminal()`` replaces standard error with a ``Terminal``, on which tqdm shows even fast progress."""
 
     def make() -> Terminal:
         shown, seconds = Terminal(), itertools.count()
@@ -172,8 +176,8 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clone:
-    """A git repository with the working tree's files, uncommitted ones included, or only those under ``only``. It has
-    its own DVC caches."""
+    """A git repository with the working tree's files under ``only``, uncommitted ones included. It has its own DVC
+    caches."""
 
     def __init__(self, path: Path, params: dict[str, Any], only: str = ".") -> None:
         self.path = path
@@ -189,7 +193,7 @@ class Clone:
         self.commit()
 
     def edit(self, params: dict[str, Any]) -> None:
-        """Set keys of params.yaml, given as dotted paths; None as the value of a variant's path removes it."""
+        """Set keys of params.yaml, given as dotted paths. A variant whose value is None is removed."""
         file = self.path / "params.yaml"
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
         for dotted, value in params.items():
@@ -223,7 +227,7 @@ class Clone:
         return done.stdout
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Return a command's environment: git and DVC ignore this machine's settings, and Python keeps its bytecode."""
+        """Return variables with which git and DVC ignore this machine's settings, and Python writes bytecode."""
         private = self.path.parent / f"{self.path.name}.private"
         isolated = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -246,7 +250,7 @@ class Clone:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Callable[..., Clone]:
-    """``clone(params)``: a committed clone of the working tree, with keys of params.yaml changed (dotted paths)."""
+    """``clone(params)`` returns a committed clone of the working tree. ``params``: as in ``Clone.edit``."""
 
     def make(params: dict[str, Any] | None = None) -> Clone:
         path = tmp_path / f"clone-{len(list(tmp_path.iterdir()))}"

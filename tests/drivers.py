@@ -12,7 +12,10 @@ import torch
 
 
 def plug(monkeypatch: pytest.MonkeyPatch, **answers: Callable[..., Any]) -> None:
-    """Let NVML and torch know GPUs a and b. ``answers``: NVML's functions by name, which take handle GPU-a or GPU-b."""
+    """Replace the driver by one with the GPUs a and b.
+
+    ``answers``: name of an NVML function -> its replacement, which is called with the handle GPU-a or GPU-b.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid="ab"[gpu.index]))
     known: dict[str, Callable[..., Any]] = {"nvmlInit": lambda: None, "nvmlDeviceGetHandleByUUID": str}
     for name, answer in (known | answers).items():

@@ -40,7 +40,7 @@ ENVIRONMENT: dict[str, Any] = {
     "software": {"system": "Linux x86_64", "image": None, "python": "3.12", "torch": "2.11.0"},
     "settings": {"OMP_NUM_THREADS": "2"},
 }
-"""The content of an environment.json, of the fingerprint alone."""
+"""The content of an environment.json that has only the fingerprint."""
 ENVIRONMENT["hash"] = hash_of(ENVIRONMENT, "variants")
 
 DESCRIBED = Description(
@@ -50,7 +50,7 @@ DESCRIBED = Description(
     statistics={"inputs": Statistics(mean=(0.3,), std=(0.4,))}, files={},
 )  # fmt: skip
 DESCRIBED = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
-"""The content of the dataset.json of every result; of small images, so that models are small."""
+"""The content of dataset.json for every result. The images are small, so that the models are small too."""
 
 SECRETS = (
     "hub-0a1b2c",
@@ -72,10 +72,10 @@ PLANTED = {
     "GLIBC_TUNABLES": SECRETS[6],
     "PIPELINE_IMAGE": f"https://{SECRETS[7]}@registry.example/pipeline?sig={SECRETS[7]}",
 }
-"""Environment variables with secrets: under names that nobody knows, and where a setting is expected."""
+"""Environment variables with secrets: some have unknown names, others are known settings with a secret as the value."""
 
 JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1}
-"""How a variant trains the job that params.yaml describes by default."""
+"""The fields of a result that say how a variant trains the default job of params.yaml."""
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def setting_of(technique: Entry) -> dict[str, Any]:
 
 
 def alone(technique: Entry) -> dict[str, Any]:
-    """Return the variant that asks for the technique and for nothing but what the technique requires."""
+    """Return the keys of a variant with only the technique and the parallelism that the technique needs."""
     return setting_of(technique) | ({"parallelism": technique.needs[0]} if technique.needs else {})
 
 
 def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
-    """One seed's run. Only the first seed (0) has cold-start times, as in a real result."""
+    """Return one seed's run. Only the first seed (0) has cold-start times, as in a real result."""
     values: dict[str, Any] = {
         "seed": seed,
         "test_accuracy": test_correct / 10_000,
@@ -120,7 +120,7 @@ def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
 
 
 def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **changes: Any) -> Result:
-    """A variant's result with three seeds; ``applied`` takes the keys of ``variants.<name>`` in params.yaml."""
+    """Return a variant's result, by default with three seeds. ``applied``: a variant's keys in params.yaml."""
     runs = tuple(runs) if runs is not None else tuple(make_run(seed) for seed in (0, 1, 2))
     applied = Variant(**changes.pop("applied", {})).model_dump()
     train = Train(seeds=[run.seed for run in runs]).model_dump()
@@ -148,7 +148,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
 
 
 def make_params(measured: Sequence[Result], **sections: Any) -> Config:
-    """The params.yaml that asks for these results; the first result is the baseline."""
+    """Return the settings that request the results ``measured``; the first result is the baseline."""
     values = {
         "train": measured[0].config["train"],
         "variants": {each.variant: each.config["variant"] for each in measured},
@@ -164,9 +164,9 @@ def make_history(
     seconds_per_epoch: float = 3.0,
     rows_per_epoch: int = 4,
 ) -> list[HistoryRow]:
-    """History in which each seed ends epoch n with ``accuracies[n - 1]`` after ``n * seconds_per_epoch`` seconds.
+    """Return rows in which each seed ends epoch n with ``accuracies[n - 1]`` after ``n * seconds_per_epoch`` seconds.
 
-    Given a run instead of a seed, return the history that ends with the run's final figures.
+    If a run is given instead of a seed, its last row has the run's final figures.
     """
     rows = []
     for each in seeds:
@@ -194,7 +194,7 @@ def make_history(
 
 
 def make_results() -> list[Result]:
-    """Three trained variants: baseline, ddp in two processes, and memory, whose bf16 was left out."""
+    """Return the results of baseline, ddp with two processes, and memory, in which bf16 was skipped."""
     correct = {"baseline": (9000, 9030, 8990), "ddp": (9010, 9020, 9000), "memory": (8990, 9035, 8995)}
     runs = {
         name: [
@@ -216,7 +216,7 @@ def make_results() -> list[Result]:
 def make_window(
     *, samples_per_second: float = 20_000.0, peak_memory_bytes: int = 200 * 2**20, processes: int = 1, **changes: Any
 ) -> Window:
-    """One sample of the bench. With ``rejections`` its speeds are unknown."""
+    """Return one sample of the bench. If it has ``rejections``, its speeds are None."""
     speed = None if changes.get("rejections") else samples_per_second
     values: dict[str, Any] = {
         "measured_steps": 120,
@@ -246,11 +246,11 @@ def make_arm(
     rejected: Mapping[int, str] | None = None,
     **changes: Any,
 ) -> Arm:
-    """An arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
+    """Return an arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
 
     Each sample has noise with the standard deviation ``noise`` (memory: a tenth of it) and a drift that all arms
-    share; both repeat at every call. ``rejected``: round -> why its sample was rejected. ``applied`` takes the keys of
-    ``variants.<name>`` in params.yaml.
+    share; both are the same at every call. ``rejected``: round -> why its sample was rejected. ``applied``: a variant's
+    keys in params.yaml.
     """
     name = "-".join(filter(None, [variant, role if role != "variant" else None, technique]))
     applied = Variant(**changes.pop("applied", {})).model_dump()
@@ -291,8 +291,8 @@ SHARES = {
     "activation_checkpointing": (0.75, 0.7, 0.9),
     "gradient_accumulation=4": (0.9, 0.8, 0.78),
 }
-"""What each technique of ``memory`` does: throughput and memory as multiples of the baseline's, memory as a multiple of
-the stack's without it. Of ever smaller micro-batches, checkpointing saves less."""
+"""Technique of ``memory`` -> throughput with it as a multiple of the throughput without it, memory of the baseline with
+it as a multiple of the baseline's, and memory of the stack as a multiple of the stack's without it."""
 
 
 def make_bench(
@@ -306,7 +306,7 @@ def make_bench(
     ablate: bool = False,
     **changes: Any,
 ) -> Bench:
-    """The bench of ``measured`` (default: ``make_results()``), whose first result is the baseline.
+    """Return the bench of ``measured`` (default: ``make_results()``), whose first result is the baseline.
 
     ``throughput``, ``memory``: a variant's figure as a multiple of the baseline's; 1 for a variant not named.
     ``rejected``: variant -> round -> why its sample was rejected. ``ablate``: also ablate the techniques of ``memory``.
@@ -372,7 +372,7 @@ def make_bench(
 
 
 def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:
-    """Memory ledgers for a peak of ``memory`` times 200 MiB; the prediction is 2% above the tensors' memory."""
+    """Return memory ledgers for a peak of ``memory`` times 200 MiB; the prediction is 2% above the tensors' memory."""
     peak = round(200 * 2**20 * memory)
     fixed = {"parameters_bytes": 90_000, "gradients_bytes": 86_000, "optimizer_state_bytes": 86_000,
              "communication_bytes": 0, "data_bytes": 47_100_000}  # fmt: skip
@@ -393,7 +393,7 @@ def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:
 
 
 def make_flops(applied: Mapping[str, Any], peak_per_second: float | None = None) -> Flops:
-    """FLOPs of a small model: 6.3 million per sample, and a third more if activations are recomputed."""
+    """Return the FLOPs of a small model: 6.3 million per sample, plus a third if ``applied`` recomputes activations."""
     recomputed = 2_100_000 if applied.get("activation_checkpointing") else 0
     return Flops(
         model_per_sample=6_300_000, executed_per_sample=6_300_000 + recomputed, peak_per_second=peak_per_second
@@ -406,7 +406,7 @@ def make_comparison(
     histories: Mapping[str, Sequence[HistoryRow]] | None = None,
     **settings: Any,
 ) -> Comparison:
-    """The comparison of ``measured`` (default: ``make_results()``) and their bench. ``settings``: of compare."""
+    """Return the comparison of ``measured`` (default: ``make_results()``). ``settings``: keys of section compare."""
     measured = make_results() if measured is None else measured
     known = make_histories(measured) | dict(histories or {})
     chosen = Compare(**{"baseline": measured[0].variant} | settings)
@@ -419,7 +419,7 @@ def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]
 
 
 def write_wheel(folder: Path, name: str, version: str, code: str) -> str:
-    """Write a package of one module ``name`` into ``folder``, for pip; return its line of a lock file."""
+    """Write a wheel with the single module ``name`` into ``folder``; return the wheel's line for a lock file."""
     wheel, about = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"{name}.py", code)

@@ -1,4 +1,4 @@
-"""Preloaded by the server that tests' ranks are forked from: the imports of ranks, exempt from garbage collection."""
+"""Import what ranks need, exempt from garbage collection. The server that forks tests' ranks preloads this module."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ with importing():
     for _name in ("tests.as_if_cuda", "tests.parallel", "tests.test_job"):
         import_module(_name)
 
-import_module("tqdm").tqdm.get_lock()  # otherwise each rank creates a semaphore, and leaks it if the rank is killed
+import_module("tqdm").tqdm.get_lock()  # otherwise each rank would create a semaphore, and a killed rank leaks it

@@ -1,4 +1,4 @@
-"""The imports of each of the package's modules, read from the source, at any place in the module."""
+"""Read the imports of the package's modules from their source, including imports inside functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "pipeline"
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Every module's dotted name and file; a package's file is its __init__.py."""
+    """Return dotted name -> file for every module; a package's file is its ``__init__.py``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -26,7 +26,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imported(node: ast.AST, module: str) -> set[str]:
-    """Dotted names that ``node``, of ``module``, imports, its own package's modules resolved as far as they exist."""
+    """Return the dotted names of the modules that ``node``, a part of ``module``, imports, also by relative names."""
     known = modules()
     found = set()
     for inner in ast.walk(node):
@@ -44,7 +44,7 @@ def imported(node: ast.AST, module: str) -> set[str]:
 
 
 def own(names: Iterable[str]) -> set[str]:
-    """Return the ``names`` that belong to the package, and its subpackages that importing them runs."""
+    """Return those ``names`` that are modules of the package, and the subpackages that Python imports with them."""
     found = {name for name in names if name in modules() and name != "pipeline"}
     return found | {parent for name in found for parent in _parents(name)}
 

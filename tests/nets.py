@@ -35,7 +35,7 @@ def make_plan(
     train: Train | None = None,
     **applied: Any,
 ) -> Plan:
-    """The plan of a variant whose techniques all apply, on the CPU."""
+    """Return a plan for the CPU in which all techniques of the variant apply."""
     variant = Variant(**applied)
     micro_batches = 1 if variant.gradient_accumulation == "auto" else variant.gradient_accumulation
     model_processes = processes // variant.replicas if variant.parallelism in ("pipeline", "tensor") else 1
@@ -55,7 +55,7 @@ def make_plan(
 
 
 def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.Sequential:
-    """Two convolutional blocks and a classifier for [N, 1, 8, 8] images of 10 classes."""
+    """Return two convolutional blocks and a classifier for [N, 1, 8, 8] images of 10 classes."""
     torch.manual_seed(seed)
 
     def block(before: int, after: int) -> nn.Sequential:
@@ -69,9 +69,9 @@ def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.
 
 
 def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """``conv_net`` with BatchNorm, as a ``train.model`` of the user's own for scikit-learn's digits.
+    """Return ``conv_net`` with BatchNorm, for scikit-learn's digits. Tests name this function in ``train.model``.
 
-    One of its layers is wide enough that bitsandbytes keeps the layer's optimizer state in 8 bits.
+    One layer is so large that bitsandbytes stores the layer's optimizer state in 8 bits.
     """
     assert (channels, height, width, classes) == (1, 8, 8, 10)
     *blocks, classifier = conv_net(norm=True)
@@ -79,21 +79,21 @@ def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Se
 
 
 class Attending(nn.Module):
-    """Self-attention among the pixels of [N, C, H, W], which it adds to them: two heads, and no parameters."""
+    """Adds self-attention among the pixels to images [N, C, H, W]. It has two heads and no parameters."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        heads = images.flatten(2).unflatten(1, (2, -1)).transpose(2, 3).contiguous()  # as flash needs it
+        heads = images.flatten(2).unflatten(1, (2, -1)).transpose(2, 3).contiguous()  # the flash kernel needs this
         attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
         return images + attended.transpose(2, 3).reshape(images.shape)
 
 
 def attending_net(*, dropout: float = 0.0, **data: int) -> nn.Sequential:
-    """``normed_net`` with attention in its second block, two linear layers that tensor parallelism can cut, and a last
-    one outside of all blocks."""
+    """Return a net like ``normed_net`` with attention in its second block. Its third block has two linear layers that
+    tensor parallelism can cut; the last linear layer is in no block."""
     first, second, *_ = normed_net(**data)
     pair = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     return nn.Sequential(first, nn.Sequential(second, Attending(dropout)), pair, nn.Linear(64, 10))
@@ -114,7 +114,7 @@ class LooksAtValues(nn.Module):
 def batches_of(
     dataset: Dataset, plan: Plan, joined: World, seed: int = 0, placement: Placement = "resident"
 ) -> TrainBatches:
-    """Return the batches that a training of ``plan`` takes on this rank."""
+    """Return the batches that a training with ``plan`` reads on this rank."""
     return TrainBatches(
         task_of(dataset, plan.train, joined.device),
         batch_size=plan.train.batch_size,
@@ -129,7 +129,7 @@ def batches_of(
 
 
 def stopped(training: Training, after: int) -> dict[str, Any]:
-    """Run ``after`` steps and return the training's state as a job saves it: the main rank's."""
+    """Run ``after`` steps; return on every rank the state that a job would save on the main rank."""
     steps = training.run()
     for _ in range(after):
         next(steps)
@@ -147,7 +147,7 @@ def changed(model: nn.Module, techniques: Sequence[Technique]) -> nn.Module:
 
 
 def chosen(plan: Plan, world: World) -> list[Technique]:
-    """The techniques that the plan applies, in order, ready to be set up."""
+    """Return the techniques that the plan applies, in the order in which they are applied."""
     return [technique(plan, world) for technique in of_plan(plan)]
 
 
@@ -162,13 +162,14 @@ def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement
 
 
 def setup_of(model: nn.Module, zeros: torch.Tensor | None = None) -> Setup:
-    """What a technique gets to change ``model`` with, which takes images [b, 1, 8, 8] or what is like ``zeros``."""
+    """Return the setup in which a technique changes ``model``. The model takes images [b, 1, 8, 8], or inputs like
+    ``zeros``."""
     task: Any = SimpleNamespace(zeros=lambda count: torch.zeros(count, 1, 8, 8) if zeros is None else zeros)
     return Setup(model, task, batch)
 
 
 def batch(size: int = 32, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random images float32 [size, 1, 8, 8] and labels int64 [size]."""
+    """Return random images float32 [size, 1, 8, 8] and labels int64 [size]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(0, 10, (size,), generator=generator)
 
@@ -182,7 +183,7 @@ def labelled(images: torch.Tensor, labels: torch.Tensor) -> Split:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of all gradients, in parameter order."""
+    """Return copies of all gradients, in parameter order."""
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -197,7 +198,8 @@ def make_step(
     losses: Losses | None = None,
     micro_batches: int = 1,
 ) -> TrainingStep:
-    """The training step of a model that the techniques have changed. The default optimizer changes no weight."""
+    """Return the training step of ``model``, changed by the techniques, which must have changed the model before. The
+    default optimizer changes no weight."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     step = TrainingStep(model, F.cross_entropy, optimizer, losses or HostLosses(ALONE), micro_batches)
     setup = setup_of(model)
@@ -208,7 +210,7 @@ def make_step(
 
 
 def take_within(technique: Technique, take: Callable[[Any], None]) -> None:
-    """Run a step, as the technique changes it, that only calls ``take``."""
+    """Run a training step that only calls ``take``, after the technique has changed the step."""
     setup = setup_of(nn.Linear(1, 1))
     setup.step = make_step(setup.model)
     setup.step.whole = take

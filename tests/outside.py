@@ -1,4 +1,4 @@
-"""Install packages that bring techniques without pip or a network: write their metadata, put them on the path."""
+"""Install packages of techniques, without pip or a network: write their metadata and add them to the module path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "own_technique"
 
 
 def write_metadata(target: Path, name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> None:
-    """Write a package's metadata as an installation does: ``points`` are its entry points, group -> name -> value."""
+    """Write a package's metadata as an installation does. ``points``: its entry points, group -> name -> value."""
     metadata = target / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -33,7 +33,7 @@ def write_example_metadata(target: Path, version: str | None = None) -> None:
 
 
 def put_on_path(patch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Add the folders to the path of this process and its children; clear the cache of packages found before."""
+    """Add the folders to ``sys.path``, and clear the caches of packages that were found before."""
     for folder in folders:
         patch.syspath_prepend(folder)
     forget()

@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and of the pages under docs/ and examples/, and the commands in these blocks."""
+"""The Markdown pages of the documentation, their fenced blocks, and the commands in these blocks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the commands in the page's console blocks, in order, without comments; commands joined by && are one."""
+    """Return the commands in the page's console blocks, in order, without comments. Commands joined by && are one."""
     lines = [line for block in blocks(page, "console") for line in block.splitlines()]
     return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]

@@ -1,4 +1,4 @@
-"""One short training, on one rank or many, and its observable results: for comparing a parallelism with one device."""
+"""Observe the results of a short training on one or several ranks, to compare a parallelism with one device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.ranks import run_ranks
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 TRAIN = Train(epochs=1, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=4)
 STEPS = 12
-"""Of a run, an epoch long; it is stopped once, in the middle, and goes on from there in another process's place."""
+"""Steps of a run, which is one epoch. A second run stops in the middle, and a new training resumes from its state."""
 
 
 @dataclass
 class Observed:
-    """The results on one rank. Tensors are whole, by name."""
+    """A rank's results. Tensors are whole, also those that ranks hold in parts."""
 
     gradients: dict[str, torch.Tensor]
     """After one step."""
@@ -47,7 +47,7 @@ class Observed:
 def make_training(
     dataset: Dataset, joined: World, net: Callable[[], nn.Module], train: Train = TRAIN, **applied: Any
 ) -> Training:
-    """Plan the variant and return its training."""
+    """Return the training of a variant; with one rank, the variant's parallelism is left out."""
     if joined.size == 1:
         applied = {key: value for key, value in applied.items() if key not in ("parallelism", "replicas")}
     else:
@@ -120,7 +120,10 @@ def observe_all(
 
 
 def assert_same_training(ranks: list[Observed], alone: Observed, *, held_whole: bool = False) -> None:
-    """Assert the gradients of one device within 1e-4, its final weights within 1e-3, and an exact resume."""
+    """Assert that each rank has one device's gradients within 1e-4 and final weights within 1e-3, and resumes exactly.
+
+    ``held_whole``: also assert that each rank holds all parameters.
+    """
     for rank in ranks:
         torch.testing.assert_close(rank.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
         assert list(rank.weights) == list(alone.weights)
@@ -161,7 +164,7 @@ def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def copied_state(training: Training) -> dict[int, dict[str, Any]]:
-    """Return a copy of the whole optimizer state, by the place of the parameter in the model."""
+    """Return a copy of the whole optimizer state: index of the parameter in the model -> the parameter's state."""
     places = {name: place for place, (name, _) in enumerate(training.model.named_parameters())}
     state = training.optimizer_state.read()["state"]
     return {places.get(each, each): copied(values) for each, values in state.items()}

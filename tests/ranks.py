@@ -1,4 +1,4 @@
-"""Runs a function in several gloo processes, as stand-ins for several GPUs."""
+"""Run a function in several gloo processes, which stand in for several GPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipeline.distributed import forked, world
 def run_ranks(
     function: Callable[..., Any], *arguments: Any, size: int = 2, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[Any]:
-    """Run ``function(world, *arguments)`` on each of ``size`` ranks, with gloo or a GPU each; return the ranks' values.
+    """Run ``function(world, *arguments)`` on each of ``size`` ranks; return the ranks' values.
 
-    ``function`` must be defined at a module's top, its arguments and values picklable. Raises WorkerError with the
-    traceback of a rank that failed.
+    With ``device`` "cuda", each rank has a GPU. ``function`` must be defined at a module's top level, and its arguments
+    and values must be picklable. Raises WorkerError with the traceback of a rank that failed.
     """
     preload = ["pipeline.training.loop", "torch._dynamo"]
     with forked(_joined, (function, arguments, device), size, preload=preload) as ask:

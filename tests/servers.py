@@ -1,4 +1,4 @@
-"""A server on the loopback, for clients under test."""
+"""An HTTP server on the loopback interface, for tests of clients."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def serving(reply: Reply) -> Iterator[str]:
 
 
 def hang(_: BaseHTTPRequestHandler) -> tuple[int, str]:
-    """A reply that nobody waits for."""
+    """Reply after 30 seconds, which is longer than a client waits."""
     time.sleep(30)
     return 200, ""

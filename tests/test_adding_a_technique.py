@@ -1,4 +1,4 @@
-"""docs/adding-a-technique.md, executed: a technique needs a declaration and a class, and nothing else by hand."""
+"""Execute docs/adding-a-technique.md: to add a technique, one writes a declaration and a class, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARAMS: dict[str, Any] = {
 
 
 def add_technique(root: Path) -> str:
-    """Write only the page's technique into the checkout ``root``; return its name."""
+    """Add the technique of the page to the checkout ``root``, and nothing else; return the technique's name."""
     setting, entry, hooks = blocks(ROOT / "docs/adding-a-technique.md", "python")
     setting, entry = setting.partition("...\n")[2], entry.partition("...,\n")[2]
     catalogue = root / "pipeline/params/catalogue/speed.py"
@@ -63,7 +63,7 @@ def run(checkout: Path, *commands: str) -> str:
     return done.stdout
 
 
-def test_it_is_described_and_checked_by_what_it_declares(checkout: Path) -> None:
+def test_the_added_technique_is_in_the_listing_the_schema_and_the_fingerprint(checkout: Path) -> None:
     said = run(checkout, "schema", "techniques --markdown", "environment")
     row = next(line for line in said.splitlines() if line.startswith("| `gradient_centralization: true` |"))
     assert row.endswith("| statistics | `optimizer_in_backward`, `tensor` |")
@@ -74,7 +74,7 @@ def test_it_is_described_and_checked_by_what_it_declares(checkout: Path) -> None
     assert [watched in variants[name]["code"] for name in ("baseline", "tried")] == [False, True]
 
 
-def test_it_is_composed_and_trains(checkout: Path) -> None:
+def test_the_added_technique_is_applied_in_training(checkout: Path) -> None:
     said = run(checkout, "environment", "fetch", "prepare", "plan tried", "train baseline", "train tried")
     assert re.findall(r"^  (\w+) +\[", said, re.MULTILINE) == ["channels_last", "gradient_centralization"]
     results = [json.loads((checkout / f"results/{name}.json").read_text()) for name in ("baseline", "tried")]
@@ -82,7 +82,7 @@ def test_it_is_composed_and_trains(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_for_gpus_alone_is_rehearsed_without_a_variant_that_names_it(checkout: Path, tmp_path: Path) -> None:
+def test_an_added_technique_for_gpus_is_rehearsed_without_a_variant(checkout: Path, tmp_path: Path) -> None:
     for name in ("pipeline", "tests", "variants"):
         shutil.copytree((checkout if name == "pipeline" else ROOT) / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -101,10 +101,10 @@ def test_one_for_gpus_alone_is_rehearsed_without_a_variant_that_names_it(checkou
 
 
 @pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.implementation], ids=lambda each: each.name)
-def test_the_class_that_an_entry_names_is_its_own(entry: Any) -> None:
+def test_the_class_that_an_entry_names_has_the_name_of_the_entry(entry: Any) -> None:
     assert _own(entry.implementation).name == entry.name
 
 
-def test_what_has_no_class_is_a_part_of_another_or_of_the_plan() -> None:
+def test_an_entry_without_a_class_has_needs_or_a_placement_except_another_model() -> None:
     alone = {each.name for each in CATALOGUE if not (each.implementation or each.needs or each.placement)}
     assert alone == {"another_model"}

@@ -1,4 +1,4 @@
-"""Who may import whom, and what the quick commands must not load."""
+"""Which module may import which, and what quick commands must not import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(set(modules()) - {"pipeline"})
 ROOMS = re.findall(r"^\| (\d+) \| (`.*?`) \|", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
 LAYERS = {name: int(number) for number, names in ROOMS for name in re.findall(r"`(\w+)", names)}
-"""Of each module or package at the top, as its readers see it, lowest first. A package is free inside."""
+"""Module or package at the top of ``pipeline`` -> number of its room. Imports inside a package are free."""
 
 
 def unit(module: str) -> str:
@@ -25,7 +25,7 @@ def unit(module: str) -> str:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module: str) -> None:
+def test_a_module_imports_only_from_its_own_and_lower_rooms(module: str) -> None:
     assert unit(module) in LAYERS, f"{module} has no room yet: give it one in docs/architecture.md"
     wrong = {
         other
@@ -35,20 +35,20 @@ def test_imports_go_down(module: str) -> None:
     assert not wrong, f"{module} imports from its own or a higher layer: {sorted(wrong)}"
 
 
-def test_every_room_stands_once_and_in_order() -> None:
+def test_the_table_lists_every_room_in_order() -> None:
     numbers = [int(number) for number, _ in ROOMS]
     assert numbers == sorted(numbers)
     assert sorted(LAYERS) == sorted({unit(module) for module in MODULES})
 
 
-def test_the_wheel_gets_every_package() -> None:
-    """Also ``pipeline.project``, which in a checkout is the top directory."""
+def test_the_wheel_contains_every_package() -> None:
+    """It also contains ``pipeline.project``, which is the top directory of a checkout."""
     packages = {".".join(path.relative_to(ROOT).parent.parts) for path in ROOT.glob("pipeline/**/__init__.py")}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     assert sorted({*packages, "pipeline.project"}) == listed
 
 
-def test_no_task_is_known_outside_the_tasks() -> None:
+def test_no_module_outside_the_tasks_names_a_task() -> None:
     names = {path.stem for path in ROOT.glob("pipeline/tasks/*.py")} - {"__init__", "base"}
     assert "language_model" in names
     for module in MODULES:
@@ -67,7 +67,7 @@ def test_the_package_itself_imports_nothing() -> None:
 @pytest.mark.parametrize(
     ("library", "only"), [("mlflow", {"tracking"}), ("torch.distributed", {"distributed", "techniques"})]
 )
-def test_one_place_knows(library: str, only: set[str]) -> None:
+def test_a_library_is_imported_only_where_it_is_allowed(library: str, only: set[str]) -> None:
     knowing = {
         unit(module)
         for module in MODULES
@@ -95,7 +95,7 @@ def test_launcher_variables_are_known_in_one_place() -> None:
         (["schema", "--check"], ["numpy"]),
         (["environment"], ["numpy"]),
         (["train", "baseline"], ["numpy"]),  # with a mistake in params.yaml
-        (["doctor"], ["numpy"]),  # it looks at torch and DVC in processes of their own
+        (["doctor"], ["numpy"]),  # which examines torch and DVC in child processes
     ],
 )
 def test_a_quick_command_loads_nothing_heavy(arguments: list[str], heavy: list[str], tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_quick_command_loads_nothing_heavy(arguments: list[str], heavy: list[s
     (tmp_path / "params.yaml").write_text(params, encoding="utf-8")
     program = (
         "import sys\n"
-        "sys.executable = 'false'\n"  # what the doctor's own processes find takes seconds
+        "sys.executable = 'false'\n"  # so that the doctor's child processes, which take seconds, end at once
         "from pipeline.cli import main\n"
         "try:\n"
         f"    main({arguments!r})\n"

@@ -1,4 +1,4 @@
-"""The number of processes that share a model: known only from the built model, decided before the processes start."""
+"""The number of processes that share a model depends on the built model, and is decided before the processes start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpus(count: int) -> Machine:
 
 
 def configured(variants: dict[str, Any], **train: Any) -> Config:
-    """A config for the digits and small_cnn: a chain of four units, with 50 values between the linear layers."""
+    """Return a config for the digits and small_cnn, a chain of four units with 50 values between its linear layers."""
     return parse({"fetch": {"dataset": "digits"}, "train": train, "variants": {"baseline": {}} | variants})
 
 
@@ -50,11 +50,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("tensor", (2, 2, 5, 5, 5, 5, 5, 10)),
         ("tensor-replicas", (None, 4, 4, 4, 4, 4, 4, 10)),
         ("pipeline-1f1b", (3, 4, 4, 4, 4, 4, 4, 4)),
-        ("pipeline-checkpointed", (3, 3, 3, 3, 3, 3, 3, 3)),  # whose units are whole blocks
+        ("pipeline-checkpointed", (3, 3, 3, 3, 3, 3, 3, 3)),  # each unit is a whole block
         ("pipeline-x-ddp", (None, 4, 4, 6, 6, 8, 8, 8)),
     ],
 )
-def test_no_more_gpus_are_taken_than_hold_the_model_together(name: str, processes: tuple[int | None, ...]) -> None:
+def test_a_variant_uses_no_more_gpus_than_its_model_can_be_divided_among(
+    name: str, processes: tuple[int | None, ...]
+) -> None:
     config = configured(READY_MADE)
     for count, expected in zip((*range(3, 10), 16), processes, strict=True):
         if expected is None:
@@ -76,19 +78,21 @@ def test_no_more_gpus_are_taken_than_hold_the_model_together(name: str, processe
     ],
 )
 @pytest.mark.parametrize("machine", [gpus(0), gpus(8)])
-def test_a_number_that_cannot_is_refused(variant: dict[str, Any], message: str, machine: Machine) -> None:
+def test_a_number_of_processes_that_cannot_divide_the_model_is_refused(
+    variant: dict[str, Any], message: str, machine: Machine
+) -> None:
     with pytest.raises(ConfigError, match=rf"variants\.tried\.parallelism: found {message}.*; allowed: "):
         planned(configured({"tried": variant}), "tried", machine, PREPARED)
 
 
-def test_a_model_that_no_processes_hold_together_is_refused() -> None:
+def test_a_model_that_cannot_be_divided_is_refused() -> None:
     config = configured({"tried": {"parallelism": "tensor"}}, model="resnet9")
     with pytest.raises(ConfigError, match=r"variants\.tried\.parallelism: .* has no two linear layers .*; allowed: "):
         planned(config, "tried", gpus(8), PREPARED)
 
 
 @pytest.mark.parametrize("start", [job.run, steps.run])
-def test_it_is_known_before_a_process_starts(
+def test_the_number_of_processes_is_known_before_a_process_starts(
     start: Callable[[Config, str, Machine, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []

@@ -1,4 +1,4 @@
-"""A seed repeats exactly, or the plan says why it need not."""
+"""The training of a seed repeats exactly, or the plan says why it may not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STRICT, WARNS = 2, 1
 
 
 class Puts(nn.Module):
-    """Calls an operation without a deterministic form on any device, from a given forward pass on, on some ranks."""
+    """Calls ``put_``, which has no deterministic form, on ``ranks``, in all forward passes but the ``first`` ones."""
 
     def __init__(self, inner: nn.Module, first: int = 0, ranks: str = "01") -> None:
         super().__init__()
@@ -44,7 +44,9 @@ def job(variant: dict[str, Any], **train: Any) -> Plan:
 
 
 @pytest.mark.parametrize(("deterministic", "mode"), [(True, STRICT), (False, 0)])
-def test_a_training_is_strict_if_it_shall_repeat(digits_folder: Path, deterministic: bool, mode: int) -> None:
+def test_a_training_is_strict_if_the_settings_ask_for_determinism(
+    digits_folder: Path, deterministic: bool, mode: int
+) -> None:
     made = job({}, deterministic=deterministic)
     with assembled(made, digits_folder) as assembly, assembly.training(0) as training:
         training.advance(1)
@@ -53,7 +55,7 @@ def test_a_training_is_strict_if_it_shall_repeat(digits_folder: Path, determinis
     assert torch.get_deterministic_debug_mode() == 0
 
 
-def test_without_a_deterministic_form_the_plan_names_the_operation(digits_folder: Path) -> None:
+def test_the_plan_names_an_operation_without_a_deterministic_form(digits_folder: Path) -> None:
     made = job({"gradient_accumulation": "auto"})
     with assembled(made, digits_folder) as assembly:
         with assembly.training(0, change_model=Puts) as training:
@@ -65,7 +67,7 @@ def test_without_a_deterministic_form_the_plan_names_the_operation(digits_folder
             assert torch.get_deterministic_debug_mode() == STRICT
 
 
-def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
+def test_the_trial_leaves_the_model_and_the_random_state_unchanged(digits: Dataset) -> None:
     made = job({})
     model = conv_net(norm=True, dropout=True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -78,7 +80,7 @@ def test_the_try_leaves_the_model_as_it_is(digits: Dataset) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) -> None:
+def test_an_operation_that_first_runs_after_the_trial_is_an_error_with_a_remedy(digits: Dataset) -> None:
     made = job({})
     with (
         assembly_of(made, ALONE, digits).training(0, change_model=_puts_in_the_third_step) as training,
@@ -88,7 +90,7 @@ def test_an_operation_that_comes_later_is_told_with_its_remedy(digits: Dataset) 
 
 
 def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
-    return Puts(model, first=3)  # the try, and two steps
+    return Puts(model, first=3)  # after the trial and two steps
 
 
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
@@ -101,7 +103,7 @@ def _puts_on_rank_1(model: nn.Module) -> nn.Module:
     return Puts(model, ranks="1")
 
 
-def test_the_ranks_agree_on_what_one_of_them_was_refused(digits_folder: Path) -> None:
+def test_all_ranks_decide_alike_if_one_has_no_deterministic_form(digits_folder: Path) -> None:
     first, second = run_ranks(_decided, digits_folder)
     assert first == second
     assert (list(first[0]), first[1]) == (["deterministic"], WARNS)

@@ -19,7 +19,7 @@ def _with_test_samples(dataset: Dataset, count: int) -> Dataset:
 
 
 def _expected(dataset: Dataset) -> Score:
-    """The score computed by hand: all samples at once, in float64."""
+    """Return the score, computed from all samples at once, with the loss in float64."""
     model = conv_net(norm=True).eval()
     images = dataset.test.inputs.float() / 255
     known = dataset.statistics["inputs"]
@@ -59,7 +59,7 @@ def test_ranks_together_are_exact_for_sizes_that_do_not_divide_and_use_the_main_
     _check(scores[0], _with_test_samples(digits, count))
 
 
-def test_the_model_is_left_as_it_was(digits: Dataset) -> None:
+def test_evaluation_leaves_the_model_unchanged(digits: Dataset) -> None:
     model = conv_net(norm=True, dropout=True)
     before = [value.clone() for value in model.state_dict().values()]
     first = evaluate(model, task_of(_with_test_samples(digits, 64)), ALONE, 16)
@@ -82,7 +82,7 @@ def test_a_model_without_weights_takes_them_from_a_state() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_loss_that_is_not_finite_is_no_result(digits: Dataset, value: float) -> None:
+def test_a_loss_that_is_not_finite_is_an_error(digits: Dataset, value: float) -> None:
     model = conv_net()
     torch.nn.init.constant_(model[2][1].bias, value)  # type: ignore[index]
     with pytest.raises(ObjectiveError, match=r"its mean over the 64 test samples is nan\. If the training has"):

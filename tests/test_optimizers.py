@@ -12,7 +12,7 @@ from pipeline.params import Train
 from tests.nets import batch, conv_net
 
 
-def test_the_optimizers_are_what_params_say() -> None:
+def test_an_optimizer_has_the_options_in_params() -> None:
     sgd = optimizers.of_job(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
     adamw = optimizers.of_job(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
     assert isinstance(sgd, torch.optim.SGD)
@@ -43,7 +43,7 @@ def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> No
     torch.testing.assert_close(net.weight, torch.full((200, 200), 1 - 0.5 * 1.9))  # Nesterov's first step
 
 
-def test_momentum_that_starts_at_zero_is_torchs_own() -> None:
+def test_sgd_whose_momentum_starts_at_zero_trains_as_torch_s_own() -> None:
     ours, plain = conv_net(), conv_net()
     pair = [
         optimizers.of_job(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1)).make(ours.parameters()),

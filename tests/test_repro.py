@@ -1,4 +1,4 @@
-"""The whole pipeline, as a person runs it: `dvc repro` in a clone, on real digits."""
+"""The whole pipeline, as a user runs it: `dvc repro` in a clone, on scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUNS = ["baseline-seed0", "baseline-seed1", "ddp-seed0", "ddp-seed1", "memory-se
 
 
 def children(checkout: Clone) -> dict[str, list[str]]:
-    """Comparison's name -> names of the runs under it, of what is in the store and not deleted."""
+    """Return comparison's name -> names of its runs, for everything in MLflow's store that is not deleted."""
     with closing(sqlite3.connect(checkout.path / "mlflow.db")) as store:
         rows = store.execute(
             "SELECT parents.name, runs.name FROM runs JOIN tags ON tags.run_uuid = runs.run_uuid "
@@ -77,30 +77,30 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     checkout.commit()
     assert checkout.run("git", "status", "--porcelain") == ""
 
-    # What somebody else can check, who has only the file.
+    # The evidence can be written and verified.
     checkout.run("python", "-m", "pipeline", "evidence")
     assert "Verified" in checkout.run("python", "-m", "pipeline", "evidence", "check")
 
-    # Again: nothing to train, nothing doubled.
+    # The second time, nothing is trained, and no run is stored twice.
     again = checkout.run("dvc", "repro")
     assert trained(again) == []
     assert children(checkout) == {comparison: RUNS}
 
-    # One more session: the comparison takes it in, and nothing is trained or measured anew.
+    # After one more session of the bench, the comparison includes it, and nothing is trained or measured again.
     checkout.run("python", "-m", "pipeline", "bench", "--again")
     [session] = (checkout.path / "sessions").glob("*.json")
     would_run = re.findall(r"^Running stage '(\S+)'", checkout.run("dvc", "repro", "--dry"), re.MULTILINE)
     assert would_run == ["environment", "compare", "publish"]
     session.unlink()
 
-    # Another version of what one variant relies on: it alone would be trained.
+    # If the version of a tool changes, only the variant that relies on this tool would be trained again.
     fingerprint = checkout.path / "environment.json"
     found = json.loads(fingerprint.read_text())
     found["relied_on"]["variants"]["memory"]["compiler"] = "g++ 14.1.0"
     fingerprint.write_text(json.dumps(found))
     assert trained(checkout.run("dvc", "repro", "--dry")) == ["memory"]
 
-    # Answered wholly from the cache, into a store that was deleted.
+    # If results and store are deleted, DVC restores the results from its cache, and the store is filled again.
     (checkout.path / "mlflow.db").unlink()
     shutil.rmtree(checkout.path / "mlartifacts")
     shutil.rmtree(checkout.path / "results")
@@ -109,7 +109,7 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     assert models(checkout) == weights
     assert children(checkout) == {comparison: RUNS}
 
-    # One variant changed: it alone is trained, and a new comparison stands beside the old one.
+    # If one variant changes, only this variant is trained, and the store has both the old and a new comparison.
     changed = checkout.run("dvc", "exp", "run", "-S", "variants.memory.activation_checkpointing=false")
     assert trained(changed) == ["memory"]
     stored = children(checkout)

@@ -1,4 +1,4 @@
-"""Make a directory look like a checkout in which the training and measuring stages can run."""
+"""Prepare a directory in which the training and measuring stages can run, and small disks that can be full."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ RAW, PREPARED = Path("data/raw"), Path("data/prepared")
 
 
 def furnish(config: Config) -> None:
-    """Give the current directory the environment's fingerprint and the data that ``config`` asks for."""
+    """Write the environment's fingerprint and the data that ``config`` asks for into the current directory."""
     environment.write()
     sources.fetch(config.fetch, RAW)
     packing.prepare(config, RAW, PREPARED)
 
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]) -> Config:
-    """Furnish ``folder`` with this params.yaml and make it the current directory. Child processes find our modules."""
+    """Make ``folder`` the current directory, write ``params`` to its params.yaml and furnish it; return the settings.
+
+    PYTHONPATH is set, so that child processes find the project's modules.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
@@ -38,7 +41,7 @@ def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any])
 
 @contextmanager
 def disk(place: Path) -> Iterator[Path]:
-    """Mount a disk of 32 MiB at ``place`` while the block runs; skip the test where this user may not."""
+    """Mount a disk of 32 MiB at ``place`` while the block runs; skip the test if the user may not mount disks."""
     place.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(place)]
     if subprocess.run(mounting, capture_output=True).returncode:

@@ -51,7 +51,7 @@ AGREEMENT = "agreement"
 IMAGES = {"train": 512, "test": 256}
 """Number of images of each split in the ResNet's folder (``write_images``)."""
 SYNTHETIC = {"train": 160_000, "test": 320, "shape": [1, 8, 8]}
-"""Data of the job "step": so many that every step takes a new batch."""
+"""Data of the job "step": so many samples that every step has a new batch."""
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: ("", {}),
     CONTROL: ("", {}),
@@ -140,7 +140,10 @@ def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
 
 
 def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) -> dict[str, float]:
-    """Return the figures of a process that took ``seconds``, from the lines of its output and the second of each."""
+    """Return the figures of a process that took ``seconds``.
+
+    ``lines``: for each line of its output, the seconds from the process's start to the line, and the line.
+    """
     ends: dict[int, tuple[float, float]] = {}
     for at, line in lines:
         if found := STEP_TOLD.search(line):
@@ -155,7 +158,7 @@ def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) ->
 def measure(name: str, minutes: float, figures: Path) -> None:
     """Measure as many rounds as fit into ``minutes``, at least one. Each round is written as soon as it ends."""
     started, longest = time.monotonic(), 0.0
-    # The steps over ready batches are so small that several threads would mostly wait for each other.
+    # A step over ready batches has so little work that several threads would mostly wait for each other.
     threads = 1 if JOBS[name].data == "ready" else max(1, int(environment.cores() / JOBS[name].processes))
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
@@ -185,7 +188,7 @@ def file_of(figures: Path) -> Path:
 
 
 def kept(figures: Path) -> dict[str, Any]:
-    """Return the content of this machine's file; without peers if there is no file."""
+    """Return the content of this machine's file; if there is no file, a content without peers."""
     path = file_of(figures)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
     return found

@@ -17,7 +17,7 @@ from pipeline.comparison import stats
 
 BATCH_SIZE = 64
 STEPS, TURNS = 10, 30
-"""Steps per call of the timed function, and measured calls. The steps of a call are a row of the history. All calls,
+"""Steps per call of the timed function, and number of measured calls. Each call adds one row to the history. All calls,
 warm-ups included, fit into an epoch of Fashion-MNIST."""
 CALLS = 3
 """Calls of the timed function per measured call: the Timer calls the function twice before the measured call."""

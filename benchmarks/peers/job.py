@@ -149,7 +149,7 @@ class Job:
 
 class Ready:
     """Batches of a split in memory, made with the fewest operations. At the end of an epoch of more than ``WARM_STEPS``
-    steps, the mean time between requests for batches is printed. In any peer's loop, this is the time of a step."""
+    steps, the iterator prints the mean time between requests for batches, which is the time of a step in any loop."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

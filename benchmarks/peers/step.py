@@ -25,7 +25,7 @@ def barest(job: Job) -> None:
 
 
 class Ours(Steady):
-    """The baseline's training, with the job's model."""
+    """The training of a baseline, but with the model of ``job``."""
 
     def __init__(self, job: Job, history: Path) -> None:
         super().__init__(Path(job.folder), history, job.batch_size)

@@ -104,8 +104,8 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
 
 
 def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
-    """Return the difference of an arm's accuracy to ours, paired by round, because a round's arms share a seed. ``low``
-    and ``high`` are the ends of the 95% interval."""
+    """Return the arm's accuracy minus ours. The differences are paired by round, because a round's arms share a seed.
+    ``low`` and ``high`` are the ends of the 95% interval."""
     differences = [each[arm][ACCURACY] - each[OURS][ACCURACY] for each in rounds]
     return stats.equivalence(differences, Compare().margins.accuracy, confidence=0.975)
 

@@ -75,14 +75,15 @@ def vit(
     heads: int = 4,
     dropout: float = 0.1,
 ) -> nn.Module:
-    """The factory for ``train.model``. ``patch`` must divide both sides of the images, ``heads`` the features."""
+    """Return the model; ``train.model`` names this function. ``patch`` must divide both sides of the images, and
+    ``heads`` must divide ``features``."""
     patches = (height // patch) * (width // patch)
     blocks = [Block(features, heads, dropout) for _ in range(depth)]
     return nn.Sequential(Patches(channels, patches, patch, features), *blocks, Head(features, classes))
 
 
 def focal(*, classes: int, gamma: float = 2.0) -> Callable[[Tensor, Tensor], Tensor]:  # noqa: ARG001
-    """The factory for ``train.loss``: the focal loss, in which samples that are already right count little.
+    """Return the focal loss; ``train.loss`` names this function. Samples that are already classified well count little.
 
     Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
     """
@@ -95,5 +96,5 @@ def focal(*, classes: int, gamma: float = 2.0) -> Callable[[Tensor, Tensor], Ten
 
 
 def top_two(logits: Tensor, labels: Tensor) -> Tensor:
-    """The function for ``train.metric``: whether the label is among the two largest logits, bool [b]."""
+    """Return whether each label is among the two largest logits, bool [b]; ``train.metric`` names this function."""
     return (logits.topk(2).indices == labels.unsqueeze(1)).any(1)

@@ -1,4 +1,4 @@
-"""PyTorch's DataLoader with worker processes, against the other ways to read the same data."""
+"""PyTorch's DataLoader with worker processes, compared with data that are resident in memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 _OTHERS: set[int] = set()
-"""Children that were there before, such as a server that forks ranks for other tests."""
+"""Ids of child processes older than the test, such as a server that forks ranks for other tests."""
 
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
     _OTHERS.clear()
-    multiprocessing.Event()  # starts the process that tracks semaphores
+    multiprocessing.Event()  # starts the process that tracks semaphores, which is no worker
     _OTHERS.update(worker.pid for worker in workers())
     yield
     assert workers() == []
@@ -83,11 +83,11 @@ def test_the_workers_stay_for_all_epochs_and_end_with_the_batches(digits: Datase
         assert seen[0] == seen[1]
     assert workers() == []
     same(itertools.islice(made.epoch(0), 1), itertools.islice(make(digits, augment=EVERYTHING).epoch(0), 1))
-    assert len(workers()) == 2  # closed batches can be read anew
+    assert len(workers()) == 2  # closed batches can be read again
     made.close()
 
 
-def test_the_model_s_generator_is_not_drawn_from(digits: Dataset) -> None:
+def test_reading_draws_nothing_from_the_generator_that_the_model_uses(digits: Dataset) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with loaded(digits) as made:
@@ -112,7 +112,7 @@ def test_workers_outlive_the_signals_that_end_a_training_after_its_step(digits: 
     with loaded(digits) as made:
         batches = made.epoch(0)
         next(batches)
-        next(batches)  # they take turns: both have begun
+        next(batches)  # the workers take turns, so both have started
         for worker in workers():
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(worker.pid, number)
@@ -136,12 +136,12 @@ def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, mon
         batches = made.epoch(0)
         next(batches)
         made.hold()
-        time.sleep(0.1)  # each worker may end the sample it has at hand
+        time.sleep(0.1)  # each worker may finish its current sample
         held = done.value
-        time.sleep(0.3)  # they would make a hundred samples and more
+        time.sleep(0.3)  # workers that are not held would make more than a hundred samples
         assert done.value == held < 5 * 96
         same(batches, itertools.islice(make(digits, augment=EVERYTHING).epoch(0), 1, None))
-        made.hold()  # close, and the next epoch, let them go as well
+        made.hold()  # the next epoch, and the end of the block, must release held workers too
         next(made.epoch(1))
         made.hold()
 

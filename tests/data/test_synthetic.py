@@ -1,4 +1,4 @@
-"""Synthetic samples: the same on every machine and for any split into parts, and learnable."""
+"""Synthetic samples are the same on every machine and for any division into parts, and can be learned."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_they_are_the_same_on_every_machine_and_fetch_leaves_their_description_alone() -> None:
+def test_samples_are_the_same_on_every_machine_and_fetch_writes_only_their_description() -> None:
     furnish(config(SMALL))
     assert [path.name for path in RAW.rglob("*") if path.is_file()] == [SYNTHETIC_DESCRIPTION]
     dataset = prepared.read(PREPARED)
@@ -66,7 +66,7 @@ def test_an_image_is_the_same_in_parts_of_any_size_and_in_a_part_of_the_set(monk
     assert not np.array_equal(next(synthetic.chunks(other, "test", 6))[0], tested)
 
 
-def test_a_net_learns_what_it_has_not_seen() -> None:
+def test_a_trained_net_classifies_test_images() -> None:
     made_up = {"train": 640, "test": 128, "shape": [1, 16, 16]}
     asked = config(made_up, {"seeds": [0], "epochs": 3, "batch_size": 32, "learning_rate": 0.05})
     furnish(asked)
@@ -119,7 +119,7 @@ def test_any_shape_and_type_can_be_learned(
     assert left.var() < 0.95 * wanted.numpy().var()
 
 
-def test_more_than_the_disk_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_samples_than_fit_on_the_disk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=26 * 3 * 9 * 11 - 1))
     with pytest.raises(
         DataError, match=r"fetch\.synthetic: found 26 samples of shape \[3, 9, 11\], .*; allowed: fewer"
@@ -135,7 +135,7 @@ def test_a_description_that_fetch_did_not_write_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("classes", 1), ("shape", []), ("train", 0)])
-def test_a_mistake_is_named(key: str, value: Any) -> None:
+def test_a_mistake_in_the_settings_is_named(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"fetch\.synthetic\.{key}: found "):
         config(SMALL | {key: value})
     with pytest.raises(ConfigError, match=r"fetch\.synthetic\.shape: found \[3, 9, 11\]; tokens need"):

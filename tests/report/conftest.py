@@ -19,7 +19,7 @@ def plain(text: str) -> str:
 
 
 def without_memory(bench: Bench) -> Bench:
-    """Return ``bench`` as a machine would measure it that does not report memory."""
+    """Return ``bench`` as it would be if the machine did not report memory."""
     unknown = {"peak_memory_bytes": None}
     arms = [
         arm.model_copy(update={"samples": tuple(each.model_copy(update=unknown) for each in arm.samples)})
@@ -29,7 +29,7 @@ def without_memory(bench: Bench) -> Bench:
 
 
 class Made(NamedTuple):
-    """A comparison and what it was made from."""
+    """A comparison, and the histories from which it was made."""
 
     comparison: Comparison
     histories: Mapping[str, Sequence[HistoryRow]]
@@ -42,7 +42,7 @@ def made(measured: Sequence[Result], **bench: Any) -> Made:
 
 @pytest.fixture(scope="session")
 def usual() -> Made:
-    """ddp pays; memory trades, and each of its techniques was measured on its own."""
+    """The variant ddp pays. The variant memory trades, and each of its techniques was measured on its own."""
     return made(make_results(), ablate=True)
 
 

@@ -31,7 +31,7 @@ FILES = Path(__file__).with_name("golden")
 
 
 def every_verdict() -> Made:
-    """One variant for each verdict on a GPU, the shares of single techniques, and every kind of remark on a variant."""
+    """One variant for each verdict on a GPU, effects of single techniques, and every kind of remark on a variant."""
     baseline, ddp, memory = make_results()
     seeds = {
         "costs": [make_run(seed, test_correct=8700 + 3 * seed) for seed in range(3)],
@@ -98,7 +98,7 @@ def stopped() -> Made:
 
 
 def alone() -> Made:
-    """A baseline without other variants, most of whose figures are unknown."""
+    """Only a baseline, most of whose figures are unknown."""
     runs = [make_run(seed, samples_per_second=None, peak_memory_bytes=None) for seed in range(3)]
     every = {"baseline": dict.fromkeys(range(12), REASON)}
     return made([make_result("baseline", runs)], rejected=every, ledgers={}, flops={}, commit=None)

@@ -26,7 +26,7 @@ def test_metrics_are_the_verdict_and_flat_numbers(usual: Made) -> None:
     assert all(isinstance(value, int | float | None) for name, value in values.items() if name != "verdict")
 
 
-def test_metrics_hold_no_ratio_that_is_not_trusted(mixed: Made) -> None:
+def test_metrics_contain_no_untrusted_ratio(mixed: Made) -> None:
     each = next(each for each in mixed.comparison.variants if each.variant == "untrusted")
     values = metrics(each)
     assert values["verdict"] == "untrusted"
@@ -35,7 +35,7 @@ def test_metrics_hold_no_ratio_that_is_not_trusted(mixed: Made) -> None:
     assert values["peak_memory_ratio"] is not None
 
 
-def test_metrics_say_what_would_decide(mixed: Made) -> None:
+def test_metrics_say_how_many_more_pairs_would_decide(mixed: Made) -> None:
     each = next(each for each in mixed.comparison.variants if each.variant == "undecided")
     assert each.throughput
     assert metrics(each)["throughput_more_pairs"] == each.throughput.more_pairs
@@ -60,7 +60,7 @@ def test_plot_data_has_every_run_and_no_blank_field(usual: Made) -> None:
     }
 
 
-def test_ratios_are_those_that_are_trusted(mixed: Made) -> None:
+def test_the_ratios_file_has_only_trusted_ratios(mixed: Made) -> None:
     found = {(row["variant"], row["quantity"]): row for row in rows(ratios_csv(mixed.comparison))}
     names = {each.variant for each in mixed.comparison.variants[1:]} | {"baseline (A/A)"}
     assert found.keys() == {(name, "throughput") for name in names - {"untrusted"}} | {

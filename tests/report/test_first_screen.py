@@ -26,7 +26,7 @@ def test_the_advice_names_what_pays_and_what_is_worth_its_price(usual: Made) -> 
     )
 
 
-def test_it_says_if_nothing_is_faster_and_what_is_open() -> None:
+def test_the_advice_says_if_nothing_is_faster_and_what_is_not_decided() -> None:
     names = ("baseline", "small", "open")
     measured = [make_result(name, [make_run(seed, test_correct=9000) for seed in range(3)]) for name in names]
     both = made(measured, throughput={"small": 0.8, "open": 1.04}, memory={"small": 0.5}, rejected={})
@@ -44,7 +44,7 @@ def test_it_says_if_nothing_is_faster_and_what_is_open() -> None:
     assert advised(noisy).endswith(" times the speed; `open` is not to be trusted.")
 
 
-def test_a_saving_counts_though_its_price_is_not_decided() -> None:
+def test_the_advice_names_a_saving_whose_price_is_not_decided() -> None:
     def of(seeds: int) -> Made:
         measured = [
             make_result(name, [make_run(seed, test_correct=correct) for seed in range(seeds)])
@@ -65,7 +65,7 @@ def test_there_is_no_advice_where_nothing_is_trusted(name: str) -> None:
     assert advised(REPORTS[name]()) == ""
 
 
-def test_what_is_decided_of_the_untrusted_is_said() -> None:
+def test_decided_quantities_of_an_untrusted_variant_are_named() -> None:
     runs = [make_run(seed, test_correct=9000) for seed in range(3)]
     measured = [make_result(name, runs) for name in ("baseline", "m")]
     both = {arm: dict.fromkeys(range(2, 10), REASON) for arm in ("baseline", "m")}
@@ -75,7 +75,7 @@ def test_what_is_decided_of_the_untrusted_is_said() -> None:
     assert "memory and accuracy decided" in Page(html(*found)).heard
 
 
-def test_it_stands_first_and_what_is_decided_before_what_is_not(mixed: Made) -> None:
+def test_the_advice_comes_first_and_decided_verdicts_before_the_others(mixed: Made) -> None:
     text = markdown(mixed.comparison)
     order = ["**Take `", "- **pays**", "- **neutral**", "- **trades**", "- **undecided**", "- **untrusted**", "\n| "]
     assert sorted(order, key=text.index) == order
@@ -85,7 +85,7 @@ def test_it_stands_first_and_what_is_decided_before_what_is_not(mixed: Made) -> 
     assert rows == ["baseline", "pays", "costs", "neutral", "trades", "undecided", "untrusted"]
 
 
-def test_a_failed_bench_is_one_banner() -> None:
+def test_all_faults_of_a_bench_are_in_one_banner() -> None:
     found = REPORTS["stopped"]()
     assert len(sentences.banner(found.comparison)) == 2  # the bench has too few pairs, and it was interrupted
     assert len(re.findall("^> ", markdown(found.comparison), re.MULTILINE)) == 1

@@ -59,7 +59,7 @@ def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
     assert plain(formats.ratio_text(narrow)) == "0.550x (0.549 to 0.551)"
 
 
-def test_what_is_untrusted_stands_in_brackets() -> None:
+def test_an_untrusted_ratio_is_in_brackets() -> None:
     noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
     assert plain(formats.ratio_text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
     few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})

@@ -6,7 +6,7 @@ from tests.report.golden import FILES, REPORTS, texts
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_report_says_what_it_said(name: str) -> None:
+def test_a_report_equals_its_stored_text(name: str) -> None:
     said = texts(name)
     kept = {file: (FILES / file).read_text(encoding="utf-8") for file in said}
     assert said == kept, "if the change is intended, run `python -m tests.report.golden` and read the diff"

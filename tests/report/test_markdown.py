@@ -8,18 +8,18 @@ from tests.factories import make_result
 from tests.report.conftest import Made, made
 
 
-def test_what_all_verdicts_suffer_from_is_said_once_and_first(noisy: Made) -> None:
+def test_a_fault_of_all_verdicts_is_named_once_and_first(noisy: Made) -> None:
     text = markdown(noisy.comparison)
     why = (noisy.comparison.noise_throughput.why_untrusted or "").replace("_", "\\_")
     assert text.count(why) == 1
     assert text.index(why) < text.index("- **ddp**")
 
 
-def test_the_usual_report_is_a_note_in_mlflow(usual: Made) -> None:
+def test_the_usual_report_fits_into_a_note_in_mlflow(usual: Made) -> None:
     assert len(markdown(usual.comparison)) <= NOTE_LIMIT
 
 
-def test_any_report_is_a_comment_on_github() -> None:
+def test_any_report_fits_into_a_comment_on_github() -> None:
     names = [f"a-variant-with-quite-a-long-name-{index}" for index in range(150)]
     many, _ = made([make_result("baseline"), *(make_result(name) for name in names)], rounds=6)
     text = markdown(many)
@@ -28,7 +28,7 @@ def test_any_report_is_a_comment_on_github() -> None:
     assert all(f"- **{name}** " in text for name in names)
 
 
-def test_names_cannot_break_it(hostile: Made) -> None:
+def test_names_with_markup_cannot_break_the_markdown(hostile: Made) -> None:
     text = markdown(hostile.comparison)
     assert "<img" not in text
     row = next(line for line in text.splitlines() if line.startswith("| **") and "&lt;img" in line)

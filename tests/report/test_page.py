@@ -21,7 +21,7 @@ def verdicts(mixed: Made) -> Page:
     return Page(html(*mixed))
 
 
-def test_colours_and_brackets_say_what_the_decisions_do(verdicts: Page) -> None:
+def test_colours_and_brackets_show_the_decisions(verdicts: Page) -> None:
     badges = [attributes["class"].split()[1] for attributes in verdicts.all("span", "badge")]
     assert badges[:6] == ["pays", "costs", "neutral", "trades", "undecided", "untrusted"]
     assert [len(verdicts.all("span", kind)) for kind in ("better", "worse")] == [2, 2]
@@ -53,7 +53,7 @@ def test_names_cannot_become_elements(hostile: Made) -> None:
     assert page.text.count(HOSTILE.split("_")[1]) >= 10  # the name is still shown as it is
 
 
-def test_the_page_asks_the_network_for_nothing_and_runs_nothing(page: Page) -> None:
+def test_the_page_loads_nothing_from_the_network_and_runs_no_script(page: Page) -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "base", "a", "img"}
     for _, attributes in page.elements:
         assert not attributes.keys() & {"src", "srcset", "href", "poster", "data", "action"}
@@ -64,7 +64,7 @@ def test_the_page_asks_the_network_for_nothing_and_runs_nothing(page: Page) -> N
     assert "://" not in page.text + page.style
 
 
-def test_the_page_is_whole_and_accessible(page: Page) -> None:
+def test_the_page_is_well_formed_and_accessible(page: Page) -> None:
     assert (page.open, page.wrong) == ([], [])
     assert page.all("html")[0]["lang"] == "en"
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")

@@ -40,7 +40,7 @@ def test_ticks_are_few_round_values_in_their_places(scale: Scale, labels: list[s
     assert [tick.at for tick in ticks] == [scale.at(float(label)) for label in labels]
 
 
-def test_every_variant_and_the_baseline_again_has_a_whisker(mixed: Made) -> None:
+def test_every_variant_and_the_control_has_a_whisker(mixed: Made) -> None:
     throughput, memory, accuracy = pictures.forests(mixed.comparison)
     names = [each.variant for each in mixed.comparison.variants[1:]]
     for forest in (throughput, memory):
@@ -73,7 +73,7 @@ def test_a_whisker_beyond_the_shaded_margin_is_a_difference(mixed: Made) -> None
         assert (inside, outside) == (whisker.look in ("same", "noise"), whisker.look in ("better", "worse"))
 
 
-def test_what_the_machine_does_not_tell_has_no_whisker(silent: Made) -> None:
+def test_a_figure_that_the_machine_does_not_report_has_no_whisker(silent: Made) -> None:
     throughput, memory, _ = pictures.forests(silent.comparison)
     assert all(mark.whisker for row in throughput.rows for mark in row.marks)
     assert [(row.marks[0].value, row.marks[0].whisker) for row in memory.rows] == [("untrusted", None)] * 3
@@ -98,10 +98,10 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
         measured, predicted = bars
         assert measured.tensors == pytest.approx(100 * each.ledgers.measured.tensors_bytes / (1.02 * largest), abs=0.01)
         assert predicted.tensors is None
-    assert "communication" not in drawn.parts  # the ledgers are of single processes
+    assert "communication" not in drawn.parts  # no ledger has bytes for communication
 
 
-def test_the_front_goes_through_what_nothing_beats(usual: Made) -> None:
+def test_the_front_goes_through_the_variants_that_no_other_dominates(usual: Made) -> None:
     front = pictures.front(usual.comparison)
     assert front
     baseline, ddp, memory = front.points
@@ -129,7 +129,7 @@ def row(seed: int, step: int, seconds: float, accuracy: float | None) -> History
     )  # fmt: skip
 
 
-def test_a_thin_line_a_seed_and_a_thick_one_at_the_median_time(usual: Made) -> None:
+def test_a_chart_has_a_thin_line_per_seed_and_a_thick_line_at_the_median_time(usual: Made) -> None:
     histories = {each.variant: make_history() for each in usual.comparison.variants}
     histories["ddp"] = [
         row(0, 100, 2.0, 0.5), row(0, 200, 4.0, 0.7), row(1, 100, 4.0, 0.6), row(1, 150, 5.0, None),

@@ -40,12 +40,12 @@ def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -
     assert contents[0]["comparison.json"].decode() == usual.comparison.to_json()
 
 
-def test_what_cannot_be_told_is_still_a_report(silent: Made, tmp_path: Path) -> None:
+def test_a_report_is_written_even_if_memory_and_flops_are_unknown(silent: Made, tmp_path: Path) -> None:
     report.write(*silent, tmp_path)
     assert (tmp_path / "comparison.html").exists()
 
 
-def test_a_report_speaks_in_the_words_of_its_task() -> None:
+def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
     texts = []
     for metric in ("token_accuracy", "accuracy"):
         measured = [

@@ -39,11 +39,11 @@ def _step(model: nn.Module) -> list[torch.Tensor]:
     return gradients(model)
 
 
-def test_it_adds_exactly_the_flops_that_the_backward_pass_needs_again() -> None:
+def test_checkpointing_adds_exactly_the_flops_that_the_backward_pass_repeats() -> None:
     model, (images, _) = conv_net(), batch(32)
     with FlopCounterMode(display=False) as forward:
         model(images)
-    # The last linear layer ends its block: its gradients need its input, which is at hand, and not its output.
+    # The last linear layer ends its block. It is not repeated, because its gradients need only its input.
     again = forward.get_total_flops() - 2 * 32 * 64 * 10
     assert again == 2 * 32 * (8 * 9 * 64 + 16 * 8 * 9 * 16)  # the two convolutions
     assert forward_backward_flops(_checkpointed(model), images) - forward_backward_flops(model, images) == again
@@ -51,7 +51,7 @@ def test_it_adds_exactly_the_flops_that_the_backward_pass_needs_again() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [{}, {"norm": True}, {"dropout": True}, {"norm": True, "dropout": True}])
-def test_it_changes_no_bit_of_gradients_and_buffers(
+def test_checkpointing_changes_no_bit_of_gradients_and_buffers(
     kind: type[ActivationCheckpointing], parts: dict[str, bool]
 ) -> None:
     plain = conv_net(**parts)
@@ -82,7 +82,7 @@ def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
     assert "num_batches_tracked" in norm.state_dict()
 
 
-def test_it_keeps_fewer_activations() -> None:
+def test_checkpointing_keeps_fewer_activations() -> None:
     def kept_bytes(model: nn.Module) -> int:
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
@@ -92,7 +92,7 @@ def test_it_keeps_fewer_activations() -> None:
     assert kept_bytes(_checkpointed(conv_net())) < 0.5 * kept_bytes(conv_net())
 
 
-def test_selective_checkpointing_repeats_no_product_but_what_is_between_them() -> None:
+def test_selective_checkpointing_repeats_only_the_operations_between_products() -> None:
     model, (images, _) = conv_net(norm=True), batch(32)
     seen = []
     for each in (model, _checkpointed(model, SelectiveCheckpointing), _checkpointed(model)):
@@ -109,7 +109,7 @@ def test_selective_checkpointing_repeats_no_product_but_what_is_between_them() -
     )
 
 
-def test_what_selective_checkpointing_keeps_is_not_overwritten_by_an_activation_in_place() -> None:
+def test_an_in_place_activation_does_not_overwrite_what_selective_checkpointing_keeps() -> None:
     plain = conv_net()
     in_place = copy.deepcopy(plain)
     for module in in_place.modules():
@@ -135,7 +135,9 @@ def test_attention_and_its_random_draws_are_repeated(kind: type[ActivationCheckp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: type[ActivationCheckpointing]) -> None:
+def test_a_compiled_checkpointed_model_has_the_same_gradients_and_counts_a_batch_once(
+    kind: type[ActivationCheckpointing],
+) -> None:
     plain = conv_net(norm=True)
     checkpointed = _checkpointed(plain, kind)
     compiled = torch.compile(checkpointed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
@@ -148,11 +150,11 @@ def test_what_is_compiled_has_the_same_gradients_and_counts_a_batch_once(kind: t
     torch.testing.assert_close(list(checkpointed.buffers()), list(plain.buffers()))
 
 
-def test_names_in_the_state_dict_stay() -> None:
+def test_checkpointing_keeps_the_names_in_the_state_dict() -> None:
     assert list(_checkpointed(conv_net(norm=True)).state_dict()) == list(conv_net(norm=True).state_dict())
 
 
-def test_a_list_or_a_dictionary_is_no_block_but_what_is_in_it_can_be() -> None:
+def test_a_list_or_a_dictionary_is_no_block_but_a_module_in_it_can_be() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -37,7 +37,7 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
 
 
 @pytest.mark.gpu
-def test_the_weights_after_some_steps_are_the_same(digits: Dataset) -> None:
+def test_offloading_changes_no_bit_of_the_weights_after_some_steps(digits: Dataset) -> None:
     runs = [make_training(digits, GPU, activation_offload=offload) for offload in (False, True)]
     for training in runs:
         training.advance(20)

@@ -29,15 +29,16 @@ def _given_back(joined: World) -> tuple[list[int], dict[str, Any]]:
     return technique.given_back, technique.findings()
 
 
-def test_memory_that_no_tensor_uses_goes_back_to_the_system() -> None:
-    """free() alone does not return free pages between used pages. A new process has no other free pages."""
+def test_memory_that_no_tensor_uses_is_returned_to_the_system() -> None:
+    """free() alone does not return free pages that are between used pages. The test runs in a new process, which has no
+    other free pages."""
     [((first, second), findings)] = run_ranks(_given_back, size=1)
     assert first > 24 * MIB
     assert second < 8 * MIB
     assert findings["release_cache_most_bytes"] == first
 
 
-def test_it_happens_between_phases_is_told_and_changes_no_bit(digits: Dataset) -> None:
+def test_release_cache_acts_between_phases_is_reported_and_changes_no_bit(digits: Dataset) -> None:
     plain, releasing = (make_training(digits, release_cache=release) for release in (False, True))
     for training in (plain, releasing):
         training.advance(2 * training.batches.steps_per_epoch)
@@ -60,7 +61,7 @@ def test_it_happens_between_phases_is_told_and_changes_no_bit(digits: Dataset) -
         ),
     ],
 )
-def test_what_the_user_told_the_allocator_stays(
+def test_the_user_s_allocator_settings_are_kept(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -73,8 +74,8 @@ def test_what_the_user_told_the_allocator_stays(
     assert told == [expected]
 
 
-def test_the_allocator_takes_the_setting() -> None:
-    """This works without a GPU too. The setting lasts as long as the process, so the test starts one."""
+def test_the_allocator_accepts_the_setting() -> None:
+    """No GPU is needed. The setting cannot be undone, so the test starts a process for it."""
     run_ranks(_prepare_process, size=1)
 
 

@@ -25,11 +25,11 @@ HERE = environment.machine()
 IMAGES = {"channels": 1, "height": 8, "width": 8, "classes": 10}
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 BATCH, HEADS, TOKENS = 32, 2, 4
-"""Of ``attending_net``'s attention: samples, heads, and the pixels after two poolings."""
+"""Sizes of the attention in ``attending_net``; the tokens are the pixels after two poolings."""
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the kernels of attention that run."""
+    """Records the attention kernels that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ def training_of(digits: Dataset, attention: str = "auto", **applied: Any) -> Tra
 
 @pytest.mark.parametrize(("attention", "found"), [("auto", FLASH), ("flash", FLASH), ("math", "softmax")])
 @pytest.mark.parametrize("applied", [{}, {"activation_checkpointing": True}])
-def test_a_step_runs_the_kernel_that_is_asked_for_and_evaluation_the_usual_one(
+def test_a_step_runs_the_requested_kernel_and_evaluation_the_usual_one(
     digits: Dataset, attention: str, found: str, applied: dict[str, Any]
 ) -> None:
     training = training_of(digits, attention, **applied)
@@ -67,7 +67,7 @@ def test_a_step_runs_the_kernel_that_is_asked_for_and_evaluation_the_usual_one(
     assert all(found in name for name in trial.seen), trial.seen
 
 
-def test_the_kernels_differ_by_rounding(digits: Dataset) -> None:
+def test_the_losses_of_the_kernels_differ_only_by_rounding(digits: Dataset) -> None:
     usual, flash, math = (
         [row.train_loss for row in rows_of(training_of(digits, each).run())] for each in ("auto", "flash", "math")
     )
@@ -82,12 +82,12 @@ def test_the_check_leaves_the_model_and_the_random_state_as_they_were() -> None:
     assert changed(model, [Attention(make_plan(attention="math"), ALONE)]) is model
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(random, torch.get_rng_state())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # an error of the model's own
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # an error that attention does not cause
         changed(nn.Linear(3, 3), [Attention(make_plan(attention="math"), ALONE)])
 
 
 @pytest.mark.filterwarnings("ignore:(Flash attention kernel not used|Both fused kernels do not)")
-def test_what_a_kernel_cannot_compute_is_refused(digits: Dataset) -> None:
+def test_a_kernel_that_cannot_compute_the_model_s_attention_is_refused(digits: Dataset) -> None:
     model = attending_net(dropout=0.1, **IMAGES)
     training = make_training(digits, model=model, attention="flash")
     with pytest.raises(ConfigError, match=r"^variants\.tried\.attention: found 'flash', but this kernel cannot"):
@@ -97,7 +97,7 @@ def test_what_a_kernel_cannot_compute_is_refused(digits: Dataset) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))
-def test_what_was_compiled_for_one_kernel_is_not_taken_for_another() -> None:
+def test_code_compiled_for_one_kernel_is_not_used_for_another() -> None:
     images = torch.randn(2, 16, 2, 2)
     with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
         for attention in ("flash", "math"):
@@ -113,8 +113,8 @@ def test_what_was_compiled_for_one_kernel_is_not_taken_for_another() -> None:
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math", "cudnn"])
-def test_a_prediction_for_a_gpu_counts_what_math_keeps(digits: Dataset, attention: str) -> None:
-    """The fused kernels keep a sum for each token; math keeps the weight of each pair of tokens."""
+def test_a_memory_prediction_for_a_gpu_counts_what_math_keeps(digits: Dataset, attention: str) -> None:
+    """For the backward pass, fused kernels keep a sum per token, and math keeps the weight of each pair of tokens."""
     machine = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
     train = Train(model="tests.nets:attending_net", batch_size=BATCH)
     kept = []
@@ -144,7 +144,7 @@ def test_a_report_names_the_kernel(attention: str, label: list[str]) -> None:
         ("cudnn", "_scaled_dot_product_cudnn_attention"),
     ],
 )
-def test_a_gpu_runs_the_kernel_that_is_asked_for(attention: str, found: str) -> None:
+def test_a_gpu_runs_the_requested_kernel(attention: str, found: str) -> None:
     images = torch.randn(2, 64, 8, 8, device=GPU.device, dtype=torch.bfloat16, requires_grad=True)
     with Kernels() as kernels, Attention(make_plan(attention=attention), GPU)._alone():
         Attending()(images).sum().backward()

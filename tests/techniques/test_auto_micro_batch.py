@@ -1,4 +1,4 @@
-"""The number of micro-batches that fits into memory, for a model that runs out of memory above a number of samples."""
+"""The automatic number of micro-batches, tested with a model that runs out of memory above a number of samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tests.workspaces import PREPARED
 
 
 class Greedy(nn.Module):
-    """Runs out of memory in training: on rank 1 with more than ``most`` samples, on any rank in call ``calls``."""
+    """Raises an out-of-memory error in training: on rank 1 with more than ``most`` samples, and on any rank in call
+    number ``calls``."""
 
     def __init__(
         self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int, compares: bool
@@ -71,7 +72,7 @@ def net(
     calls: int = -1,
     compares: bool = False,
 ) -> nn.Module:
-    """``compares``: the model cannot train with a single sample."""
+    """Return a ``Greedy`` model. With ``compares``, it cannot train with a single sample."""
     return Greedy(channels, height * width, classes, most, where, calls, compares)
 
 
@@ -81,9 +82,9 @@ def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> C
 
 
 Try = tuple[dict[str, Any], Any, int]
-"""Options of the model, gradient_accumulation, global batch."""
+"""Options of the model, setting gradient_accumulation, and samples of a global batch."""
 Outcome = tuple[str, int, dict[str, str]] | str
-"""Weights at the end, number of micro-batches, decisions; or the error message."""
+"""Digest of the final weights, number of micro-batches, and decisions; or the error message."""
 
 
 def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
@@ -101,7 +102,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
     return outcomes
 
 
-def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of_asking_for_it(digits: Dataset) -> None:
+def test_ranks_agree_on_micro_batches_that_fit_and_train_as_with_the_number_requested(digits: Dataset) -> None:
     fits = "micro-batches of {} samples per process, because {} did not fit into its memory"
     cases: list[tuple[dict[str, Any], int, int, str]] = [
         ({"most": 64}, 128, 1, "1 micro-batch of 64 samples per process, which is its whole share"),
@@ -127,8 +128,8 @@ def test_all_ranks_take_what_one_has_the_memory_for_and_the_weights_are_those_of
     )
 
 
-def test_the_batch_is_divided_no_further_than_batchnorm_can_train_with(digits: Dataset) -> None:
-    """With one sample, rank 1 runs out of memory before it reaches the layer in which rank 0 fails."""
+def test_the_batch_is_not_divided_into_parts_too_small_for_batchnorm(digits: Dataset) -> None:
+    """With one sample, rank 1 runs out of memory before it reaches the BatchNorm layer that fails on rank 0."""
     tries: list[Try] = [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
     main, other = run_ranks(_train, digits, tries)
     assert main == other
@@ -168,10 +169,10 @@ _OF_NCCL = (
         ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb)`", 0.01, None),
     ],
 )
-def test_what_libraries_say_when_memory_is_out_is_understood(
+def test_out_of_memory_errors_of_libraries_are_recognised(
     said: str, free: float, fits: bool | None, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``fits`` None: the error has another cause and is passed on."""
+    """If ``fits`` is None, the error has another cause and must be raised again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 2**30))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
@@ -189,7 +190,7 @@ def test_what_libraries_say_when_memory_is_out_is_understood(
         assert training.fits() is fits
 
 
-def test_a_process_that_may_take_a_part_of_a_gpu_runs_out_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_limited_to_a_part_of_a_gpu_runs_out_of_this_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 2.0**-5)
@@ -215,13 +216,13 @@ class _Hungry(torch.optim.AdamW):
         _fail()
 
 
-def test_a_rank_that_runs_out_of_memory_in_its_own_update_leaves_no_other_waiting(digits: Dataset) -> None:
+def test_if_one_rank_runs_out_of_memory_in_its_update_no_other_rank_waits(digits: Dataset) -> None:
     said = run_ranks(_without_memory_for_the_update, digits)
     assert all("even 4 micro-batches of 1 sample do not fit" in each for each in said)
 
 
 @pytest.mark.slow
-def test_a_job_that_goes_on_does_not_decide_anew(
+def test_a_resumed_job_does_not_decide_anew(
     workspace: Path,  # noqa: ARG001, F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
     def killed(state: dict[str, Any], path: Path) -> None:
         save(state, path)
         saved.append(path)
-        if len(saved) == 4:  # an epoch, the end and the model of seed 0; an epoch of seed 1
+        if len(saved) == 4:  # after an epoch, the end and the model of seed 0, and an epoch of seed 1
             raise KeyboardInterrupt
 
     with monkeypatch.context() as dying:
@@ -251,7 +252,7 @@ def test_a_job_that_goes_on_does_not_decide_anew(
 
 
 @pytest.mark.slow
-def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
+def test_the_bench_also_chooses_the_number_of_micro_batches(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -263,7 +264,7 @@ def test_the_bench_takes_as_many(workspace: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_it_is_planned_as_one_micro_batch_and_excludes_what_waits_in_the_forward_pass() -> None:
+def test_auto_is_planned_as_one_micro_batch() -> None:
     values = {"gradient_accumulation": "auto", "parallelism": "ddp"}
     made = plan(parse({"variants": {"baseline": values}}), "baseline", CPU_ONLY)
     assert (made.micro_batches, made.micro_batch_size, made.decided) == (1, 128, {})
@@ -271,7 +272,7 @@ def test_it_is_planned_as_one_micro_batch_and_excludes_what_waits_in_the_forward
 
 
 @pytest.mark.gpu
-def test_a_gpu_with_little_memory_takes_more_micro_batches(
+def test_on_a_gpu_with_little_memory_more_micro_batches_are_chosen(
     workspace: Path,  # noqa: ARG001, F811
 ) -> None:
     train = {

@@ -10,7 +10,7 @@ from tests.nets import ALONE, batch, changed, conv_net, make_plan, make_step
 from tests.test_training import make_training
 
 
-def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
+def test_weights_and_input_are_channels_last_and_the_loss_is_the_same() -> None:
     images, labels = batch()
     images = torch.cat([images, images], 1)  # with a single channel both formats are the same
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 1, 1), conv_net())
@@ -29,7 +29,7 @@ def test_weights_and_input_are_nhwc_and_the_loss_is_the_same() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
+def test_the_trained_weights_are_the_same_within_rounding(digits: Dataset) -> None:
     plain, changed = (make_training(digits, model=conv_net(norm=True), channels_last=on) for on in (False, True))
     for training in (plain, changed):
         training.advance(20)

@@ -43,13 +43,13 @@ def _flops(model: nn.Module, images: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("parts", [{}, {"norm": True, "dropout": True}])
-def test_what_a_forward_pass_keeps_is_measured_without_one(parts: dict[str, bool]) -> None:
+def test_the_bytes_that_a_forward_pass_keeps_are_measured_without_a_real_pass(parts: dict[str, bool]) -> None:
     model, (images, _) = conv_net(**parts), batch(32)
     assert measured(model, list(blocks(model)), tuple(images.shape)).bytes(()) == _kept_bytes(model, images)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 0.8])
-def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_changes(fraction: float) -> None:
+def test_kept_activations_are_within_the_budget_and_no_bit_of_gradients_and_buffers_changes(fraction: float) -> None:
     plain = conv_net(norm=True, dropout=True)
     technique = _technique(fraction)
     limited = changed(copy.deepcopy(plain), [technique])
@@ -65,7 +65,7 @@ def test_what_is_kept_is_within_the_budget_and_no_bit_of_gradients_and_buffers_c
     assert all(map(torch.equal, plain.state_dict().values(), limited.state_dict().values()))
 
 
-def test_a_small_saving_recomputes_less_than_all() -> None:
+def test_a_small_saving_recomputes_less_than_a_large_one() -> None:
     images, _ = batch(32)
     plain, little, much = (_flops(model, images) for model in (
         conv_net(), changed(conv_net(), [_technique(0.8)]), changed(conv_net(), [_technique(0.3)])
@@ -74,7 +74,7 @@ def test_a_small_saving_recomputes_less_than_all() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
-def test_of_a_resnet_s_blocks_about_as_few_operations_are_done_again_as_can_be(share: float) -> None:
+def test_the_flops_recomputed_in_a_resnet_are_near_the_minimum(share: float) -> None:
     import torchvision.models as zoo
 
     with torch.device("meta"):
@@ -95,14 +95,14 @@ def test_of_a_resnet_s_blocks_about_as_few_operations_are_done_again_as_can_be(s
     assert sum(kept.flops[index] for index in chosen) <= 1.5 * best
 
 
-def test_neighbours_that_share_a_tensor_are_not_counted_twice() -> None:
+def test_a_tensor_that_two_blocks_share_is_counted_once() -> None:
     kept = Kept(
         sizes={1: 10, 2: 20, 3: 40}, outside={3}, inside=[{1, 2}, {2}], inputs=[{1}, {2}], flops=[5, 5]
     )  # fmt: skip
     assert [kept.bytes(chosen) for chosen in ((), (0,), (1,), (0, 1))] == [70, 70, 70, 70]
 
 
-def test_a_budget_that_no_choice_keeps_is_refused_with_the_least_that_can_be() -> None:
+def test_a_budget_that_is_too_small_is_refused_with_the_smallest_possible_one() -> None:
     with pytest.raises(
         ConfigError, match=r"variants\.tried\.activation_checkpointing: found 0\.01, but with all 3 "
     ) as no:

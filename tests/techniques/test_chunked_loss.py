@@ -43,7 +43,7 @@ def gpt_training(joined: World = ALONE, train: Train = TRAIN, **applied: Any) ->
 
 
 def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], float]]:
-    """For each case the loss of each step, and of the evaluation."""
+    """Return, for each case, the losses of all steps and the loss of the evaluation."""
     found = []
     for case in cases:
         training = gpt_training(joined, **case)
@@ -59,7 +59,7 @@ def gradients(training: Training) -> dict[str, torch.Tensor]:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest number of values that an operation returns."""
+    """Records the largest number of values in a tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,15 +80,15 @@ def test_the_gradients_are_those_of_all_logits_at_once(chunks: int, applied: dic
     torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-7)
 
 
-def test_a_classifier_has_its_gradients_by_chunks_of_samples(digits: Dataset) -> None:
-    """Its last layer has a bias, is in a block that checkpointing runs again, and 32 samples make no 5 equal chunks."""
+def test_a_classifier_has_the_same_gradients_by_chunks_of_samples(digits: Dataset) -> None:
+    """The last layer has a bias and is in a block that checkpointing repeats. 5 does not divide the 32 samples."""
     expected = gradients(make_training(digits))
     for checkpointing in (False, True):
         found = gradients(make_training(digits, loss_chunks=5, activation_checkpointing=checkpointing))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_a_loss_of_ones_own_takes_samples_with_all_their_tokens() -> None:
+def test_a_loss_of_the_user_s_own_gets_samples_with_all_their_tokens() -> None:
     train = TRAIN.model_copy(update={"loss": "tests.techniques.test_chunked_loss:of_last_token"})
     expected, found = (gradients(gpt_training(train=train, loss_chunks=chunks)) for chunks in (1, 3))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
@@ -99,7 +99,7 @@ def of_last_token(*, vocabulary: int) -> Any:
     return lambda outputs, targets: nn.functional.cross_entropy(outputs[:, -1], targets[:, -1])
 
 
-def test_all_logits_together_never_are_and_no_product_is_computed_twice() -> None:
+def test_no_tensor_has_all_logits_and_no_product_is_computed_twice() -> None:
     sizes, flops = [], []
     for chunks in (1, 16):
         training = gpt_training(loss_chunks=chunks)
@@ -111,7 +111,7 @@ def test_all_logits_together_never_are_and_no_product_is_computed_twice() -> Non
     assert flops[0] == flops[1]
 
 
-def test_evaluation_takes_the_whole_model_and_names_in_the_state_dict_stay() -> None:
+def test_losses_and_names_in_the_state_dict_stay_the_same() -> None:
     (expected,), (found,) = losses_of(ALONE, {}), losses_of(ALONE, {"loss_chunks": 4})
     assert found[0] == pytest.approx(expected[0], rel=1e-4)
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
@@ -127,7 +127,7 @@ def test_in_bf16_the_sums_stay_float32() -> None:
 
 
 def test_ranks_train_a_tied_head_as_one_device() -> None:
-    """The head's weights are the embedding's: ddp waits for the sum of both gradients, fsdp shares them out."""
+    """The head and the embedding share their weights, whose gradient is the sum of the gradients of both."""
     cases = [{"parallelism": name, "loss_chunks": 4} for name in ("ddp", "fsdp", "tensor")]
     cases.append({"parallelism": "ddp", "loss_chunks": 4, "gradient_accumulation": 2})
     ((losses, test_loss),) = losses_of(ALONE, {})
@@ -144,7 +144,7 @@ def _refused_on_rank(joined: World, dataset: Dataset) -> str:
     return str(refused.value)
 
 
-def test_a_model_without_such_a_layer_is_refused(digits: Dataset) -> None:
+def test_a_model_that_does_not_end_in_a_linear_layer_is_refused(digits: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but Sequential does not return"):
         make_training(digits, model=nn.Sequential(conv_net(), nn.ReLU()), loss_chunks=2)
     with pytest.raises(ConfigError, match=r"Twice does not return the outputs of an nn\.Linear"):
@@ -153,7 +153,7 @@ def test_a_model_without_such_a_layer_is_refused(digits: Dataset) -> None:
 
 
 class Twice(nn.Module):
-    """A net whose last layer also runs in the middle."""
+    """A net that runs its last layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Twice(nn.Module):
 
 
 def of(chunks: int, **applied: Any) -> tuple[Ledger, Ledger]:
-    """The measured and the predicted ledger."""
+    """Return the measured and the predicted ledger."""
     training = gpt_training(loss_chunks=chunks, **applied)
     training.advance(2)
     measured = ledger.measured(training, 10**9)
@@ -174,7 +174,7 @@ def of(chunks: int, **applied: Any) -> tuple[Ledger, Ledger]:
     return measured, ledger.predicted(training.plan, task_of(DATA, TRAIN))
 
 
-def test_its_memory_is_foreseen() -> None:
+def test_the_memory_with_chunks_is_predicted() -> None:
     (whole, _), (chunked, foreseen) = of(1), of(16)
     assert foreseen.peak_bytes == pytest.approx(chunked.tensors_bytes, rel=0.05)
     logits = 4 * BATCH * LENGTH * VOCABULARY

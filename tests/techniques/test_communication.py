@@ -1,4 +1,4 @@
-"""What travels between ranks under each communication hook, what it does to training, and that it resumes exactly."""
+"""Which data ranks exchange with each communication hook, its effect on the training, and exact resumption."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ NUMEL = 8 * 9 + 8 + 16 * 72 + 16 + 10 * 64 + 10
 FACTORS = RANK * (8 + 16 + 10), RANK * (9 + 72 + 64)
 WARMUP = 3
 HOOKED = TRAIN.model_copy(update={"epochs": 1, "warmup_fraction": WARMUP / 44})
-"""Three steps of warm-up, of 44."""
+"""Settings with 3 steps of warm-up, out of 44 steps."""
 
 Sent = list[tuple[str, int]]
-"""Type and count of the elements of each all-reduce that Python asked for."""
+"""For each all-reduce that Python code requested: type and number of the elements."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def _overheard(sent: Sent) -> Iterator[None]:
 
 
 def _communicate(joined: World, dataset: Dataset, hook: str, steps: int) -> list[dict[str, Any]]:
-    """Return what each step sent, its gradients, and all ranks' weights. Losses are added up as on a GPU."""
+    """Return, for each step, what this rank sent, the gradients, and all ranks' weights. Losses add up as on GPUs."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook=hook)
     training.step.losses = DeviceLosses(joined)
     found = []
@@ -76,7 +76,7 @@ def test_gradients_travel_in_16_bits_and_are_rounded_to_them(
         for gradient, whole in zip(rounded["gradients"], exact["gradients"], strict=True):
             assert gradient.dtype == torch.float32
             assert not torch.equal(gradient, whole)
-            # Each rank's share is rounded, and their sum; the shares of a small one can be large.
+            # Each rank's part and the sum of the parts are rounded. The parts of a small gradient can be large.
             torch.testing.assert_close(
                 gradient, whole, rtol=0.0, atol=2.0 ** (1 - digits_kept) * whole.abs().max().item()
             )
@@ -109,8 +109,9 @@ def test_post_local_sgd_sends_weights_every_fourth_step(digits: Dataset) -> None
 def _average(
     joined: World, dataset: Dataset
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor], Any, Any]:
-    """Every rank's own state after an epoch that ends between two averagings; the model's; its score, and a rank's."""
-    train = HOOKED.model_copy(update={"batch_size": 48})  # 29 steps, of which 2 warm up: 27 local ones
+    """Train an epoch that ends between two averagings. Return the state of every rank, the state that would be saved,
+    the training's score, and the score of this rank's own state."""
+    train = HOOKED.model_copy(update={"batch_size": 48})  # 29 steps: 2 of warm-up, and 27 that are local
     training = make_training(
         dataset, joined, train=train, model=conv_net(norm=True), communication_hook="post_local_sgd"
     )
@@ -135,7 +136,7 @@ def test_post_local_sgd_evaluates_and_saves_the_average_of_the_ranks_weights(dig
 
 
 def _resume(joined: World, dataset: Dataset, hook: str, stops: list[int], applied: dict[str, Any]) -> list[list[str]]:
-    """Every rank's weights at the end of a run in one go, and of runs that were interrupted after so many steps."""
+    """Return every rank's weights after an uninterrupted run, and after a run interrupted at each of ``stops``."""
     dataset = replace(dataset, train=dataset.train[: 16 * HOOKED.batch_size])
     train = HOOKED.model_copy(update={"warmup_fraction": WARMUP / 16})
     options: dict[str, Any] = {"train": train, "communication_hook": hook} | applied
@@ -153,7 +154,7 @@ def _resume(joined: World, dataset: Dataset, hook: str, stops: list[int], applie
 
 @pytest.mark.parametrize("hook", ["powersgd", "post_local_sgd", "fp16"])
 def test_a_resumed_run_ends_with_the_same_weights_on_every_rank(digits: Dataset, hook: str) -> None:
-    # Several buckets, which a resumed run rearranges after its first step: before, at and after the hook's beginning.
+    # DDP rearranges several buckets after the first step of a resumed run: before, when and after the hook starts.
     stops = [1, WARMUP, WARMUP + 1, WARMUP + 6]
     whole, *resumed = run_ranks(_resume, digits, hook, stops, {"bucket_mb": 0.002})[0]
     assert resumed == [whole] * len(stops)
@@ -161,7 +162,7 @@ def test_a_resumed_run_ends_with_the_same_weights_on_every_rank(digits: Dataset,
 
 
 def _buckets(joined: World, dataset: Dataset) -> tuple[int, int, int]:
-    """Return PowerSGD's number of buckets when these are small, the bytes of its state, and the expected bytes."""
+    """Return the number of PowerSGD's small buckets, the bytes of its state, and the expected bytes of its state."""
     training = make_training(dataset, joined, train=HOOKED, communication_hook="powersgd", bucket_mb=0.002)
     training.advance(10)
     [technique] = [each for each in training.techniques if each.name == "powersgd"]
@@ -169,7 +170,7 @@ def _buckets(joined: World, dataset: Dataset) -> tuple[int, int, int]:
     return len(technique.torch_state.error_dict), kept, 4 * (NUMEL + sum(FACTORS))  # type: ignore[attr-defined]
 
 
-def test_powersgd_keeps_an_error_and_factors_of_every_parameter(digits: Dataset) -> None:
+def test_powersgd_keeps_an_error_of_every_parameter_and_factors_of_matrices(digits: Dataset) -> None:
     for buckets, kept, expected in run_ranks(_buckets, digits):
         assert buckets > 1
         assert kept == expected
@@ -199,10 +200,10 @@ def _leftovers(joined: World, dataset: Dataset) -> list[str]:
     return left
 
 
-def test_a_hook_does_not_keep_its_model(digits: Dataset) -> None:
+def test_a_hook_does_not_keep_its_model_in_memory(digits: Dataset) -> None:
     assert run_ranks(_leftovers, digits) == [[], []]
 
 
-def test_post_local_sgd_says_how_far_ranks_may_be_apart() -> None:
+def test_post_local_sgd_declares_by_how_many_steps_ranks_may_be_apart() -> None:
     plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
     assert [max(each.max_step_skew for each in acting(plan.applied)) for plan in plans] == [0, LOCAL_STEPS - 1]

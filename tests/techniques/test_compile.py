@@ -44,7 +44,7 @@ def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Datas
     plain, compiled = make_training(digits), make_training(digits, compile="default")
     losses = [[row.train_loss for row in rows_of(each.run())] for each in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert counters["stats"]["unique_graphs"] == 1  # training's; the evaluations ran the bare model
+    assert counters["stats"]["unique_graphs"] == 1  # only of the training: the evaluations ran the model itself
     made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
     assert made == 2, "one for the forward and one for the backward pass"
     assert not counters["graph_break"]
@@ -100,7 +100,7 @@ def _counted_replays(replays: list[int]) -> Iterator[None]:
 
 @pytest.mark.slow
 @builds
-def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too(
+def test_a_deterministic_job_compiles_deterministically_in_the_backward_pass_s_thread_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lower, seen = GraphLowering.run, []
@@ -115,7 +115,7 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
         technique = Compile(make_plan(compile="default"), ALONE)
         with fresh_cache():
             loss = changed(nn.Linear(3, 2), [technique])(torch.ones(5, 3)).sum()
-            thread = threading.Thread(target=loss.backward)  # as autograd has one for each GPU
+            thread = threading.Thread(target=loss.backward)  # autograd has a thread for each GPU
             thread.start()
             thread.join()
     finally:
@@ -134,8 +134,10 @@ def test_what_shall_repeat_is_compiled_so_in_the_thread_of_the_backward_pass_too
         {"precision": "bf16", "gradient_accumulation": 2, "channels_last": True, "activation_checkpointing": 0.5},
     ],
 )
-def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that the compiler would be given, forward and backward, run by PyTorch."""
+def test_compiling_with_other_techniques_learns_the_same(
+    digits: Dataset, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch runs the forward and backward graphs that the compiler would get."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     nets = [conv_net(norm=True) for _ in range(2)]
     plain, compiled = (
@@ -146,12 +148,13 @@ def test_it_goes_with_other_techniques(digits: Dataset, more: dict[str, Any], mo
         training.advance(8)
     found, expected = (training.losses.read_and_reset() for training in (compiled, plain))
     assert found == pytest.approx(expected, rel=0.02 if "precision" in more else 1e-3)
-    for name, buffer in nets[0].named_buffers():  # BatchNorm counts a batch once, also where a block runs again
+    for name, buffer in nets[0].named_buffers():  # BatchNorm counts a batch once, even if a block is repeated
         torch.testing.assert_close(nets[1].get_buffer(name), buffer, rtol=1e-2, atol=1e-3)
 
 
 def _steps(joined: World, applied: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
-    """Of each: the sum of the losses of three steps, and how many graphs the compiler saw and made of them."""
+    """Return, for each of ``applied``, the sum of three steps' losses, and the numbers of graphs that the compiler
+    captured and generated."""
     found = []
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     for each in applied:
@@ -181,7 +184,7 @@ def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device() -> None
 
 
 class _Changes(nn.Module):
-    """Takes another path when told to, which the compiler cannot know beforehand."""
+    """Doubles its result if ``doubles`` is set, for which the compiler has to compile again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +197,7 @@ class _Changes(nn.Module):
 
 @pytest.mark.slow
 @builds
-def test_compiling_is_the_first_step_s_and_after_the_warm_up_it_is_refused(digits: Dataset) -> None:
+def test_compiling_belongs_to_the_first_step_and_after_the_warm_up_it_is_a_rejection(digits: Dataset) -> None:
     model = _Changes()
     training = make_training(digits, model=model, compile="default")
     detector = Recompilation()
@@ -220,7 +223,7 @@ def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
 
 @pytest.mark.slow
 @builds
-def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) -> None:
+def test_the_measured_ledger_counts_the_memory_of_generated_code(digits: Dataset) -> None:
     plain, compiled = (make_training(digits, compile=mode) for mode in ("none", "default"))
     found = []
     for training in (plain, compiled):
@@ -228,7 +231,8 @@ def test_the_measured_ledger_knows_what_generated_code_takes(digits: Dataset) ->
         ledger = measured(training, 100 * 2**20)
         assert ledger is not None
         found.append(ledger)
-    assert found[1].gradients_bytes == pytest.approx(found[0].gradients_bytes, rel=0.1)  # those there at the peak
+    # These are the gradients that exist at the peak.
+    assert found[1].gradients_bytes == pytest.approx(found[0].gradients_bytes, rel=0.1)
     assert found[1].parameters_bytes == found[0].parameters_bytes
     assert 0.2 * found[0].activations_bytes < found[1].activations_bytes < 2 * found[0].activations_bytes
 
@@ -244,7 +248,7 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
         "from tests.nets import ALONE, changed, make_plan\n"
         "Compile.prepare_process()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())\n"
-        "with torch.no_grad():\n"  # or there would be a second graph to build
+        "with torch.no_grad():\n"  # otherwise there would be a second graph
         "    changed(net, [Compile(make_plan(compile='default'), ALONE)])(torch.ones(4, 8))\n"
         "print(json.dumps(torch._dynamo.utils.counters['inductor']))\n"
     )
@@ -261,14 +265,14 @@ def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Pat
     assert (tmp_path / ".cache" / "inductor" / "fxgraph").is_dir()
 
 
-def test_it_comes_after_the_parallelism() -> None:
+def test_compile_is_applied_after_the_parallelism() -> None:
     applied: dict[str, Any] = {"compile": "default", "channels_last": True, "activation_checkpointing": True}
     plan = make_plan(parallelism="ddp", processes=2, communication_hook="fp16", precision="bf16", **applied)
     names = [technique.name for technique in of_plan(plan)]
     assert names == ["channels_last", "activation_checkpointing", "ddp", "fp16_compression", "compile", "bf16"]
 
 
-def test_what_the_machine_lacks_to_build_kernels_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_machine_lacks_to_build_kernels_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     monkeypatch.delenv("CC", raising=False)
     found = environment.machine()

@@ -17,7 +17,7 @@ from tests.nets import ALONE, GPU, LooksAtValues, chosen, conv_net, make_plan
 from tests.test_training import TRAIN, make_training, rows_of, weights
 
 
-def test_it_wraps_all_of_a_step() -> None:
+def test_the_cuda_graph_is_applied_after_all_techniques_but_the_cudnn_benchmark() -> None:
     techniques = chosen(make_plan(cuda_graph=True, cudnn_benchmark=True, gradient_accumulation=2), ALONE)
     assert [technique.name for technique in techniques][-2:] == ["cuda_graph", "cudnn_benchmark"]
     assert entry(CudaGraph.name).needs_measuring
@@ -40,7 +40,7 @@ def technique_of(training: Training) -> CudaGraph:
 @pytest.mark.parametrize(
     "more", [{}, {"gradient_accumulation": 2}, {"precision": "bf16", "channels_last": True}, {"cudnn_benchmark": True}]
 )
-def test_replays_train_as_steps_do_with_a_rate_that_changes(
+def test_replays_train_as_steps_do_while_the_learning_rate_changes(
     digits: Dataset, optimizer: str, more: dict[str, Any]
 ) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.003})
@@ -51,18 +51,18 @@ def test_replays_train_as_steps_do_with_a_rate_that_changes(
     tolerance = 0.05 if "precision" in more else 0.01
     assert [row.train_loss for row in rows[1]] == pytest.approx([row.train_loss for row in rows[0]], rel=tolerance)
     assert [row.learning_rate for row in rows[1]] == [row.learning_rate for row in rows[0]]
-    # Python ran the model for the first steps and the recording, and then for evaluation alone.
+    # Python ran the model in the first steps and in the recording, and afterwards only in evaluations.
     assert calls.count(True) == (GRAPH_WARMUP_STEPS + 1) * more.get("gradient_accumulation", 1)
     assert technique_of(graphed).graph is not None
     assert all(isinstance(group["lr"], float) for group in graphed.optimizer.param_groups)
 
 
 @pytest.mark.gpu
-def test_dropout_is_drawn_anew_in_each_replay_and_a_resumed_run_goes_on(digits: Dataset) -> None:
+def test_each_replay_draws_dropout_anew_and_a_resumed_run_ends_with_the_same_weights(digits: Dataset) -> None:
     def made() -> Training:
         return make_training(digits, GPU, model=conv_net(dropout=True), cuda_graph=True)
 
-    first = made()  # which sets the generator that all share, so that one has to come after the other
+    first = made()  # sets the generator that all trainings share, so one training must follow the other
     first.advance(60)
     again = made()
     again.advance(60)
@@ -89,7 +89,7 @@ def test_replays_count_the_steps_since_a_bad_loss(digits: Dataset) -> None:
 
 
 @pytest.mark.gpu("its allocator's pools")
-def test_the_peak_holds_what_replays_work_in_and_the_ledger_is_unknown(digits: Dataset) -> None:
+def test_the_peak_includes_the_memory_of_replays_and_the_ledger_is_unknown(digits: Dataset) -> None:
     train = TRAIN.model_copy(update={"batch_size": 512, "epochs": 12})
     plain, graphed = make(digits, train), make(digits, train, cuda_graph=True)
     for training in (plain, graphed):

@@ -11,7 +11,7 @@ from tests.test_training import make_training, rows_of
 
 
 class _Asks(nn.Module):
-    """Notes whether cuDNN searches, in training and in evaluation."""
+    """Records whether cuDNN searches, in training and in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class _Asks(nn.Module):
         return logits
 
 
-def test_the_search_is_on_in_steps_alone(digits: Dataset) -> None:
+def test_cudnn_searches_only_in_training_steps(digits: Dataset) -> None:
     model, plain = _Asks(), _Asks()
     list(make_training(digits, model=model, cudnn_benchmark=True).run())
     assert model.found == {True: {True}, False: {False}}
@@ -33,7 +33,7 @@ def test_the_search_is_on_in_steps_alone(digits: Dataset) -> None:
     assert plain.found == {True: {False}, False: {False}}
 
 
-def test_it_is_put_back_when_a_step_fails() -> None:
+def test_the_search_is_switched_off_when_a_step_fails() -> None:
     def fails(_: object) -> None:
         assert torch.backends.cudnn.benchmark is True
         raise ValueError
@@ -44,7 +44,7 @@ def test_it_is_put_back_when_a_step_fails() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_learned_is_the_same_within_rounding(digits: Dataset) -> None:
+def test_the_losses_are_the_same_within_rounding(digits: Dataset) -> None:
     losses = [
         [row.train_loss for row in rows_of(make_training(digits, GPU, cudnn_benchmark=on).run())]
         for on in (False, True)

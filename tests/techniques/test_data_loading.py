@@ -55,16 +55,16 @@ def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], step
     return found
 
 
-def test_the_weights_are_the_same_to_the_last_bit(digits: Dataset) -> None:
+def test_all_ways_to_load_data_give_the_same_weights_to_the_last_bit(digits: Dataset) -> None:
     assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
-    # Workers of a rank would import torch anew; the job of a whole variant below has some.
+    # No workers here, because they would have to import torch again. The test of whole jobs below has some.
     applied = [CHOICES[index] | {"gradient_accumulation": 2} for index in (0, 3)]
     first, second = run_ranks(trained, digits, applied, 50)
     assert len({*first, *second}) == 1
 
 
-def test_a_training_goes_on_in_the_middle_of_an_epoch(digits: Dataset) -> None:
-    whole = make(digits, ALONE, data_loading="dataloader")  # which starts the generators that all three share
+def test_a_training_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
+    whole = make(digits, ALONE, data_loading="dataloader")  # seeds the generators that all three share
     whole.advance(60)
     parted = make(digits, ALONE, data_loading="dataloader")
     parted.advance(50)
@@ -78,7 +78,7 @@ def test_a_training_goes_on_in_the_middle_of_an_epoch(digits: Dataset) -> None:
 
 
 @pytest.mark.slow
-def test_a_choice_goes_before_train_placement_and_is_what_the_result_says(workspace: Path) -> None:  # noqa: ARG001, F811
+def test_data_loading_overrides_train_placement_and_the_result_names_it(workspace: Path) -> None:  # noqa: ARG001, F811
     config = parse(
         test_job.PARAMS
         | {"train": test_job.PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}}
@@ -118,7 +118,7 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
     end = time.monotonic() + 60
     while not (history.exists() and len(history.read_text().splitlines()) > 2) and time.monotonic() < end:
         time.sleep(0.05)
-    os.killpg(training.pid, signal.SIGINT)  # as a terminal does it: the workers hear it too
+    os.killpg(training.pid, signal.SIGINT)  # as a terminal does, so the workers receive the signal too
     output = training.communicate(timeout=60)
     assert training.returncode == 130, output
     assert "interrupted after step" in output
@@ -126,7 +126,7 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
     assert checkpoint_file("loader", 0).exists()
 
 
-def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
+def test_the_workers_count_as_processes_of_the_job(digits: Dataset) -> None:
     from pipeline.measurement.detectors.processes import job_ticks
 
     training = make(digits, ALONE, data_loading="dataloader")
@@ -139,7 +139,7 @@ def test_the_workers_load_is_the_job_s_own(digits: Dataset) -> None:
     training.batches.close()
 
 
-def test_the_techniques_are_told_apart() -> None:
+def test_the_settings_of_the_loader_are_one_technique() -> None:
     config = parse(
         {"compare": {"baseline": "a"}, "variants": {"a": {"data_loading": "dataloader", "loader_workers": 3}}}
     )

@@ -1,4 +1,4 @@
-"""nn.DataParallel, which needs GPUs: without several of them only its plans can be tested."""
+"""nn.DataParallel. These tests need several GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_gpu_computes_its_part_and_the_gradients_are_the_whole_batch_s() -
 
 
 @pytest.mark.gpu("its random generator")
-def test_a_resumed_run_draws_on_every_gpu_as_before_and_the_largest_gpu_s_memory_counts(digits: Dataset) -> None:
+def test_a_resumed_run_draws_as_before_on_every_gpu_and_the_largest_memory_counts(digits: Dataset) -> None:
     world, count = on_gpus()
 
     def made(seed: int) -> Training:

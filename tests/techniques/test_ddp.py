@@ -15,7 +15,7 @@ from tests.test_training import make_training
 
 
 def _step(joined: World, micro_batches: int) -> tuple[list[torch.Tensor], float, int]:
-    """One step over this rank's share of the same 32 samples: gradients, loss over all ranks, number of reductions."""
+    """Run a step over this rank's share of 32 samples; return gradients, all ranks' loss, and number of reductions."""
     plan = make_plan(
         parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, gradient_accumulation=micro_batches
     )
@@ -47,7 +47,7 @@ def test_two_ranks_have_the_gradients_of_one_device_and_reduce_once_a_step(micro
 
 
 def _options(joined: World) -> dict[str, Any]:
-    """Return DDP's effective options after three steps each, and the gradients of the third step."""
+    """Return, for each set of options, what DDP does after three steps, and the gradients of the third step."""
     found: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -80,7 +80,7 @@ def _options(joined: World) -> dict[str, Any]:
     return found
 
 
-def test_options_are_in_effect_and_change_no_gradient_of_two_ranks() -> None:
+def test_ddp_options_take_effect_and_change_no_gradient_of_two_ranks() -> None:
     for found in run_ranks(_options):
         plain = found["plain"]
         assert all(torch.equal(*pair) for other in found.values() for pair in zip(

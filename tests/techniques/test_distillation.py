@@ -49,7 +49,7 @@ def teacher_of(training: Training) -> Any:
 
 
 def trained(joined: World, dataset: Dataset, asked: list[dict[str, Any]], train: Train = JOB) -> list[str]:
-    """Digests of the parameters after some steps, for each of the variants ``asked``."""
+    """Return digests of the parameters after six steps, for each of the variants ``asked``."""
     found = []
     for each in asked:
         training = training_with(dataset, joined, train=train, **each)
@@ -60,12 +60,12 @@ def trained(joined: World, dataset: Dataset, asked: list[dict[str, Any]], train:
 
 
 def dropping(**_: int) -> nn.Module:
-    """A teacher with dropout and BatchNorm."""
+    """Return a teacher with dropout and BatchNorm."""
     return conv_net(norm=True, dropout=True)
 
 
 def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
-    """Hinton's loss in float64, row by row."""
+    """Return Hinton's loss, computed in float64, row by row."""
     total = 0.0
     for ours, theirs in zip(logits.double().flatten(0, -2), taught.double().flatten(0, -2), strict=True):
         p, q = ((each / temperature).exp() / (each / temperature).exp().sum() for each in (theirs, ours))
@@ -82,7 +82,7 @@ def test_the_distance_is_what_the_formula_says(digits: Dataset, name: str) -> No
     assert float(task.distance(ours, ours, 3.0)) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_loss_is_the_mean_of_both_by_alpha(digits: Dataset) -> None:
+def test_alpha_weights_the_distance_to_the_teacher_and_the_loss(digits: Dataset) -> None:
     training = training_with(digits, distillation=TEACHER | {"alpha": 0.3, "temperature": 2.0})
     images, labels = next(training.batches.epoch(0))
     with torch.no_grad():
@@ -100,15 +100,15 @@ def test_alpha_0_trains_as_without_a_teacher_to_the_bit(digits: Dataset, applied
 
 
 @pytest.mark.parametrize("applied", [{"parallelism": each} for each in ("ddp", "zero1", "fsdp", "tensor")], ids=str)
-def test_ranks_learn_together(digits: Dataset, applied: dict[str, Any]) -> None:
-    """With alpha 0 the weights are those without a teacher, else not. All ranks end with the same weights."""
+def test_all_ranks_end_with_the_same_weights(digits: Dataset, applied: dict[str, Any]) -> None:
+    """With alpha 0, the weights are also those of a training without a teacher; with another alpha, they are not."""
     asked = [applied, applied | {"distillation": TEACHER | {"alpha": 0.0}}, applied | {"distillation": TEACHER}]
     one, other = run_ranks(trained, digits, asked)
     assert one == other
     assert one[0] == one[1] != one[2]
 
 
-def test_the_teacher_stays_as_it_is_and_draws_nothing(digits: Dataset) -> None:
+def test_the_teacher_does_not_change_and_draws_no_random_numbers(digits: Dataset) -> None:
     training = training_with(digits, distillation=TEACHER | {"model": "tests.techniques.test_distillation:dropping"})
     teacher = teacher_of(training)
     before, random = state_sha256(teacher.state_dict()), torch.get_rng_state()
@@ -116,11 +116,11 @@ def test_the_teacher_stays_as_it_is_and_draws_nothing(digits: Dataset) -> None:
     assert state_sha256(teacher.state_dict()) == before
     assert torch.equal(random, torch.get_rng_state())
     assert not any(each.requires_grad or each.grad is not None for each in teacher.parameters())
-    assert training.work() == Work(32, 32, 32)  # what the teacher sees is no work of the model
+    assert training.work() == Work(32, 32, 32)  # the samples that pass through the teacher do not count
 
 
 @pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small"])
-def test_the_ledger_has_the_teachers_weights(digits: Dataset, model: str) -> None:
+def test_the_ledger_counts_the_teacher_s_weights(digits: Dataset, model: str) -> None:
     def made(**variant: Any) -> Config:
         job_of = {"model": "small_cnn", "batch_size": 64, "device": "cpu", "seeds": [0]}
         return parse({"train": job_of, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
@@ -139,14 +139,14 @@ def test_the_ledger_has_the_teachers_weights(digits: Dataset, model: str) -> Non
     assert beside.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
 
 
-def test_the_teachers_arithmetic_is_executed_but_not_the_models(digits: Dataset) -> None:
+def test_the_teacher_s_flops_count_as_executed_but_not_as_the_model_s(digits: Dataset) -> None:
     config = parse({"variants": {"baseline": {}, "taught": {"distillation": TEACHER | {"model": "small_cnn"}}}})
     alone, taught = (
         flops.counted(plan(config, name, CPU_ONLY), task_of(digits), "") for name in ("baseline", "taught")
     )
     assert taught.model_per_sample == alone.model_per_sample
     forward = taught.executed_per_sample - alone.executed_per_sample
-    assert alone.executed_per_sample / 4 < forward < alone.executed_per_sample / 2  # a pass of about three
+    assert alone.executed_per_sample / 4 < forward < alone.executed_per_sample / 2  # one of about three passes
 
 
 PARAMS: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(
     config = workspace(PARAMS)
     with pytest.raises(PipelineError, match=r"results/baseline\.json is missing"):
         job.run(config, "taught", CPU_ONLY, PREPARED)
-    job.run(config, "baseline", CPU_ONLY, PREPARED)  # the student's first try has left nothing that hinders it
+    job.run(config, "baseline", CPU_ONLY, PREPARED)  # possible although the student's job failed before
     learned: list[str] = []
 
     def noting(self: Distillation, weights: dict[str, Tensor]) -> None:
@@ -239,7 +239,7 @@ def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
     assert said in str(refused.value)
 
 
-def test_the_model_of_a_teacher_is_its_variants(tmp_path: Path) -> None:
+def test_a_teacher_that_is_a_variant_has_the_variant_s_model(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     chain = {"second": {"distillation": {"teacher": "models/taught"}}, **PARAMS["students"]}
     file.write_text(yaml.safe_dump(with_students(**chain)))
@@ -252,7 +252,7 @@ def test_the_model_of_a_teacher_is_its_variants(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_verify_tries_it_without_effect(digits_folder: Path, tmp_path: Path) -> None:
+def test_verify_checks_distillation_without_effect(digits_folder: Path, tmp_path: Path) -> None:
     config = parse(PARAMS | {"train": {"batch_size": 32, "learning_rate": 0.05}})
     task = task_of(read(digits_folder), config.train)
     small = replace(task, dataset=replace(task.dataset, train=task.dataset.train[:96], test=task.dataset.test[:32]))

@@ -42,7 +42,8 @@ def test_two_ranks_train_as_one_device_with_half_of_everything_each(digits: Data
         for rank in ranks:
             assert rank.parameter_bytes == alone.parameter_bytes / 2
             assert rank.optimizer_bytes == alone.optimizer_bytes / 2
-    assert found[1][0].straight_sha256 == found[0][0].straight_sha256  # when parameters are gathered changes no bit
+    # It makes no difference to the result when parameters are gathered.
+    assert found[1][0].straight_sha256 == found[0][0].straight_sha256
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
     cases += [FSDP | {"parameter_precision": "bf16", "activation_checkpointing": True, "gradient_accumulation": 2}]
     alone, found = alone_and_on_ranks(digits, net, cases, size=2, train=train)
     for ranks in found:
-        assert_exact_resume(ranks[0])  # other ranks' BatchNorm statistics are their own, and nobody reads them
+        assert_exact_resume(ranks[0])  # the other rank has BatchNorm statistics of its own, which are not saved
         for rank in ranks:
             torch.testing.assert_close(rank.resumed_optimizer_state, rank.optimizer_state, rtol=0, atol=0)
             assert list(rank.weights) == list(alone.weights)
@@ -86,7 +87,7 @@ def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None
 
 
 def _gathered(joined: World) -> dict[str, Any]:
-    """Return what a rank holds between its two passes, the dtypes, and when gradients are reduced."""
+    """Return the bytes that a rank holds between its two passes, the dtypes, and whether gradients are reduced."""
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     seen: dict[str, Any] = {}
     for name, options in (
@@ -121,10 +122,11 @@ def _gathered(joined: World) -> dict[str, Any]:
     return seen
 
 
-def test_parameters_are_gathered_freed_kept_and_in_the_precision_that_was_asked_for() -> None:
+def test_parameters_are_gathered_freed_kept_and_in_the_requested_precision() -> None:
     whole = held_bytes(conv_net(norm=True)[0].parameters())
     for seen in run_ranks(_gathered):
-        assert (seen["plain"]["units"], seen["bf16"]["units"]) == (4, 6)  # three blocks, the model; two BatchNorms
+        # Three blocks and the model; with bf16 also two BatchNorms.
+        assert (seen["plain"]["units"], seen["bf16"]["units"]) == (4, 6)
         assert seen["plain"]["held"] == seen["plain"]["after"] == whole / 2
         assert seen["kept"]["held"] == whole
         assert seen["kept"]["after"] == whole / 2
@@ -137,7 +139,7 @@ def test_parameters_are_gathered_freed_kept_and_in_the_precision_that_was_asked_
 
 
 def _left_out(joined: World, dataset: Dataset) -> bool:
-    """Whether a step with ``found_inf`` leaves the shares as they are."""
+    """Return whether a step with ``found_inf`` leaves the weights unchanged."""
     training = make_training(dataset, joined, conv_net, **FSDP)
     steps = training.run()
     next(steps)
@@ -147,7 +149,7 @@ def _left_out(joined: World, dataset: Dataset) -> bool:
     return all(map(torch.equal, before.values(), copied(training.model_state.read()).values()))
 
 
-def test_an_overflow_leaves_out_a_step(digits: Dataset) -> None:
+def test_an_overflow_skips_a_step(digits: Dataset) -> None:
     assert optimizers.of_job(TRAIN).options["fused"]
     assert run_ranks(_left_out, digits) == [True, True]
 

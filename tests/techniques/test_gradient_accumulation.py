@@ -10,7 +10,7 @@ from tests.nets import ALONE, batch, chosen, conv_net, gradients, make_plan, mak
 
 
 def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:
-    """The gradients of one step over the same 32 samples, and its loss."""
+    """Return the gradients and the loss of one step over the same 32 samples."""
     plan = make_plan(gradient_accumulation=micro_batches)
     model, (images, labels) = conv_net(), batch(32)
     losses = HostLosses(ALONE)
@@ -20,14 +20,14 @@ def _gradients(micro_batches: int) -> tuple[list[torch.Tensor], float]:
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_add_up_to_the_whole_batch(micro_batches: int) -> None:
+def test_the_gradients_of_micro_batches_add_up_to_those_of_the_whole_batch(micro_batches: int) -> None:
     whole, whole_loss = _gradients(1)
     parts, parts_loss = _gradients(micro_batches)
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
     assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
 
 
-def test_only_one_micro_batch_is_asked_for_at_a_time() -> None:
+def test_a_micro_batch_is_read_only_after_the_forward_pass_of_the_one_before() -> None:
     plan = make_plan(gradient_accumulation=4)
     order: list[str] = []
 

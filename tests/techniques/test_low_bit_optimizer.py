@@ -48,7 +48,7 @@ class TestWithTheLibrary:
         standing = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         assert found.optimizer_state_bytes == sum(standing.values())
 
-    def test_it_learns_as_adamw_does(self, digits: Dataset) -> None:
+    def test_the_8_bit_optimizer_learns_as_adamw_does(self, digits: Dataset) -> None:
         plain, small = _training(digits), _training(digits, optimizer_state="8bit")
         losses = [[row.train_loss for row in training.run() if row][-1] for training in (plain, small)]
         assert losses[1] == pytest.approx(losses[0], rel=0.1)
@@ -62,14 +62,14 @@ class TestWithTheLibrary:
     def test_a_loss_that_is_not_finite_changes_no_parameter(
         self, digits: Dataset, in_backward: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # of a net that is small
+        monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # because the net is small
         message, before, after = _until_broken(
             ALONE, digits, 0, False, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
         )
         assert "epoch 1, step 8: the loss became nan" in message
         assert after == before[7]
 
-    def test_the_weights_are_the_same_in_the_backward_pass(self, digits: Dataset) -> None:
+    def test_updates_in_the_backward_pass_give_the_same_weights(self, digits: Dataset) -> None:
         after, within = (_training(digits, optimizer_state="8bit", optimizer_in_backward=how) for how in (False, True))
         for training in (after, within):
             training.advance(20)

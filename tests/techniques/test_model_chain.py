@@ -1,4 +1,4 @@
-"""A model as a chain of units, and where to cut it."""
+"""A model as a chain of units, and the best places to cut the chain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parts_of(costs: list[float], ends: list[int]) -> list[float]:
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
-def test_no_other_cut_has_a_cheaper_costliest_part(costs: list[float], data: st.DataObject) -> None:
+def test_no_other_cut_has_a_costliest_part_that_costs_less(costs: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     found = balanced(costs, parts)
     assert len(found) == parts
@@ -40,7 +40,7 @@ def test_more_parts_than_costs_are_refused(parts: int) -> None:
 
 
 class _TwoBranches(nn.Module):
-    """A sequence of blocks beside which another value passes."""
+    """A sequence of blocks, and a branch that bypasses all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def built(name: str, side: int = 8, **options: Any) -> tuple[nn.Module, torch.Te
 
 
 def transformer() -> tuple[nn.Module, torch.Tensor]:
-    """Of two encoder blocks, and a hook that resizes its images."""
+    """Return a vision transformer with two encoder blocks and a hook that resizes its images, and images for it."""
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(0)
@@ -77,9 +77,9 @@ CHAINS = {
     "small_cnn": (lambda: built("small_cnn"), 4),
     "resnet9": (lambda: built("resnet9", base_width=4), 11),
     "conv_net with BatchNorm": (lambda: (conv_net(norm=True, dropout=True), torch.randn(4, 1, 8, 8)), 5),
-    # A stem of two, eight residual blocks, the last linear layer.
+    # Two units of the stem, eight residual blocks, and the last linear layer.
     "resnet18": (lambda: built("resnet18", 16), 11),
-    # Patches, the class token, positions, two encoder blocks, a LayerNorm, the last linear layer.
+    # Patches, the class token, positions, two encoder blocks, a LayerNorm, and the last linear layer.
     "vision transformer": (lambda: transformer(), 7),
     "mobilenet_v3_small": (lambda: built("mobilenet_v3_small", 16), None),
     "densenet121": (lambda: built("densenet121", 16), None),
@@ -150,6 +150,6 @@ def _hooked() -> nn.Module:
         (_hooked, "Sequential as a whole has hooks"),
     ],
 )
-def test_a_model_that_is_no_chain_says_why(make: Any, reason: str) -> None:
+def test_the_error_says_why_a_model_is_no_chain(make: Any, reason: str) -> None:
     with pytest.raises(NotAChain, match=reason):
         chain(make())

@@ -35,7 +35,7 @@ def _update(dataset: Dataset, kernel: str) -> tuple[Counter[str], int]:
     return counts.calls, len(list(training.model.parameters()))
 
 
-def test_fused_is_one_kernel_foreach_one_an_operation_and_for_loop_one_a_parameter_too(digits: Dataset) -> None:
+def test_fused_runs_one_kernel_foreach_one_per_operation_and_for_loop_one_per_parameter(digits: Dataset) -> None:
     fused, _ = _update(digits, "fused")
     foreach, _ = _update(digits, "foreach")
     for_loop, parameters = _update(digits, "for_loop")
@@ -54,8 +54,8 @@ def test_the_weights_are_those_of_fused_within_rounding(digits: Dataset, train: 
     torch.testing.assert_close(list(other.model.parameters()), list(fused.model.parameters()), rtol=1e-4, atol=1e-5)
 
 
-def test_adafactor_keeps_rows_and_columns_and_learns(digits: Dataset) -> None:
-    steep = ADAMW.model_copy(update={"learning_rate": 0.05})  # relative to the weights
+def test_adafactor_learns_with_a_small_state(digits: Dataset) -> None:
+    steep = ADAMW.model_copy(update={"learning_rate": 0.05})  # relative to the size of the weights
     adamw = make_training(digits, train=ADAMW)
     factored = make_training(digits, train=steep, optimizer_state="factored")
     losses = []
@@ -77,7 +77,8 @@ def test_adafactor_s_memory_is_measured(digits: Dataset) -> None:
     parameters = [parameter.shape for parameter in training.model.parameters()]
     rows_and_columns = sum(s.numel() // s[-1] + s.numel() // s[-2] for s in parameters if len(s) > 1)
     vectors = sum(s.numel() for s in parameters if len(s) == 1)
-    assert found.optimizer_state_bytes == 4 * (rows_and_columns + vectors + len(parameters))  # and a count a tensor
+    # Each parameter also has a step count.
+    assert found.optimizer_state_bytes == 4 * (rows_and_columns + vectors + len(parameters))
 
 
 def test_adafactor_s_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:

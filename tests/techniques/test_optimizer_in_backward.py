@@ -29,7 +29,7 @@ def test_the_weights_are_the_plain_optimizer_s_to_the_last_bit(digits: Dataset, 
     assert weights(ours) == weights(plain)
 
 
-def test_parameters_change_in_the_backward_pass_and_gradients_are_gone(digits: Dataset) -> None:
+def test_parameters_change_in_the_backward_pass_and_gradients_are_freed(digits: Dataset) -> None:
     training = make_training(digits, optimizer_in_backward=True)
     first, last = training.model[0][0].weight, training.model[2][1].weight  # type: ignore[index]
     before = [tensor.detach().clone() for tensor in (first, last)]
@@ -43,7 +43,7 @@ def test_parameters_change_in_the_backward_pass_and_gradients_are_gone(digits: D
 
     training.model[0][0].register_forward_hook(note)  # type: ignore[index]
     training.advance(1)
-    assert seen == [(True, False, None)]  # the last layer is updated by then, and its gradient freed
+    assert seen == [(True, False, None)]  # the last layer is already updated, and its gradient freed
     assert all(parameter.grad is None for parameter in training.model.parameters())
 
 

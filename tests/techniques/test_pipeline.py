@@ -1,4 +1,4 @@
-"""Pipelines of two and four gloo ranks, held against the same micro-batches on one device."""
+"""Pipelines on two and four gloo ranks, compared with the same micro-batches on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_training import TRAIN, make_training
 STEPS = 10
 
 CASES: dict[str, tuple[int, dict[str, bool], dict[str, Any]]] = {
-    # Batch, parts of the net, what is applied besides; micro-batches that are and are not a multiple of the stages.
+    # Global batch, options of the net, other settings. The stages do not always divide the number of micro-batches.
     "gpipe, 4": (96, {"norm": True}, {"schedule": "gpipe", "gradient_accumulation": 4}),
     "1f1b, 4": (96, {"norm": True}, {"schedule": "1f1b", "gradient_accumulation": 4}),
     "gpipe, 3": (90, {"norm": True}, {"schedule": "gpipe", "gradient_accumulation": 3}),
@@ -48,9 +48,9 @@ class Seen(NamedTuple):
     test_loss: float
     first_gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    """Of the whole model, buffers too."""
+    """State of the whole model, including buffers."""
     own_bytes: tuple[int, int]
-    """Of parameters and buffers, and of the optimizer's state."""
+    """Bytes of this rank's parameters and buffers, and of its optimizer state."""
     cut: Cut | None
     in_flight: int
     """Largest number of micro-batches between their forward and their backward pass through the stage."""
@@ -99,7 +99,7 @@ def _run(joined: World, dataset: Dataset, case: str, extra: dict[str, Any]) -> S
 
 
 def _watch_flights(technique: Pipeline) -> list[int]:
-    """Return a list to which the number of micro-batches between their two passes is appended when it changes."""
+    """Return a list; hooks append the number of micro-batches between forward and backward pass when it changes."""
     flying = [0]
     technique._module.register_forward_hook(lambda *_: flying.append(flying[-1] + 1))
     first = next(technique._module.parameters())
@@ -131,7 +131,7 @@ def test_two_stages_train_what_one_device_trains_with_the_same_micro_batches(
     assert gradients.keys() == expected.first_gradients.keys()
     assert sum(len(rank.first_gradients) for rank in ranks) == len(gradients), "each has its own"
     bf16 = case == "bf16"
-    # The same operations on the same micro-batches: what differs is the order of a few sums.
+    # Both run the same operations on the same micro-batches; only the order of a few sums differs.
     rtol, atol = (0.05, 0.01) if bf16 else (1e-4, 1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected.first_gradients[name], rtol=rtol, atol=atol)
@@ -146,14 +146,14 @@ def test_two_stages_train_what_one_device_trains_with_the_same_micro_batches(
     assert all(torch.equal(ranks[0].weights[name], ranks[1].weights[name]) for name in ranks[0].weights)
 
 
-def test_each_rank_keeps_the_bytes_of_its_stage_alone(alone: dict[str, Seen], staged: list[dict[str, Seen]]) -> None:
+def test_each_rank_holds_only_the_bytes_of_its_stage(alone: dict[str, Seen], staged: list[dict[str, Seen]]) -> None:
     for case in CASES:
         whole, parts = alone[case].own_bytes, [rank[case].own_bytes for rank in staged]
         assert tuple(map(sum, zip(*parts, strict=True))) == whole
         assert all(0 < mine < of_all for part in parts for mine, of_all in zip(part, whole, strict=True))
 
 
-def test_1f1b_keeps_no_more_micro_batches_than_stages_and_gpipe_all(staged: list[dict[str, Seen]]) -> None:
+def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages_and_gpipe_keeps_all(staged: list[dict[str, Seen]]) -> None:
     assert [rank["gpipe, 4"].in_flight for rank in staged] == [4, 4]
     assert [rank["1f1b, 4"].in_flight for rank in staged] == [2, 1]
     assert [rank["1f1b, 5"].in_flight for rank in staged] == [2, 1]
@@ -171,7 +171,7 @@ def test_the_cut_is_the_same_on_both_ranks_and_passes_16_bits_under_bf16(staged:
 
 
 def test_two_pipelines_of_two_stages_train_what_one_device_trains(digits: Dataset, alone: dict[str, Seen]) -> None:
-    """Each pipeline takes half of the batch, so its micro-batches are smaller. BatchNorm would make a difference."""
+    """Each pipeline has half of the batch and thus smaller micro-batches, so the net must not have BatchNorm."""
     extra = {"replicas": 2}
     expected = alone["no norm"]
     ranks = [rank["no norm"] for rank in run_ranks(_run_all, digits, ["no norm"], extra, size=4)]
@@ -191,7 +191,7 @@ def test_two_pipelines_of_two_stages_train_what_one_device_trains(digits: Datase
 
 
 class _Costly(nn.Linear):
-    """A layer that takes ``cost`` seconds, by a clock of its own."""
+    """A layer whose forward pass takes ``cost`` seconds by a simulated clock."""
 
     clock = 0.0
 
@@ -244,7 +244,7 @@ def _cuts(joined: World, dataset: Dataset) -> list[tuple[int, ...]]:
     return found
 
 
-def test_the_slowest_stage_is_as_fast_as_can_be(digits: Dataset) -> None:
+def test_the_cut_makes_the_slowest_stage_as_fast_as_possible(digits: Dataset) -> None:
     """The units are the first layer, the costly layers and the last layer. A layer that changes its input in place is
     joined to the unit before it."""
     expected = [(2, 7), (5, 7), (4, 7), (2, 4)]
@@ -255,7 +255,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(digits: Dataset) -> None:
 
 
 def _resumed(joined: World, dataset: Dataset, stop_after: int) -> tuple[bool, list[str], tuple[Any, Any]]:
-    """Compare a run with a run that is resumed from its checkpoint in a process that would cut elsewhere."""
+    """Compare a run with a run that is resumed from its state in a training that would cut the model elsewhere."""
     few = replace(dataset, train=dataset.train[: 20 * TRAIN.batch_size])
 
     def made(seed: int) -> Training:
@@ -306,7 +306,7 @@ def _states(joined: World, dataset: Dataset) -> dict[str, Any]:
     return {"model": training.model_state.read(), "optimizer": training.optimizer_state.read()}
 
 
-def test_the_whole_state_is_a_single_device_s(digits: Dataset) -> None:
+def test_the_whole_state_equals_that_of_a_single_device(digits: Dataset) -> None:
     expected = _states(ALONE, digits)
     for found in run_ranks(_states, digits):
         torch.testing.assert_close(dict(found["model"]), dict(expected["model"]), rtol=1e-3, atol=1e-4)
@@ -382,7 +382,7 @@ def test_the_measured_ledger_shows_what_the_rank_holds(digits: Dataset) -> None:
 # Plans and rejections
 
 
-def test_gradient_accumulation_is_the_schedule_s() -> None:
+def test_the_pipeline_replaces_the_technique_of_gradient_accumulation() -> None:
     accumulating = make_plan(gradient_accumulation=4)
     assert [each.name for each in chosen(accumulating, ALONE)] == ["gradient_accumulation"]
     asked = Variant(parallelism="pipeline", gradient_accumulation=4)

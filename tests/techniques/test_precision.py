@@ -31,7 +31,7 @@ def test_products_in_float8_leave_parameters_and_the_last_layer_as_they_are() ->
         assert 2.0**-9 < (ours - theirs).norm() / theirs.norm() < 2.0**-3, "e4m3 and e5m2 round by 2^-4 and 2^-3"
 
 
-def test_a_product_in_float8_is_that_of_rounded_factors() -> None:
+def test_a_product_in_float8_equals_the_product_of_rounded_factors() -> None:
     layer = torch.nn.Linear(16, 16, bias=False)
     model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16))
     technique = Float8(make_plan(precision="float8"), ALONE)
@@ -44,7 +44,7 @@ def test_a_product_in_float8_is_that_of_rounded_factors() -> None:
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    """To e4m3, with the largest value at e4m3's largest."""
+    """Return ``values`` rounded to e4m3, scaled so that the largest value is the largest of e4m3."""
     scale = torch.finfo(torch.float8_e4m3fn).max / values.abs().max()
     return (values * scale).to(torch.float8_e4m3fn).float() / scale
 
@@ -81,7 +81,7 @@ def test_the_scaler_saves_gradients_that_float16_would_lose() -> None:
     assert technique.state()["scale"] == 2.0**16
 
 
-def test_an_overflowing_step_is_left_out_and_the_scale_halved() -> None:
+def test_an_overflowing_step_is_skipped_and_the_scale_halved() -> None:
     technique = Float16(make_plan(precision="fp16"), ALONE)
     parameter = torch.nn.Parameter(torch.ones(()))
     _scaled_step(technique, parameter, parameter.half().float() * 100.0)  # 100 * 2**16 is infinite in float16
@@ -89,7 +89,7 @@ def test_an_overflowing_step_is_left_out_and_the_scale_halved() -> None:
     assert technique.state()["scale"] == 2.0**15
 
 
-def test_the_scale_is_remembered() -> None:
+def test_the_scale_is_saved_and_restored() -> None:
     technique, resumed = (Float16(make_plan(precision="fp16"), ALONE) for _ in range(2))
     parameter = torch.nn.Parameter(torch.ones(()))
     _scaled_step(technique, parameter, parameter.half().float() * 100.0)

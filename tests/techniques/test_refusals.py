@@ -1,4 +1,4 @@
-"""Refusals of techniques that exclude each other, the job or the machine. Messages name the key and what is allowed."""
+"""Refusals of techniques that do not fit each other, the job, the machine or the model. Each message names the key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planned(machine: Machine, train: dict[str, Any], tried: dict[str, Any], laun
 
 
 def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | None = None, **tried: Any) -> Any:
-    """``key``: a key of the variant, or, if it has a point, of params.yaml; empty if two keys exclude each other."""
+    """Return a test case. ``key``: a key of the variant; with a dot, a path in params.yaml; if empty, the variant."""
     path = key if "." in key else f"variants.tried.{key}".removesuffix(".")
     return pytest.param(path, says, machine, train or {}, tried, id=f"{path}: {says}, {tried}")
 
@@ -49,7 +49,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
 @pytest.mark.parametrize(
     ("path", "says", "machine", "train", "tried"),
     [
-        # Of the machine
+        # Refused for the machine
         case("activation_offload", "they are already there", activation_offload=True),
         case("attention", A_GPU, attention="cudnn"),
         case("attention", A_GPU, GPUS, ON_CPU, attention="efficient"),
@@ -72,7 +72,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("compile", "no triton", NO_COMPILER, compile="max-autotune"),
         case("processes", "allowed: 1 to 4, or 'auto'", GPUS, parallelism="ddp", processes=5),
         case("train.device", "'auto', 'cpu'", CPU, {"device": "cuda"}),
-        # Of the job
+        # Refused for the job
         case("optimizer_state", "train.optimizer is sgd", WITH_8BIT, optimizer_state="8bit"),
         case("optimizer_state", "train.optimizer is sgd", optimizer_state="factored"),
         case("cuda_graph", "runs 3 steps and then", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
@@ -88,7 +88,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("train.batch_size", "a multiple of 3, ", CPU, {"batch_size": 256}, parallelism="tensor", replicas=3),
         case("train.batch_size", "into 4 processes x 1", GPUS, {"batch_size": 6}, parallelism="fsdp", replicas=2),
         case("train.batch_size", "1 replica x 3", CPU, {}, parallelism="pipeline", gradient_accumulation=3),
-        # Of each other: several processes
+        # Refused for another setting: several processes
         case("gradient_accumulation", "with 16, stages", parallelism="pipeline", processes=4, gradient_accumulation=2),
         case("replicas", "divide 4 processes into", parallelism="fsdp", processes=4, replicas=4),
         case("replicas", "more; allowed: 1, 2.", parallelism="fsdp", processes=4, replicas=4),
@@ -122,7 +122,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("", APART, parallelism="pipeline", gradient_accumulation="auto"),
         case("", APART, GPUS, parallelism="data_parallel", precision="bf16"),
         case("", APART, GPUS, parallelism="data_parallel", activation_checkpointing=True),
-        # Of each other: one process
+        # Refused for another setting: one process
         *(case("attention", "needs precision: bf16 or", GPUS, attention=each) for each in ("flash", "cudnn")),
         case("loader_workers", "needs data_loading 'dataloader'", loader_workers=4),
         case("", APART, GPUS, cuda_graph=True, parallelism="ddp"),
@@ -137,7 +137,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("", APART, optimizer_in_backward=True, optimizer_kernel="foreach"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
+def test_a_variant_that_cannot_run_is_refused(
     path: str, says: str, machine: Machine, train: dict[str, Any], tried: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -161,16 +161,16 @@ def test_what_cannot_be_is_refused(
         (CPU, {}, {"compile": "default"}),
         (GPUS, {}, {"compile": "reduce-overhead"}),
         *((GPUS, {}, {"compile": "default"} | kept) for kept, _ in KEPT),
-        *((GPUS, ON_CPU, {"compile": "max-autotune"} | kept) for kept, _ in KEPT),  # which records no graphs there
+        *((GPUS, ON_CPU, {"compile": "max-autotune"} | kept) for kept, _ in KEPT),  # on a CPU it records no graphs
     ],
 )
-def test_what_can_be_is_applied(machine: Machine, train: dict[str, Any], tried: dict[str, Any]) -> None:
+def test_a_variant_that_can_run_is_applied(machine: Machine, train: dict[str, Any], tried: dict[str, Any]) -> None:
     made = planned(machine, train, tried)
     assert (made.applied, made.skipped) == (made.requested, {})
 
 
 @pytest.mark.parametrize("parallelism", ["none", "data_parallel"])
-def test_a_launcher_s_processes_are_for_what_takes_several(parallelism: str) -> None:
+def test_a_parallelism_of_one_process_is_refused_under_a_launcher(parallelism: str) -> None:
     with pytest.raises(ConfigError, match=r"variants\.tried: found parallelism .* launcher started 16 .*'fsdp'"):
         planned(GPUS, {}, {"parallelism": parallelism}, launched=16)
 
@@ -187,7 +187,7 @@ def test_a_launcher_s_processes_are_for_what_takes_several(parallelism: str) -> 
         ("pipeline", {"parallelism": "pipeline"}),
     ],
 )
-def test_what_it_takes_is_not_foreseen(name: str, tried: dict[str, Any], digits: Dataset) -> None:
+def test_the_memory_of_some_techniques_cannot_be_predicted(name: str, tried: dict[str, Any], digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
     with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {name} cannot be predicted"):
         ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), task_of(digits))

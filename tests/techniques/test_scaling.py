@@ -37,7 +37,7 @@ def test_strong_scaling_leaves_the_job_as_it_is() -> None:
 
 
 def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], list[float], int]:
-    """Losses and learning rates of a run, and its steps."""
+    """Return the losses, the learning rates and the number of steps of a run."""
     size = 32 if weak else 64
     config = parse({
         "train": TRAIN.model_dump() | {"batch_size": size, "learning_rate": 0.05 if weak else 0.1},

@@ -1,4 +1,4 @@
-"""Each form of sharding through a whole job: its files are those of a single device."""
+"""Whole jobs with each form of sharding give the results of a job on a single device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(name: str) -> Result:
 
 @functools.cache
 def baseline() -> Result:
-    """The single-device result that all tests share."""
+    """Return the single-device result that all tests share."""
     return train("baseline")
 
 
@@ -45,7 +45,7 @@ def baseline() -> Result:
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_a_job_of_each_ready_made_variant_trains_what_the_baseline_trains(name: str) -> None:
+def test_each_ready_made_variant_trains_as_the_baseline_does(name: str) -> None:
     plain_result, result = baseline(), train(name)
     assert (result.backend, result.world_size) == ("gloo", 4 if name.endswith("replicas") else 2)
     assert result.skipped == {}

@@ -1,4 +1,4 @@
-"""Evaluation and checkpoints of a model that ranks hold in parts: exactly those of the whole model."""
+"""A model that ranks hold in parts has the same scores and checkpoints as the whole model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.techniques.test_tensor import headed_net
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 COUNTS = [97, 33, 1]
-"""Numbers of test samples: ranks get shares of other sizes, other numbers of batches, or no samples."""
+"""Numbers of test samples, for which ranks get different numbers of samples, different numbers of batches, or none."""
 
 
 def attending_net() -> nn.Module:
-    """A transformer layer over the rows of the images. Without gradients, torch computes it with another kernel."""
+    """Return a net with a transformer layer over image rows, for which torch uses another kernel without gradients."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Flatten(1, 2), layer, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
@@ -48,7 +48,7 @@ def _scores(
             training.task = task_of(replace(dataset, test=dataset.test[:count]))
             scores.append(training.evaluate())
         found.append((scores, copied(training.model_state.read())))
-        next(steps)  # as if there had been no evaluation
+        next(steps)  # a training step must still work after the evaluations
     return found
 
 
@@ -65,13 +65,13 @@ def _check(dataset: Dataset, cases: list[tuple[Any, dict[str, Any]]], size: int)
             assert score.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-def test_a_sharded_model_is_scored_as_a_whole_one_whatever_the_shares(digits: Dataset) -> None:
+def test_a_sharded_model_has_the_score_of_the_whole_model_whatever_the_shares(digits: Dataset) -> None:
     cases = [(conv_net, FSDP), (conv_net, FSDP | {"parameter_precision": "bf16"}), (attending_net, FSDP)]
     _check(digits, [*cases, (headed_net, TENSOR), (attending_net, TENSOR)], size=2)
 
 
 @pytest.mark.slow
-def test_more_ranks_and_replicas_are_scored_so_too(digits: Dataset) -> None:
+def test_models_on_four_ranks_have_the_score_of_the_whole_model(digits: Dataset) -> None:
     cases = [(conv_net, FSDP), (conv_net, FSDP | {"replicas": 2}), (headed_net, TENSOR | {"replicas": 2})]
     _check(digits, cases, size=4)
 
@@ -93,14 +93,15 @@ def test_parameters_without_optimizer_state_resume_exactly(digits: Dataset, chan
 
 
 def wide_net() -> nn.Sequential:
-    """Mostly parameters: 4 MB in eight blocks."""
+    """Return a net whose memory is mostly parameters: 4 MB in eight blocks."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(360, 360), nn.ReLU()) for _ in range(8)]
     return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 360)), *layers, nn.Linear(360, 10))
 
 
 def _peaks(joined: World, dataset: Dataset) -> dict[str, int]:
-    """Bytes on this rank's GPU: of the whole model, and what is added at the peak of each part of a training."""
+    """Return the bytes of the whole model, and the bytes by which evaluation, checkpoint and restoring raise this GPU's
+    memory at their peak."""
     train = TRAIN.model_copy(update={"optimizer": "adamw"})
     training = make_training(dataset, joined, wide_net, train, **FSDP)
     steps = training.run()
@@ -122,7 +123,7 @@ def _peaks(joined: World, dataset: Dataset) -> dict[str, int]:
 
 
 def _gathered(joined: World, dataset: Dataset) -> tuple[int, int]:
-    """Bytes of the most parameters that are whole at once while a layer runs in an evaluation, and of all."""
+    """Return the most bytes of linear layers that are whole at once in an evaluation, and the bytes of the model."""
     training = make_training(dataset, joined, wide_net, **FSDP)
     most, layers = 0, set[nn.Module]()
 

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 PLAN = make_plan(parallelism="ddp", processes=2, sync_batchnorm=True)
 
 
-def test_every_batchnorm_is_replaced_and_names_stay() -> None:
+def test_every_batchnorm_is_replaced_and_names_in_the_state_dict_stay() -> None:
     model = changed(conv_net(norm=True), [SyncBatchNorm(PLAN, ALONE)])
     assert sum(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) == 2
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
@@ -23,7 +23,7 @@ def test_every_batchnorm_is_replaced_and_names_stay() -> None:
 
 
 def _statistics(joined: World, sync: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Gradients and buffers after a step of this rank's half of 32 samples. Both ranks share a GPU, over gloo."""
+    """Return gradients and buffers after both passes over this rank's share of 32 samples. Ranks share a GPU."""
     here = World(joined.rank, joined.size, torch.device("cuda", 0), joined.backend)
     plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, sync_batchnorm=sync)
     model = conv_net(norm=True).to(here.device)

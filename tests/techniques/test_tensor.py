@@ -21,7 +21,7 @@ TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 
 
 def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
-    """``conv_net`` with a head of two linear layers, 48 wide between them."""
+    """Return ``conv_net`` with a head of two linear layers and 48 values between them."""
     net = conv_net(norm=norm, dropout=dropout)
     drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
     wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
@@ -67,14 +67,14 @@ def test_two_ranks_train_as_one_device_dropout_and_batchnorm_included(digits: Da
             assert rank.optimizer_bytes == alone.optimizer_bytes - 4 * cut / 2
 
 
-def test_a_transformer_s_mlps_are_cut(digits: Dataset) -> None:
+def test_the_mlps_of_a_transformer_are_cut(digits: Dataset) -> None:
     cases = [TENSOR, TENSOR | {"gradient_accumulation": 2}]
     alone, (ranks, accumulated) = alone_and_on_ranks(digits, SmallTransformer, cases, size=2)
     assert_same_training(ranks, alone)
     cut = 2 * (16 * 64 + 64 + 64 * 16)
     for rank in ranks:
         assert rank.parameter_bytes == alone.parameter_bytes - 4 * cut / 2
-    for rank in accumulated:  # its masks are drawn for other batches
+    for rank in accumulated:  # dropout masks differ from one device, as batches are smaller
         assert rank.resumed_sha256 == rank.straight_sha256 == accumulated[0].straight_sha256
 
 
@@ -87,7 +87,7 @@ def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None
         assert all(rank.parameter_bytes < 0.7 * alone.parameter_bytes for rank in ranks)
 
 
-def test_pairs_are_found_where_the_width_between_is_only_looked_at_element_by_element() -> None:
+def test_pairs_are_found_where_only_elementwise_modules_are_between_the_layers() -> None:
     with torch.device("meta"):
         transformer, convolutional, classifier = vit_b_16(), convnext_tiny(), vgg11()
         encoder = nn.TransformerEncoderLayer(8, 2, 32)
@@ -102,7 +102,7 @@ def test_pairs_are_found_where_the_width_between_is_only_looked_at_element_by_el
     assert [list(pairs(other)) for other in others] == [[], []]
 
 
-def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> None:
+def test_layers_used_twice_or_with_a_normalisation_between_them_are_not_cut() -> None:
     shared, dropout = nn.Linear(8, 8), nn.Dropout()
     assert not list(pairs(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))))
     assert not list(pairs(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))))
@@ -114,7 +114,7 @@ def test_layers_that_are_used_twice_or_normalised_between_are_left_alone() -> No
 
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:
-    """Return a rank's next random numbers, and its part of the hidden values of ones after dropout."""
+    """Return a rank's next random numbers, and its part of the hidden values, all ones, after dropout."""
     training = make_training(dataset, joined, headed_net, **TENSOR, replicas=joined.size // 2)
     head: Any = training.model.get_submodule("2")
     return torch.rand(2).tolist(), head[3](torch.ones(1, 24))

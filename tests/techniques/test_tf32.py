@@ -21,7 +21,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allowed() == (False, False)
 
 
-def test_it_is_on_in_a_training_step_and_off_in_evaluation(digits: Dataset) -> None:
+def test_tf32_is_on_in_a_training_step_and_off_in_evaluation(digits: Dataset) -> None:
     seen: dict[bool, set[tuple[bool, bool]]] = {True: set(), False: set()}
     model = conv_net()
 
@@ -37,7 +37,7 @@ def test_it_is_on_in_a_training_step_and_off_in_evaluation(digits: Dataset) -> N
     assert allowed() == (False, False)
 
 
-def test_it_is_off_again_after_a_step_that_fails() -> None:
+def test_tf32_is_off_again_after_a_step_that_fails() -> None:
     def fails(_: object) -> None:
         raise RuntimeError
 

@@ -18,7 +18,7 @@ from tests.test_training import make_training, resumes_exactly
 
 
 @pytest.mark.parametrize(("optimizer", "values"), [("sgd", 1), ("adamw", 2)])
-def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
+def test_two_ranks_train_as_one_device_and_divide_the_optimizer_state(
     digits: Dataset, optimizer: Any, values: int
 ) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.005})
@@ -27,7 +27,7 @@ def test_two_ranks_train_as_one_device_and_share_out_the_optimizer_state(
     assert alone.optimizer_bytes >= values * alone.parameter_bytes
     for ranks in found:
         assert_same_training(ranks, alone, held_whole=True)
-        # Whole parameters are shared out: the largest two of conv_net's six are 1152 and 640 of 1898 values.
+        # Each parameter belongs to one rank. The largest two of conv_net's six have 1152 and 640 of 1898 values.
         assert sum(rank.optimizer_bytes for rank in ranks) == alone.optimizer_bytes
         assert max(rank.optimizer_bytes for rank in ranks) < 0.62 * alone.optimizer_bytes
 
@@ -51,7 +51,7 @@ def _left_out(joined: World) -> tuple[bool, bool, bool]:
 
     def step() -> float:
         before = [parameter.detach().clone() for parameter in net.parameters()]
-        for parameter in net.parameters():  # a kernel with a loss scale divides them in place
+        for parameter in net.parameters():  # new ones, because a kernel with a loss scale divides gradients in place
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         return max((a - b).abs().max().item() for a, b in zip(before, net.parameters(), strict=True))
@@ -104,6 +104,6 @@ def _resumed(joined: World, dataset: Dataset) -> bool:
 
 
 @pytest.mark.slow
-def test_a_share_of_eight_bits_a_value_is_resumed_to_the_last_bit(digits: Dataset) -> None:
+def test_a_share_of_8_bit_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra low-bit")
     assert run_ranks(_resumed, digits) == [True, True]
