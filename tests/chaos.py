@@ -346,7 +346,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument(
-        "--seed", type=int, default=int(time.time()), help="what is killed when; none: another each time"
+        "--seed", type=int, default=int(time.time()), help="seed of the random kills; default: the time"
     )
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
