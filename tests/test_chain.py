@@ -169,7 +169,7 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("equal weights", RESULT, 
      lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed, although no steps were measured"),
-    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured, but 458 to 458 steps"),
+    ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured; expected 458"),
     ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, but the job has 468"),
     ("more right than tested", RESULT, at("runs.0.test_correct", 10_001), "10001 of only 10000 test samples are right"),
     ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
