@@ -157,7 +157,7 @@ def test_a_store_of_another_directory(root: Path) -> None:
     found = health_of(root)
     assert not found.well
     assert found.found.endswith(f"was made in another directory: its artifacts are in {elsewhere}")
-    assert found.remedy.startswith("rm -r mlflow.db mlartifacts; python -m pipeline publish")
+    assert found.remedy.startswith("move mlflow.db and mlartifacts away and run: python -m pipeline publish")
 
 
 def test_a_store_that_is_locked_is_not_called_broken(root: Path) -> None:

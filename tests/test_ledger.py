@@ -191,7 +191,7 @@ def test_a_prediction_repeats_and_leaves_the_random_state_alone(digits: Dataset)
 def test_gradients_that_are_zeroed_are_there_all_the_time(digits: Dataset) -> None:
     freed, zeroed = (watched(asked(batch_size=256, variant={"set_to_none": value}), digits) for value in (True, False))
     trained_bytes = freed.optimizer_state_bytes  # momentum is as large as the gradients
-    assert freed.gradients_bytes < trained_bytes  # the peak is before the gradients exist
+    assert freed.gradients_bytes < trained_bytes  # at the peak, only some of the gradients exist
     assert zeroed.gradients_bytes == trained_bytes
     assert zeroed.communication_bytes == 0
     assert zeroed.activations_bytes >= freed.activations_bytes

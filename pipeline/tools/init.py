@@ -253,7 +253,7 @@ def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, s
     variants, skipped = _variants(machine, yaml.safe_load(text), found["model"], images=usual == "resnet18")
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
-    why += [f"max_minutes: in proportion to {len(variants)} variants and the A/A control", *skipped]
+    why += [f"max_minutes: the example's value, scaled to {arms} arms, one of which is the A/A control", *skipped]
     why += [_least(shipped, len(variants))]
     others = ", ".join(key for key in ("epochs", "optimizer", "learning_rate") if key not in found)
     why += [f"{others}: as in the shipped example; set the values of your own training"]

@@ -47,7 +47,8 @@ def health(root: Path, experiment: str) -> Health:
         return Health(
             False,
             f"{where} was made in another directory: its artifacts are in {found.artifact_location}",
-            f"rm -r {stores.DATABASE} {stores.ARTIFACTS}; python -m pipeline publish (it writes every run anew)",
+            f"move {stores.DATABASE} and {stores.ARTIFACTS} away and run: python -m pipeline publish (it writes the runs "
+            "of the present results into a new store)",
         )
     if not os.access(path, os.W_OK):
         return Health(False, f"{where} is read-only for this user", f"chown $(id -u) {path.name}")
@@ -69,12 +70,13 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
             False,
             f"{where} was made by another version of MLflow, was left half-written, or is not an MLflow store",
             f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
-            "away and run: python -m pipeline publish (it writes the runs of this checkout anew)",
+            "away and run: python -m pipeline publish (it writes the runs of the present results into a new store)",
         )
     return Health(
         False,
         f"{where} cannot be read ({first_line(error)})",
-        f"move {path.name} away and run: python -m pipeline publish (it writes every run anew)",
+        f"move {path.name} away and run: python -m pipeline publish (it writes the runs of the present results into a new "
+        "store)",
     )
 
 
