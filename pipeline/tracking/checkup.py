@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 
+_NEW_STORE = "python -m pipeline publish (it writes the runs of the present results into a new store)"
+
+
 class Health(NamedTuple):
     well: bool | None
     """None if the store was not checked."""
@@ -47,8 +50,7 @@ def health(root: Path, experiment: str) -> Health:
         return Health(
             False,
             f"{where} was made in another directory: its artifacts are in {found.artifact_location}",
-            f"move {stores.DATABASE} and {stores.ARTIFACTS} away and run: python -m pipeline publish (it writes the runs "
-            "of the present results into a new store)",
+            f"move {stores.DATABASE} and {stores.ARTIFACTS} away and run: {_NEW_STORE}",
         )
     if not os.access(path, os.W_OK):
         return Health(False, f"{where} is read-only for this user", f"chown $(id -u) {path.name}")
@@ -70,13 +72,12 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
             False,
             f"{where} was made by another version of MLflow, was left half-written, or is not an MLflow store",
             f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
-            "away and run: python -m pipeline publish (it writes the runs of the present results into a new store)",
+            f"away and run: {_NEW_STORE}",
         )
     return Health(
         False,
         f"{where} cannot be read ({first_line(error)})",
-        f"move {path.name} away and run: python -m pipeline publish (it writes the runs of the present results into a new "
-        "store)",
+        f"move {path.name} away and run: {_NEW_STORE}",
     )
 
 

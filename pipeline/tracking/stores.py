@@ -239,8 +239,8 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
     if is_misplaced(uri, root, found.artifact_location):
         raise MisplacedStore(
             f"this store was made for another directory and keeps its artifacts in {found.artifact_location}. "
-            f"Move {DATABASE} and {ARTIFACTS} out of this directory, and run `python -m pipeline publish`, which writes "
-            "the runs of the present results into a new store. Earlier comparisons stay in the old store only."
+            f"Move {DATABASE} and {ARTIFACTS} out of this directory, and run `python -m pipeline publish`, which "
+            "writes the runs of the present results into a new store. Earlier comparisons stay in the old store only."
         )
     return found
 
