@@ -1071,6 +1071,26 @@ def test_only_what_passed_the_gate_is_promoted(
     assert client_of(root).search_registered_models() == []
 
 
+def test_promote_switches_telemetry_off_before_it_imports_mlflow(root: Path) -> None:
+    write_models(root)
+    write_comparison(root)
+    write_gate(root)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
+        "from pipeline.tracking import promoting\npromoting.FEWEST_SESSIONS = 1\n"
+        "class Import:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mlflow':\n"
+        "            sys.exit(os.environ.get('MLFLOW_DISABLE_TELEMETRY', 'not set'))\n"
+        "sys.meta_path.insert(0, Import())\n"
+        f"values = {config_of(models=True).model_dump(mode='json')!r}\n"
+        f"tracking.promote(params.parse(values), {COMMIT!r}, Path({str(root)!r}))\n"
+    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=own, capture_output=True, text=True)
+    assert ended.stderr.strip() == "true"
+
+
 @pytest.mark.usefixtures("one_session_is_enough")
 def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
     root: Path, capsys: pytest.CaptureFixture[str]
