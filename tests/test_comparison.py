@@ -786,7 +786,7 @@ def test_what_is_no_number_is_no_result(tmp_path: Path, value: float) -> None:
     values = json.loads(file.read_text(encoding="utf-8"))
     values["runs"][0]["samples_per_second"] = value
     file.write_text(json.dumps(values), encoding="utf-8")  # NaN and infinity are no JSON, but Python writes them
-    with pytest.raises(ComparisonError, match=r"baseline\.json is not a result"):
+    with pytest.raises(ComparisonError, match=r"baseline\.json is not a file"):
         read_all(make_params([BASELINE]), tmp_path)
 
 
@@ -809,6 +809,6 @@ def test_every_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     assert "it holds the result of variant 'other'" in message
     assert f"{tmp_path / 'older.json'} does not match" in message
     assert "train.epochs is 9 in the result and 2 in params.yaml" in message
-    assert f"{tmp_path / 'cut.json'} is not a result" in message
+    assert f"{tmp_path / 'cut.json'} is not a file" in message
     assert f"{tmp_path / 'cut' / 'history.csv'} is not a history" in message
     assert sum("dvc repro" in line for line in lines) == 7

@@ -165,7 +165,7 @@ def slow(values: dict[str, Any]) -> None:
         (lambda values: values["head"].update(environment="e" * 64), "in environment eeeeeeeeeeee, but"),
         (lambda values: values["head"].update(made_of="m" * 64), "the head ran with other code, settings or plans"),
         (lambda values: values["base"]["arms"].pop(), "its arms do not fit together"),
-        (lambda values: values.update(outcome="perfect"), "is not a gated that this version can read"),
+        (lambda values: values.update(outcome="perfect"), "is not a file that this version can read"),
     ],
 )
 def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
@@ -604,7 +604,7 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
 @pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"schema": 1, "bench": {"schema": 1}}'])
 def test_a_file_that_is_no_comparison(content: str) -> None:
     Path("main.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ResultError, match=r"^main.json is not a comparison "):
+    with pytest.raises(ResultError, match=r"^main.json is not a file "):
         gate.run(configured(), "main.json")
 
 

@@ -64,7 +64,7 @@ def test_every_file_begins_with_its_schema() -> None:
 def test_another_content_is_no_result(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "ddp.json"
     path.write_text(json.dumps(json.loads(make_result("ddp").to_json()) | changes))
-    with pytest.raises(ResultError, match=r"ddp\.json is not a result .*`dvc repro train@ddp`") as refused:
+    with pytest.raises(ResultError, match=r"ddp\.json is not a file .*`dvc repro train@ddp`") as refused:
         results.read(path, make_params([make_result("ddp")]))
     assert f"\n{next(iter(changes))}\n" in str(refused.value), "the message must name the key"
 
@@ -175,7 +175,7 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
         results.read_bench(path)
     for content in ("[]", make_bench().to_json().replace('"schema": 3', '"schema": 1', 1)):
         path.write_text(content)
-        with pytest.raises(ResultError, match=r"bench\.json is not a bench .*`dvc repro bench`"):
+        with pytest.raises(ResultError, match=r"bench\.json is not a file .*`dvc repro bench`"):
             results.read_bench(path)
 
 

@@ -646,7 +646,7 @@ def test_without_results_there_is_nothing_to_publish(tmp_path: Path) -> None:
 
 def test_a_broken_result_is_an_error_that_names_it(root: Path) -> None:
     (root / "results/ddp.json").write_text("{")
-    with pytest.raises(ValueError, match=r"ddp\.json is not a result"):
+    with pytest.raises(ValueError, match=r"ddp\.json is not a file"):
         tracking.publish(config_of(), root)
 
 
@@ -1264,7 +1264,7 @@ def test_a_model_is_built_as_params_yaml_says(root: Path) -> None:
 def test_a_result_names_no_file_to_upload(root: Path, name: str) -> None:
     (root.parent / "x.json").write_text('{"auths": "secret"}')
     forge(root / "results/ddp.json", variant=name.format(root=root))
-    with pytest.raises(ResultError, match=r"ddp\.json is not a result"):
+    with pytest.raises(ResultError, match=r"ddp\.json is not a file"):
         tracking.publish(config_of(), root)
     assert "secret" not in kept(root)
 

@@ -150,8 +150,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> D:
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; {remedy}.") from None
     except (OSError, ValueError) as error:
-        what = f"is not a {kind.__name__.lower()} that this version can read"
-        raise ResultError(f"{path} {what}; {remedy}. ({error})") from None
+        raise ResultError(f"{path} is not a file that this version can read; {remedy}. ({error})") from None
     _refuse(path, document.problems(), remedy)
     return document
 
