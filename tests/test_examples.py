@@ -177,7 +177,7 @@ def test_the_commands_of_own_technique_train_verify_and_compare_it(clone: Callab
     for command in rest:
         output = checkout.run(*command, PYTHONPATH=path)
         if "verify" in command:
-            assert ", 0 do not" in output
+            assert ", 0 false" in output
     result = json.loads((checkout.path / "results" / "clipped.json").read_text())
     assert result["applied"]["extra"] == {"gradient_clipping": {"max_norm": 1.0}}
     compared = json.loads((checkout.path / "reports" / "comparison.json").read_text())

@@ -655,7 +655,7 @@ def test_a_copied_checkout_does_not_write_into_the_original(root: Path, capsys: 
     copy = root.with_name("copy")
     shutil.copytree(root, copy)
     assert tracking.publish(config_of(), copy).failed
-    assert "Delete mlflow.db and mlartifacts here" in capsys.readouterr().err
+    assert "Move mlflow.db and mlartifacts out of this directory" in capsys.readouterr().err
 
 
 # live runs
