@@ -26,7 +26,7 @@ def outlook(
 
     ``seconds``, ``max_rounds``, ``fewest``: as in ``measure``. ``round_seconds``: estimated time of a round.
     ``before``: the number of rounds that exist already. ``deviation``: what ``deviation_of`` returns for an earlier
-    bench; None without an earlier bench.
+    bench; None if it is unknown.
     """
     fitting = max(1, int(seconds / round_seconds))
     rounds = max(fitting, fewest - before)
@@ -41,7 +41,7 @@ def outlook(
             f" (the smallest number that allows a decision; only {fitting} would fit into {seconds / 60:g} minutes)"
         )
     cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
-    known = "the precision of ratios cannot be forecast, because no earlier bench of this baseline has enough rounds"
+    known = "the precision of ratios cannot be forecast without an earlier bench of at least three rounds"
     if deviation is not None:
         # A median of normal values has sqrt(pi / 2) times the error of their mean. The A/A doubt is as large as this
         # error of the median. Adding the two in quadrature gives the last factor, sqrt(2).

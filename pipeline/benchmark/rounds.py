@@ -125,7 +125,7 @@ def measure(
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
-                if rounds and not overdue and began - started > limit:
+                if rounds and not overdue and began - started > limit and _missing(rounds, fewest):
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"

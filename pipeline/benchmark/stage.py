@@ -127,7 +127,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
         known = [each for each in read_sessions(KEPT_BENCHES) if each.keys.get(baseline) == keys[baseline]]
-        deviation = deviation_of(known[-1]) if known else None
+        deviation = next(filter(None, map(deviation_of, reversed(known))), None)
         steps = calibrated.steps
         said = outlook(len(arms), steps, calibrated.round_seconds, before=before, deviation=deviation, **limits)
         print(f"bench: {said}", flush=True)
