@@ -114,18 +114,18 @@ def measure(
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
 
         def show(doing: str) -> None:
-            bar.total = round(max(limit, began - started + _missing(rounds, fewest) * longest))
+            bar.total = round(max(limit, began - started + missing * longest))
             bar.n = min(bar.total, round(time.monotonic() - started))
             bar.set_postfix_str(f"round {len(rounds) + 1}, {doing}")
 
         try:
             while len(rounds) != max_rounds:
-                began = time.monotonic()
-                if rounds and began - started + longest > limit and not _missing(rounds, fewest):
+                began, missing = time.monotonic(), _missing(rounds, fewest)
+                if rounds and began - started + longest > limit and not missing:
                     if extended or not leaves_open(so_far()):
                         break
                     limit, extended = 2 * seconds, True
-                if rounds and not overdue and began - started > limit and _missing(rounds, fewest):
+                if rounds and missing and not overdue and began - started > limit:
                     overdue = True
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
