@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,14 @@ def write_example_metadata(target: Path, version: str | None = None) -> None:
     write_metadata(target, about["name"], version or about["version"], about["entry-points"])
 
 
-def put_on_path(patch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Add the folders to ``sys.path``, and clear the caches of packages that were found before."""
-    for folder in folders:
-        patch.syspath_prepend(folder)
+@contextmanager
+def on_path(*folders: Path) -> Iterator[None]:
+    """Add the folders to ``sys.path`` while the block runs. Before and after it, clear the caches of packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in folders:
+            patch.syspath_prepend(folder)
+        forget()
+        yield
     forget()
 
 

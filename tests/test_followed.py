@@ -17,7 +17,7 @@ from pipeline.environment import code
 from pipeline.params import outside, parse
 from pipeline.plans import Plan, plan
 from pipeline.training.assembly import assembled
-from tests.outside import forget, put_on_path, write_metadata
+from tests.outside import on_path, write_metadata
 from tests.parallel import CPU
 from tests.workspaces import furnish
 
@@ -142,24 +142,20 @@ class Own(Technique):
 """
 
 
-def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(tmp_path: Path) -> None:
     for name, text in {"__init__": TECHNIQUE, "part": ""}.items():
         (tmp_path / "own_package").mkdir(exist_ok=True)
         (tmp_path / "own_package" / f"{name}.py").write_text(text, encoding="utf-8")
     (tmp_path / "own_beside.py").touch()
     points = {outside.CATALOGUE: {"own": "own_package:entry"}, outside.TECHNIQUES: {"own": "own_package:Own"}}
     write_metadata(tmp_path, "own-package", "1.0", points)
-    with monkeypatch.context() as patch:
-        put_on_path(patch, tmp_path)
+    with on_path(tmp_path):
         check = code.unfollowed(planned("small_cnn", extra={"own": {}}))
         import_module("own_beside")
         check()
         import_module("own_package.part")
         with pytest.raises(code.Unfollowed, match=r"own_package\.part .* leads to it from own_package\."):
             check()
-    forget()
 
 
 @pytest.mark.parametrize(("factory", "code_"), [("inside", 0), ("hidden", 2), ("late", 2)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +28,11 @@ from pipeline.tasks.base import Normalise
 from pipeline.tools import inference
 from pipeline.tools.inference import forms, timing
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
-from pipeline.tools.inference.inference_file import Form
+from pipeline.tools.inference.inference_file import Form, Measured
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from tests.nets import conv_net, task_of
-from tests.workspaces import PREPARED, furnish
+from tests.workspaces import PREPARED, enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 10
@@ -37,7 +40,7 @@ PARAMETERS = 5 * 5 * 20 + 20 + 5 * 5 * 20 * 20 + 20 + 80 * 50 + 50 + 50 * 10 + 1
 
 
 @pytest.fixture(scope="module")
-def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(digits: Dataset) -> Trained:
     """A model trained to classify the digits."""
     model = conv_net(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -47,99 +50,100 @@ def trained(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Traine
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(pixels[rows]), digits.train.targets[rows]).backward()
         optimizer.step()
-    return Trained(
-        model=model.eval(),
-        preprocess=task_of(digits).preprocess,
-        device=torch.device("cpu"),
-        samples=digits.train.inputs[:128],
-        batch_sizes=[1, 8],
-        native=frozenset({"bf16", "fp16"}),
-        scratch=tmp_path_factory.mktemp("forms"),
-    )
+    return Trained(model.eval(), task_of(digits), [1, 8], frozenset({"bf16", "fp16"}))
 
 
-def measure(trained: Trained, dataset: Dataset, kinds: Mapping[str, Kind]) -> dict[str, Form]:
-    kinds = {"eager": FORMS["eager"], **kinds}
-    found, noise = inference.forms_on(
-        trained, kinds, task_of(dataset), ALONE, "a CPU", rounds=2, seconds=0.001, max_spread=0.15
-    )
+def measure(trained: Trained, *names: str, **kinds: Kind) -> dict[str, Form]:
+    """Return the records of ``FORMS`` with these names, of other ``kinds``, and of the plain form."""
+    kinds = {"eager": FORMS["eager"], **{name: FORMS[name] for name in names}, **kinds}
+    config = parse({"infer": {"rounds": 2, "window_seconds": 0.001}, "variants": {"baseline": {}}})
+    found, noise = inference.forms_on(trained, kinds, ALONE, "a CPU", config)
     assert [each.batch_size for each in noise] == [1, 8]
     assert all(each.refused and "at least 6 are needed" in each.refused for each in noise)
     return {form.name: form for form in found}
 
 
+def figures(form: Form) -> Measured:
+    assert form.measured, form.why_not
+    return form.measured
+
+
 def test_forms_that_need_no_compiler_agree_with_the_plain_one(trained: Trained, digits: Dataset) -> None:
-    found = measure(trained, digits, {name: FORMS[name] for name in ("bf16", "fp16", "exported")})
-    plain = found["eager"].measured
-    assert plain
+    found = {name: figures(form) for name, form in measure(trained, "bf16", "fp16", "exported").items()}
+    plain, exported, half = found["eager"], found["exported"], found["bf16"]
     assert plain.agreement.equal_count == plain.agreement.test_count == len(digits.test)
     assert plain.agreement.largest_logit_difference == 0
     assert plain.agreement.accuracy > 0.9
-    exported, half = found["exported"].measured, found["bf16"].measured
-    assert exported
-    assert half
     assert exported.agreement.equal_count == len(digits.test)
     assert exported.agreement.largest_logit_difference < 1e-4
-    assert exported.file_bytes
-    assert exported.file_bytes > exported.model_bytes == plain.model_bytes
+    assert (exported.file_bytes or 0) > exported.model_bytes == plain.model_bytes
     assert half.agreement.equal_fraction > 0.98
     assert 0 < half.agreement.largest_logit_difference < 1
     assert half.model_bytes < 0.6 * plain.model_bytes
-    fp16 = found["fp16"].measured
-    assert fp16
-    assert 0 < fp16.agreement.largest_logit_difference < half.agreement.largest_logit_difference
+    assert 0 < found["fp16"].agreement.largest_logit_difference < half.agreement.largest_logit_difference
     for form in found.values():
-        assert form.measured
-        assert form.measured.latency.p50_low_ms <= form.measured.latency.p50_high_ms
-        assert [each.batch_size for each in form.measured.throughput] == [1, 8]
-        for each in form.measured.throughput:
+        assert form.latency.p50_low_ms <= form.latency.p50_high_ms
+        assert [each.batch_size for each in form.throughput] == [1, 8]
+        for each in form.throughput:
             assert each.low_samples_per_second <= each.samples_per_second <= each.high_samples_per_second
 
 
-def test_a_full_disk_is_no_property_of_a_form(trained: Trained, digits: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "model.pt2.partial").symlink_to("/dev/full")
-    full = replace(trained, scratch=tmp_path)
-    with pytest.raises(PipelineError, match=r"^infer: exported: OSError: .*No space left .*/model\.pt2.* TMPDIR"):
-        measure(full, digits, {"exported": FORMS["exported"]})
+def raising(error: Exception) -> Kind:
+    def make(_: Trained) -> Made:
+        raise error
+
+    return Kind("raises", make)
+
+
+def with_outputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Kind:
+    """Return the plain form with ``change`` applied to its outputs."""
+    return Kind("changes outputs", lambda trained: Made(lambda images: change(trained.deployed()(images)), 0))
+
+
+NOT_FINITE = with_outputs(lambda logits: logits * torch.nan)
+
+
+def test_a_full_disk_is_no_property_of_a_form(trained: Trained) -> None:
+    full = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/kernel.so"))
+    with pytest.raises(PipelineError, match=r"^infer: compiled: OSError: .*No space left .*/kernel\.so.* TMPDIR"):
+        measure(trained, compiled=full)
 
 
 @pytest.mark.slow
 def test_the_compiled_form_agrees(trained: Trained, digits: Dataset) -> None:
-    found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
+    found = measure(trained, "compiled")["compiled"]
     if found.why_not and "compiler" in found.why_not:
         pytest.skip(found.why_not)
-    assert found.measured, found.why_not
-    assert found.measured.agreement.equal_count == len(digits.test)
-    assert 0 <= found.measured.agreement.largest_logit_difference < 1e-4
-    assert found.measured.remarks == ()
-    assert found.measured.prepare_seconds > found.measured.latency.p50_ms / 1e3
+    compiled = figures(found)
+    assert compiled.agreement.equal_count == len(digits.test)
+    assert 0 <= compiled.agreement.largest_logit_difference < 1e-4
+    assert compiled.remarks == ()
+    assert compiled.prepare_seconds > compiled.latency.p50_ms / 1e3
 
 
 @pytest.mark.slow
-def test_the_quantised_form_agrees_and_is_a_quarter_in_size(trained: Trained, digits: Dataset) -> None:
-    found = measure(trained, digits, {"int8": FORMS["int8"]})
-    quantised, plain = found["int8"], found["eager"].measured
+def test_the_quantised_form_agrees_and_is_a_quarter_in_size(trained: Trained) -> None:
+    found = measure(trained, "int8")
     missing = ["not installed", "compiler"]
     if torch.__version__.startswith("2.11."):
-        missing.append("found nothing")  # torchao 0.18 does not know the graphs that torch 2.11 exports
-    if quantised.why_not and any(words in quantised.why_not for words in missing):
-        pytest.skip(quantised.why_not)
-    assert quantised.measured, quantised.why_not
-    assert plain
-    assert quantised.measured.agreement.equal_fraction > 0.97
-    assert quantised.measured.agreement.largest_logit_difference > 0
-    assert quantised.measured.model_bytes < 0.5 * plain.model_bytes
+        missing.append("no int8 kernel")  # torchao 0.18 does not know the graphs that torch 2.11 exports
+    why_not = found["int8"].why_not
+    if why_not and any(words in why_not for words in missing):
+        pytest.skip(why_not)
+    quantised = figures(found["int8"])
+    assert quantised.agreement.equal_fraction > 0.97
+    assert quantised.agreement.largest_logit_difference > 0
+    assert quantised.model_bytes < 0.5 * figures(found["eager"]).model_bytes
 
 
 def test_without_a_compiler_the_compiled_forms_are_refused_with_the_remedy(
-    trained: Trained, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    found = measure(trained, digits, {"compiled": FORMS["compiled"]})["compiled"]
+    found = measure(trained, "compiled")["compiled"]
     assert found.measured is None
-    assert found.why_not
-    assert "no compiler '/nowhere/g++'" in found.why_not
-    assert "apt-get install g++" in found.why_not
+    assert "no compiler '/nowhere/g++'" in str(found.why_not)
+    assert "apt-get install g++" in str(found.why_not)
 
 
 def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +162,7 @@ def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatc
 def test_a_model_that_cannot_be_quantised_says_with_what_and_why(
     error: Exception, said: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Trained) -> Made:
-        raise error
-
-    monkeypatch.setattr(forms, "_int8", fail)
+    monkeypatch.setattr(forms, "_int8", raising(error).make)
     monkeypatch.setattr(forms, "_need_compiler", lambda _: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.18.0")
@@ -172,60 +173,38 @@ def test_a_model_that_cannot_be_quantised_says_with_what_and_why(
     assert said in str(refused.value)
 
 
-def test_what_would_be_emulated_is_no_form(trained: Trained, digits: Dataset) -> None:
-    plain = Trained(**{**vars(trained), "native": frozenset()})
-    found = measure(plain, digits, {name: FORMS[name] for name in ("bf16", "fp16")})
-    assert found["bf16"].why_not == "this CPU has no native bf16 and would emulate it, several times slower"
-    assert found["fp16"].why_not == "this CPU has no native fp16 and would emulate it, several times slower"
+def test_what_would_be_emulated_is_no_form(trained: Trained) -> None:
+    found = measure(replace(trained, native=frozenset()), "bf16", "fp16")
+    for name in ("bf16", "fp16"):
+        assert found[name].why_not == f"this CPU has no native {name} and would emulate it, several times slower"
 
 
 def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained, digits: Dataset) -> None:
-    def raising(_: Trained) -> Made:
-        raise RuntimeError("no kernel image\nand much more")
+    def one_alone(logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == 1, "one image at a time"
+        return logits
 
-    def only_one_size(trained: Trained) -> Made:
-        def predict(images: torch.Tensor) -> torch.Tensor:
-            assert len(images) == 1, "one image at a time"
-            return trained.deployed()(images)  # type: ignore[no-any-return]
-
-        return Made(predict, 0)
-
-    def not_finite(trained: Trained) -> Made:
-        return Made(lambda images: trained.deployed()(images) * torch.nan, 0)
-
-    def wrong(trained: Trained) -> Made:
-        return Made(lambda images: -trained.deployed()(images), 0)
-
-    broken = {
-        "raising": Kind("raises", raising),
-        "one": Kind("takes one", only_one_size),
-        "nan": Kind("is not finite", not_finite),
-        "wrong": Kind("is wrong", wrong),
-    }
-    found = measure(trained, digits, {**broken, "exported": FORMS["exported"]})
+    found = measure(
+        trained,
+        "exported",
+        raising=raising(RuntimeError("no kernel image\nand much more")),
+        one=with_outputs(one_alone),
+        nan=NOT_FINITE,
+        wrong=with_outputs(torch.neg),
+    )
     assert found["raising"].why_not == "RuntimeError: no kernel image"
     assert found["one"].why_not == "AssertionError: one image at a time"
     assert found["nan"].why_not == "its outputs are not finite"
     assert found["exported"].measured
-    assert found["wrong"].measured
-    assert found["wrong"].measured.agreement.equal_count < 0.1 * len(digits.test)
-    assert found["wrong"].measured.agreement.largest_logit_difference > 1
+    assert figures(found["wrong"]).agreement.equal_count < 0.1 * len(digits.test)
+    assert figures(found["wrong"]).agreement.largest_logit_difference > 1
 
 
-def test_a_plain_form_that_fails_is_no_result(trained: Trained, digits: Dataset) -> None:
-    def raising(_: Trained) -> Made:
-        raise RuntimeError("broken")
-
+def test_a_plain_form_that_fails_is_no_result(trained: Trained) -> None:
     with pytest.raises(RuntimeError, match="broken"):
-        measure(trained, digits, {"eager": Kind("raises", raising)})
-
-
-def test_a_model_without_finite_logits_is_no_result(trained: Trained, digits: Dataset) -> None:
-    def not_finite(trained: Trained) -> Made:
-        return Made(lambda images: trained.deployed()(images) * torch.nan, 0)
-
+        measure(trained, eager=raising(RuntimeError("broken")))
     with pytest.raises(PipelineError, match="eager, with which all others are compared, fails: its outputs are"):
-        measure(trained, digits, {"eager": Kind("is not finite", not_finite)})
+        measure(trained, eager=NOT_FINITE)
 
 
 def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Dataset) -> None:
@@ -260,32 +239,18 @@ def test_bytes_are_those_of_the_weights() -> None:
 # Rounds.
 
 
-class _Clockwork:
-    """A clock that only calls move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clockwork:
-    clock = _Clockwork()
-    monkeypatch.setattr(timing, "time", clock)
-    return clock
-
-
-def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
+def test_forms_take_turns_and_drift_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
     order: list[str] = []
     seen: list[bytes] = []
 
     def form(name: str, cost: float) -> Any:
         def predict(images: torch.Tensor) -> torch.Tensor:
+            nonlocal now
             if not order or order[-1] != name:
                 order.append(name)
-            clock.now += cost * len(images)
+            now += cost * len(images)
             seen.extend(image.numpy().tobytes() for image in images)
             return images
 
@@ -325,18 +290,14 @@ def test_forms_take_turns_and_drift_cancels(clock: _Clockwork) -> None:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Make a directory with prepared data the current one, and return the job to train in it."""
-    monkeypatch.chdir(tmp_path)
-    config = parse(
-        {
-            "fetch": {"dataset": "digits"},
-            "train": {"device": "cpu", "seeds": [3], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
-            "infer": {"forms": ["bf16", "exported"], "batch_sizes": [1, 32], "rounds": 2, "window_seconds": 0.001},
-            "publish": {"live": False},
-            "variants": {"baseline": {}},
-        }
-    )
-    furnish(config)
-    return config
+    params = {
+        "fetch": {"dataset": "digits"},
+        "train": {"device": "cpu", "seeds": [3], "epochs": 1, "batch_size": 32, "learning_rate": 0.05},
+        "infer": {"forms": ["bf16", "exported"], "batch_sizes": [1, 32], "rounds": 2, "window_seconds": 0.001},
+        "publish": {"live": False},
+        "variants": {"baseline": {}},
+    }
+    return enter(tmp_path, monkeypatch, params)
 
 
 def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,9 +313,7 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
     assert values["model_sha256"] == run.model_sha256
     plain, half, exported = values["forms"]
-    assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], (
-        "the plain form is always measured"
-    )
+    assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], "eager is always measured"
     assert plain["measured"]["agreement"]["correct_count"] == run.test_correct, "the accuracy that training saw"
     assert plain["measured"]["model_bytes"] == 4 * PARAMETERS + 4 * 3
     assert half["measured"] is None
@@ -368,20 +327,14 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
 
 
 def test_batches_that_do_not_fit_are_named(workspace: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(trained: Trained) -> Made:
-        def predict(images: torch.Tensor) -> torch.Tensor:
-            if len(images) > 16:
-                raise torch.OutOfMemoryError("tried to allocate too much")
-            logits: torch.Tensor = trained.deployed()(images)
-            return logits
-
-        return Made(predict, 0)
+    def greedy(logits: torch.Tensor) -> torch.Tensor:
+        if len(logits) > 16:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return logits
 
     job.run(workspace, "baseline", CPU_ONLY, PREPARED)
-    monkeypatch.setitem(FORMS, "eager", Kind("is greedy", greedy))
-    with pytest.raises(
-        PipelineError, match=r"infer\.batch_sizes: found \[1, 32\], for which .* \(tried to allocate too"
-    ):
+    monkeypatch.setitem(FORMS, "eager", with_outputs(greedy))
+    with pytest.raises(PipelineError, match=r"infer\.batch_sizes: found \[1, 32\], for which .* \(tried to allocate"):
         inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
 
 
@@ -389,8 +342,6 @@ def test_weights_of_another_model_are_refused(workspace: Config) -> None:
     job.run(workspace, "baseline", CPU_ONLY, PREPARED)
     state = conv_net().state_dict()
     torch.save(state, results.model_file("baseline", 3))
-    with pytest.raises(PipelineError, match=r"seed-3\.pt does not hold the weights .* expected .* found"):
-        inference.run(workspace, "baseline", CPU_ONLY, PREPARED)
     file = results.result_file("baseline")
     values = json.loads(file.read_text())
     values["runs"][0]["model_sha256"] = state_sha256(state)

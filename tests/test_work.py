@@ -27,7 +27,7 @@ from pipeline.tools.verification.observing import Observed
 from pipeline.training.counting import Counted, Work, work_of
 from tests.conftest import ROOT
 from tests.nets import ALONE, task_of
-from tests.outside import forget, put_on_path, write_metadata
+from tests.outside import on_path, write_metadata
 from tests.ranks import run_ranks
 from tests.test_training import make_training, weights
 from tests.workspaces import furnish
@@ -192,11 +192,9 @@ def own_techniques(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         outside.TECHNIQUES: {name: f"own_techniques:{name.capitalize()}" for name in NAMES},
     }
     write_metadata(folder, "own-techniques", "1.0", points)
-    with pytest.MonkeyPatch.context() as patch:
-        put_on_path(patch, folder)
+    with pytest.MonkeyPatch.context() as patch, on_path(folder):
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, folder))))
         yield folder
-    forget()
 
 
 def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tuple[Work | None, ...]:

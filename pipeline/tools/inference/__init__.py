@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeline.errors import PipelineError, count, first_line
 from pipeline.params import Config, Machine, Train
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
-from pipeline.tools.inference.forms import FORMS, Kind, Made, Predict, Trained, Unavailable, cause
+from pipeline.tools.inference.forms import FORMS, Kind, Predict, Trained, Unavailable, cause
 from pipeline.tools.inference.inference_file import Agreement, Form, Inference, Measured, Noise
 from pipeline.tools.inference.tables import markdown
 from pipeline.tools.inference.timing import in_rounds, latency_of, noise_of, throughput_of
@@ -35,7 +34,6 @@ __all__ = ["Inference", "forms_on", "run"]
 
 PLAIN = "eager"
 _AGAIN = "eager again"
-CALIBRATION_SAMPLES = 256
 NO_ROOM = os.strerror(errno.ENOSPC)
 _NATIVE_FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 
@@ -56,35 +54,15 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]
     for device in devices:
         alone = plan.model_copy(update={"device": device, "processes": 1, "model_processes": 1})
-        with (
-            assembled(alone.with_train(deterministic=False), prepared) as assembly,
-            tempfile.TemporaryDirectory() as scratch,
-        ):
+        with assembled(alone.with_train(deterministic=False), prepared) as assembly:
             world, task = assembly.world, assembly.task
             model = task.model()
             _load(model, weights, name, seed)
-            trained = Trained(
-                model=model.to(world.device).eval(),
-                preprocess=task.preprocess,
-                device=world.device,
-                samples=_calibration(task),
-                batch_sizes=sorted({1, *requested.batch_sizes}),
-                native=_native(device, machine, fingerprint, plan.train),
-                scratch=Path(scratch),
-            )
+            native = _native(device, machine, fingerprint, plan.train)
+            trained = Trained(model.to(world.device).eval(), task, sorted({1, *requested.batch_sizes}), native)
             label = device_name_of(world, fingerprint)
             try:
-                here, against_itself = forms_on(
-                    trained,
-                    kinds,
-                    task,
-                    world,
-                    label,
-                    rounds=requested.rounds,
-                    seconds=requested.window_seconds,
-                    max_spread=config.compare.max_spread,
-                    energy=requested.energy,
-                )
+                here, against_itself = forms_on(trained, kinds, world, label, config)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -122,16 +100,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
 
 @torch.no_grad()
 def forms_on(
-    trained: Trained,
-    kinds: Mapping[str, Kind],
-    task: Task,
-    world: World,
-    label: str,
-    *,
-    rounds: int,
-    seconds: float,
-    max_spread: float,
-    energy: bool = False,
+    trained: Trained, kinds: Mapping[str, Kind], world: World, label: str, config: Config
 ) -> tuple[list[Form], list[Noise]]:
     """Make, check and measure the forms ``kinds``, which begin with the plain form, on the device of ``world``. Return
     a record of each form, and the noise.
@@ -140,64 +109,59 @@ def forms_on(
     its record, why it is not available. Raises PipelineError if the disk is full.
     """
     device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
+    task, requested = trained.task, config.infer
     batches = _Batches(task, max(trained.batch_sizes))
     torch.compiler.reset()  # graphs made for another device would count towards the recompile limit
-    made: dict[str, tuple[Made, float, torch.Tensor, tuple[str, ...]]] = {}
+    calls: dict[str, Predict] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    figures: dict[str, dict[str, Any]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():
         print(f"infer: {label}: making {name}", file=sys.stderr, flush=True)
         try:
-            made[name] = _prepared(kind, trained, batches, world)
-        except Unavailable as reason:
-            if name == PLAIN:
-                raise PipelineError(
-                    f"infer: the form {PLAIN}, with which all others are compared, fails: {reason}; train the variant "
-                    "with other settings."
-                ) from None
-            reasons[name] = str(reason)
+            calls[name], outputs[name], figures[name] = _prepared(kind, trained, batches, world)
         except Exception as error:  # compilers, exporters and kernels may raise anything
-            if name == PLAIN:
+            if name == PLAIN and not isinstance(error, Unavailable):
                 raise
             reasons[name] = cause(error)
         if NO_ROOM in reasons.get(name, ""):  # a full disk says nothing about the form
             raise PipelineError(f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory.")
-    calls: dict[str, Predict] = {name: form.predict for name, (form, *_) in made.items()}
+        if PLAIN in reasons:
+            raise PipelineError(
+                f"infer: the form {PLAIN}, with which all others are compared, fails: {reasons[PLAIN]}; train the "
+                "variant with other settings."
+            )
     slices = in_rounds(
         {**calls, _AGAIN: calls[PLAIN]},
         batches.first,
         trained.batch_sizes,
-        rounds=rounds,
-        seconds=seconds,
+        rounds=requested.rounds,
+        seconds=requested.window_seconds,
         synchronise=world.synchronise,
-        devices=[world.device] if energy else (),
+        devices=[world.device] if requested.energy else (),
         values=task.dataset.vocabulary or 256,
     )
-    noise = noise_of(slices[_AGAIN], slices[PLAIN], max_spread, device)
-    plain = made[PLAIN][2]
-    forms = []
-    for name, kind in kinds.items():
-        measured = None
-        if name in made:
-            form, prepare_seconds, outputs, remarks = made[name]
-            measured = Measured(
-                prepare_seconds=prepare_seconds,
-                model_bytes=form.model_bytes,
-                file_bytes=form.file_bytes,
-                latency=latency_of(slices[name]),
-                throughput=throughput_of(slices[name], slices[PLAIN], noise),
-                agreement=_agreement(outputs, plain, task, batches.targets),
-                remarks=remarks,
-            )
-        forms.append(
-            Form(
-                name=name,
-                device=label,
-                device_type=device,
-                does=kind.does,
-                why_not=reasons.get(name),
-                measured=measured,
-            )
+    noise = noise_of(slices[_AGAIN], slices[PLAIN], config.compare.max_spread, device)
+    measured = {
+        name: Measured(
+            **figures[name],
+            latency=latency_of(slices[name]),
+            throughput=throughput_of(slices[name], slices[PLAIN], noise),
+            agreement=_agreement(outputs[name], outputs[PLAIN], task, batches.targets),
         )
+        for name in calls
+    }
+    forms = [
+        Form(
+            name=name,
+            device=label,
+            device_type=device,
+            does=kind.does,
+            why_not=reasons.get(name),
+            measured=measured.get(name),
+        )
+        for name, kind in kinds.items()
+    ]
     return forms, list(noise.values())
 
 
@@ -227,9 +191,9 @@ class _Batches:
 
 def _prepared(
     kind: Kind, trained: Trained, batches: _Batches, world: World
-) -> tuple[Made, float, torch.Tensor, tuple[str, ...]]:
-    """Make and warm up a form. Return it, the seconds that this took, its outputs over the test set, and remarks.
-    Raises Unavailable if an output is not finite."""
+) -> tuple[Predict, torch.Tensor, dict[str, Any]]:
+    """Make and warm up a form. Return it, its outputs over the test set, and the figures of ``Measured`` that need no
+    rounds. Raises Unavailable if an output is not finite."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -245,7 +209,13 @@ def _prepared(
     if not torch.isfinite(outputs).all():
         raise Unavailable("its outputs are not finite")
     breaks = sum(counters["graph_break"].values())
-    return form, seconds, outputs, (f"torch.compile broke the graph {count(breaks, 'time')}",) if breaks else ()
+    figures = {
+        "prepare_seconds": seconds,
+        "model_bytes": form.model_bytes,
+        "file_bytes": form.file_bytes,
+        "remarks": (f"torch.compile broke the graph {count(breaks, 'time')}",) if breaks else (),
+    }
+    return form.predict, outputs, figures
 
 
 def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: torch.Tensor) -> Agreement:
@@ -261,24 +231,13 @@ def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: 
     )
 
 
-def _calibration(task: Task) -> torch.Tensor:
-    """Return raw training inputs on the task's device. They are evenly spread over the data set, which may be sorted by
-    class."""
-    train = task.dataset.train
-    rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
-    return task.raw([train.arrays[name][rows].to(task.device) for name in task.arrays])[0]
-
-
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
     """Return the 16-bit types that the device computes natively; both types if params.yaml allows emulation."""
-    if train.without_native == "run":
-        return frozenset({"bf16", "fp16"})
-    if device == "cuda":
-        return frozenset({"fp16", *(["bf16"] if machine.gpu_native_bf16 else [])})
     flags = set(fingerprint["hardware"]["cpu"].get("flags", ()))
-    return frozenset(
-        [*(["bf16"] if machine.cpu_native_bf16 else []), *(["fp16"] if flags & _NATIVE_FP16_FLAGS else [])]
-    )
+    native = {"bf16": machine.cpu_native_bf16, "fp16": bool(flags & _NATIVE_FP16_FLAGS)}
+    if device == "cuda":
+        native = {"bf16": machine.gpu_native_bf16, "fp16": True}
+    return frozenset(name for name in native if native[name] or train.without_native == "run")
 
 
 def _load(model: torch.nn.Module, weights: dict[str, Any], name: str, seed: int) -> None:

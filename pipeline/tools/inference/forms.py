@@ -14,17 +14,18 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from pipeline import files
 from pipeline.environment import software
 from pipeline.errors import first_line
+from pipeline.tasks import Task
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
+CALIBRATION_SAMPLES = 256
 
 
 class Unavailable(Exception):
@@ -36,22 +37,24 @@ class Trained:
     """The trained model, and everything else from which a form is made."""
 
     model: nn.Module
-    """The model in float32 and evaluation mode on the device; it maps preprocessed inputs to outputs."""
-    preprocess: nn.Module
-    """Turns raw inputs into the model's inputs, on the device."""
-    device: torch.device
-    samples: torch.Tensor
-    """Raw training inputs [n, ...] on the device, to calibrate and to trace with; at least two."""
+    """The model in float32 and evaluation mode on the task's device; it maps preprocessed inputs to outputs."""
+    task: Task
     batch_sizes: Sequence[int]
     """Batch sizes with which the forms will be called."""
     native: frozenset[str]
     """The 16-bit types (bf16, fp16) that the device computes natively."""
-    scratch: Path
-    """A directory for temporary files."""
+
+    @cached_property
+    def samples(self) -> torch.Tensor:
+        """Raw training inputs [n, ...] on the device, to calibrate and to trace with; at least two. They are evenly
+        spread over the data set, which may be sorted by class."""
+        train = self.task.dataset.train
+        rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
+        return self.task.raw([train.arrays[name][rows].to(self.task.device) for name in self.task.arrays])[0]
 
     def deployed(self, model: nn.Module | None = None) -> nn.Module:
         """Return the preprocessing followed by ``model`` (default: the trained one)."""
-        return nn.Sequential(self.preprocess, model or self.model).eval()
+        return nn.Sequential(self.task.preprocess, model or self.model).eval()
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def eager(trained: Trained) -> Made:
 
 
 def compiled(trained: Trained) -> Made:
-    _need_compiler(trained.device)
+    _need_compiler(trained.task.device)
     deployed = trained.deployed()
     return Made(torch.compile(deployed, dynamic=False), bytes_of(deployed))
 
@@ -91,13 +94,12 @@ def fp16(trained: Trained) -> Made:
 
 def exported(trained: Trained) -> Made:
     """Export the model, save the program, and return it as another process would load it."""
-    file = trained.scratch / "model.pt2"
-    program = _export(trained.deployed(), trained.samples)
-    with BytesIO() as content, files.whole(file) as written:  # torch's own writer would end the process on a full disk
-        torch.export.save(program, content)
-        written.write(content.getbuffer())
+    file = BytesIO()
+    torch.export.save(_export(trained.deployed(), trained.samples), file)
+    size = len(file.getvalue())
+    file.seek(0)
     loaded = torch.export.load(file).module()
-    return Made(loaded, bytes_of(loaded), file.stat().st_size)
+    return Made(loaded, bytes_of(loaded), size)
 
 
 def int8(trained: Trained) -> Made:
@@ -106,22 +108,19 @@ def int8(trained: Trained) -> Made:
 
     Source: torchao, PyTorch 2 Export Quantization. torch.compile provides its kernels for x86 CPUs.
     """
-    if trained.device.type != "cpu":
+    if trained.task.device.type != "cpu":
         raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs, and TensorRT is not part of PyTorch")
     if platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the int8 kernels are for x86 CPUs, and this CPU is {platform.machine()}")
     if importlib.util.find_spec("torchao") is None:
         raise Unavailable("it needs torchao, which is not installed: pip install torchao")
-    _need_compiler(trained.device)
+    _need_compiler(trained.task.device)
     versions = f"torchao {importlib.metadata.version('torchao')} with torch {torch.__version__}"
     with warnings.catch_warnings(action="ignore"):  # torch warns about its own code
         try:
-            made = _int8(trained)
+            return _int8(trained)
         except Exception as error:  # for an unsupported model, the two libraries may raise anything
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
-    if made is None:
-        raise Unavailable(f"{versions} have no int8 kernel for any part of this model")
-    return made
 
 
 FORMS: Mapping[str, Kind] = {
@@ -147,13 +146,14 @@ def bytes_of(module: nn.Module) -> int:
 
 def cause(error: Exception) -> str:
     """Return the error in one line. For a compiler's error, return the error that it contains."""
+    if isinstance(error, Unavailable):
+        return str(error)
     inside: Exception = getattr(error, "inner_exception", error)
     kind, said = type(inside).__name__, first_line(inside)
     return kind if said == kind else f"{kind}: {said}"
 
 
-def _int8(trained: Trained) -> Made | None:
-    """Return the quantised form; None if nothing in the model could be quantised."""
+def _int8(trained: Trained) -> Made:
     import torch._inductor.config as inductor
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -165,7 +165,7 @@ def _int8(trained: Trained) -> Made | None:
         prepared(batch)
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
-        return None
+        raise Unavailable("they have no int8 kernel for any part of it")
     predict: Predict = torch.compile(converted, dynamic=False)
     with inductor.patch(freezing=True):  # the calls compile: freezing makes the weights constants, packed for int8
         for size in trained.batch_sizes:
@@ -187,7 +187,7 @@ class _InPrecision(nn.Module):
 
 def _half(trained: Trained, name: str, dtype: torch.dtype) -> Made:
     if name not in trained.native:
-        device = "GPU" if trained.device.type == "cuda" else "CPU"
+        device = "GPU" if trained.task.device.type == "cuda" else "CPU"
         raise Unavailable(f"this {device} has no native {name} and would emulate it, several times slower")
     return _made(trained.deployed(_InPrecision(trained.model, dtype)))
 

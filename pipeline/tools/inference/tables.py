@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from pipeline.errors import count
 from pipeline.tools.inference.inference_file import Form, Inference, Measured, Throughput
@@ -43,25 +43,14 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
     lines = [f"## {heading}", ""]
     if measured:
         sizes = [each.batch_size for each in measured[0][1].throughput]
-        lines += [
-            "| form | p50 (ms) | p99 (ms) | correct | equal | outputs | size | prepared (s) |",
-            "| :-- | --: | --: | --: | --: | --: | --: | --: |",
-            *(_row(form, values) for form, values in measured),
-            "",
-        ]
+        heads = ["form", "p50 (ms)", "p99 (ms)", "correct", "equal", "outputs", "size", "prepared (s)"]
+        lines += _table(heads, (_cells(form, values) for form, values in measured))
         tables: dict[str, Callable[[Throughput, str], str]] = {"samples a second": _rate}
         if found.config["infer"].get("energy"):
             tables["joules a sample, of the device alone"] = _joules
         for unit, cell in tables.items():
-            lines += [
-                f"| {unit} | " + " | ".join(f"batch {size}" for size in sizes) + " |",
-                "| :-- |" + " --: |" * len(sizes),
-                *(
-                    f"| {form.name} | " + " | ".join(cell(each, form.name) for each in values.throughput) + " |"
-                    for form, values in measured
-                ),
-                "",
-            ]
+            rows = ([form.name, *(cell(each, form.name) for each in values.throughput)] for form, values in measured)
+            lines += _table([unit, *(f"batch {size}" for size in sizes)], rows)
     noise = [each for each in found.noise if each.device_type == forms[0].device_type]
     if noise:
         shown = ", ".join(f"x{each.ratio:.2f} (batch {each.batch_size})" for each in noise)
@@ -81,11 +70,16 @@ def _device(found: Inference, forms: list[Form], heading: str) -> list[str]:
     return [*lines, ""]
 
 
-def _row(form: Form, values: Measured) -> str:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def _cells(form: Form, values: Measured) -> list[str]:
     latency, agreement = values.latency, values.agreement
     p99 = "unknown" if latency.p99_ms is None else f"{latency.p99_ms:.3f}"
     size = f"{values.model_bytes:,} B" + (f"; file {values.file_bytes:,} B" if values.file_bytes else "")
-    cells = (
+    return [
         form.name,
         f"{latency.p50_ms:.3f} ({latency.p50_low_ms:.3f} to {latency.p50_high_ms:.3f})",
         p99,
@@ -94,8 +88,7 @@ def _row(form: Form, values: Measured) -> str:
         f"{agreement.largest_logit_difference:.2g}",
         size,
         f"{values.prepare_seconds:.1f}",
-    )
-    return f"| {' | '.join(cells)} |"
+    ]
 
 
 def _rate(each: Throughput, name: str) -> str:

@@ -42,12 +42,19 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))
             task.check()
             verifier = Verifier(config, machine, prepared, task, Path(folder))
-        about = {"model": config.train.model, "dataset": task.dataset.name, "seed": config.train.seeds[0]}
+        about = {
+            "model": config.train.model,
+            "dataset": task.dataset.name,
+            "seed": config.train.seeds[0],
+            "steps": verifier.steps,
+            "stochastic": verifier.nature.stochastic,
+            "batch_dependent": verifier.nature.batch_dependent,
+        }
         if not as_json:
             print(
-                f"{config.train.model} on {task.dataset.name}, seed {config.train.seeds[0]}: {verifier.steps} steps of "
-                f"{config.train.batch_size} samples, and {words.tested(verifier.tested, len(task.dataset.test))}. "
-                f"The model {said(verifier.nature)}.\n"
+                f"{about['model']} on {about['dataset']}, seed {about['seed']}: {about['steps']} steps of "
+                f"{config.train.batch_size} samples, and {verifier.tested:,} of {len(task.dataset.test):,} test "
+                f"samples. The model {said(verifier.nature)}.\n"
             )
             print(words.heading(width), flush=True)
         total = sum(map(verifier.count, plans))
@@ -58,11 +65,6 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
                 if not as_json:
                     print("\n".join(words.lines(claim, width)), flush=True)
                 print(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr, flush=True)
-        about |= {
-            "steps": verifier.steps,
-            "stochastic": verifier.nature.stochastic,
-            "batch_dependent": verifier.nature.batch_dependent,
-        }
     seconds = time.monotonic() - started
     print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
     return int(not words.hold(claims))

@@ -60,7 +60,6 @@ Distance = Callable[[Observed, Observed], float]
 
 PER_SAMPLE = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "undecidable here", "not promised"
-_NO_REFERENCE = "the reference, the training without these techniques, fails"
 
 
 @dataclass(frozen=True)
@@ -83,35 +82,20 @@ class Claim:
     """The difference measured for the reference with a planted fault: its gradients lack one part of each batch."""
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """The plan of a variant's reference training; None, with the reason, if there is no such plan."""
-
-    plan: Plan | None
-    why_not: str = ""
+class _Untried(WorkerError):
+    """A claim cannot be tried, because there is no usable reference, for instance. The message says why."""
 
 
-@dataclass(frozen=True)
-class _Against:
-    """The reference, a training on a single device, and the noise and the fault from which the bound follows."""
-
-    plan: Plan
-    noise: float
-    """Size of the expected rounding, as in ``Task.noise``. 0: no bound is promised."""
-    parts: int
-    """Number of parts into which a batch is divided, at least two. A fault could lose one of them."""
-    note: str
-
-
-def tensor_difference(found: Path, expected: Path) -> float:
-    """Return the largest relative difference between tensors of the same name in two files, such as gradients; infinite
-    if the names differ or a difference is not finite.
+def way_difference(found: Observed, expected: Observed) -> float:
+    """Return the largest relative difference between changes of the same tensor; infinite if the tensors' names differ
+    or a difference is not finite.
 
     The norm of a difference is taken relative to the expected tensor's norm plus ``SMALL_TENSOR`` of the root mean
     square over all tensors. Integer tensors, which are counts, are left out.
     """
     ours, theirs = (
-        {name: value for name, value in _read(file).items() if value.is_floating_point()} for file in (found, expected)
+        {name: value for name, value in _read(each.way).items() if value.is_floating_point()}
+        for each in (found, expected)
     )
     if ours.keys() != theirs.keys():
         return math.inf
@@ -128,38 +112,28 @@ def tensor_difference(found: Path, expected: Path) -> float:
     return largest
 
 
-def curve_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(found: Observed, expected: Observed) -> float:
     """Return the largest difference of a step's loss, relative to the mean expected loss over the steps; infinite if
     the number of steps differs."""
-    if len(found) != len(expected):
+    ours, theirs = found.losses, expected.losses
+    if len(ours) != len(theirs) or not theirs:
         return math.inf
-    largest = max((abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)), default=math.inf)
-    return largest * len(expected) / sum(map(abs, expected)) if expected else math.inf
-
-
-def way_difference(found: Observed, expected: Observed) -> float:
-    return tensor_difference(found.way, expected.way)
-
-
-def loss_difference(found: Observed, expected: Observed) -> float:
-    return curve_difference(found.losses, expected.losses)
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) * len(theirs) / sum(map(abs, theirs))
 
 
 def differing_values(found: Path, expected: Path) -> int:
     """Return the number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values
     of this name differ."""
     ours, theirs = _read(found), _read(expected)
-    different = sum(
-        value.numel() for name, value in {**ours, **theirs}.items() if not (name in ours and name in theirs)
-    )
+    different = sum(value.numel() for name, value in {**ours, **theirs}.items() if name not in ours.keys() & theirs)
     for name in ours.keys() & theirs.keys():
         one, other = ours[name], theirs[name]
         if one.shape != other.shape or one.dtype != other.dtype:
             different += one.numel()
             continue
-        size = one.element_size()
-        bits = (each.contiguous().flatten().view(torch.uint8).view(-1, size) for each in (one, other))
-        different += int(torch.ne(*bits).any(1).sum()) if one.numel() else 0
+        size = one.numel(), one.element_size()
+        bits = (each.contiguous().flatten().view(torch.uint8).view(size) for each in (one, other))
+        different += int(torch.ne(*bits).any(1).sum())
     return different
 
 
@@ -176,12 +150,12 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
     shared = f"{plan.processes} processes" if plan.processes > 1 else "one process"
     claim = f"evaluation by {shared}: each of {seen.expected_count:,} samples counts once"
     bound = seen.ties + (0.0 if seen.expected_correct.is_integer() else seen.expected_count * LEAST)
-    if seen.count != seen.expected_count:
-        note = f"{seen.count:,} samples were counted"
-        return Claim(plan.name, claim, abs(seen.count - seen.expected_count), bound, False, "samples", note)
-    difference = abs(seen.correct - seen.expected_correct)
+    missing = abs(seen.count - seen.expected_count)
+    difference = missing or abs(seen.correct - seen.expected_correct)
     note = f"{seen.ties} scores depend on outputs that are almost equal" if seen.ties else ""
-    return Claim(plan.name, claim, difference, bound, difference <= bound, "samples", note)
+    if missing:
+        note = f"{seen.count:,} samples were counted"
+    return Claim(plan.name, claim, difference, bound, not missing and difference <= bound, "samples", note)
 
 
 class Verifier:
@@ -242,8 +216,7 @@ class Verifier:
             yield Claim(name, "the variant trains", holds=False, note="no weight changed: no weight gets a gradient")
             return
         yield from self._against_one_device(plan, entries)
-        yield from self._without(plan, entries, first)
-        yield from self._without_effect(plan, entries)
+        yield from self._unchanged(plan, entries)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
         yield evaluated(plan, first)
@@ -258,120 +231,101 @@ class Verifier:
             f"{what}: equal to those of a single device"
             for what in ("gradients of a step", "losses of {} steps", "weights after {} steps")
         )
-        expected = self._without_these(plan, close)
-        if expected.plan is None:
-            yield Claim(plan.name, gradients, note=expected.why_not, undecided=UNTRIED)
+        try:
+            reference = self._without_these(plan, close)
+        except _Untried as reason:
+            yield _failed(plan.name, gradients, reason)
             return
         as_it_is, made_per_sample = self._natures_of(plan.train)
         per_sample = not as_it_is.per_sample
-        statistical = [each.name for each in entries if each.changes == "statistics"]
-        loose = [f"only statistically equal with {' and '.join(statistical)}"] if statistical else []
+        loose = [f"only statistically equal with {each.name}" for each in entries if each.changes == "statistics"]
         if not made_per_sample.per_sample:
             loose.append(f"only statistically equal, because the model still {said(made_per_sample)}")
-        roundoff = max(each.roundoff for each in close)
-        against = _Against(
-            expected.plan,
-            0.0 if loose else roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32,
-            max(2, plan.data_processes * plan.micro_batches),
-            "; ".join([PER_SAMPLE] * per_sample + loose),
-        )
+        note = "; ".join([PER_SAMPLE] * per_sample + loose)
+        spoils: list[dict[str, Any]] = []  # without them, no bound is promised
+        if not loose:
+            roundoff = max(each.roundoff for each in close)
+            noise = roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32
+            parts = max(2, plan.data_processes * plan.micro_batches)  # a fault could lose one of them
+            spoils = [*({"noise": noise, "draw": draw} for draw in range(DRAWS)), {"forgets": parts}]
+
+        def spoilt(*tasks: Task) -> list[list[Task]]:
+            return [[task, *(replace(task, **changes) for changes in spoils)] for task in tasks]
+
         plain = self.config.train.model_copy(update=PLAIN_SGD)
         if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
-            note = f"no step of plain SGD shows the gradients: {why_no_step}"
-            yield Claim(plan.name, gradients, note=note, undecided=UNTRIED)
+            no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
+            yield Claim(plan.name, gradients, note=no_step, undecided=UNTRIED)
         else:
-            (claim,) = self._compared(plan, against, [Task("step", per_sample)], {gradients: way_difference})
+            step = Task("step", per_sample)
+            (claim,) = self._compared(plan, reference, note, spoilt(step), {gradients: way_difference})
             yield claim
             if claim.undecided == UNMEASURABLE:
-                note = "rounding hides a fault even in the gradients of a step"
-                yield from (
-                    Claim(plan.name, each.format(self.steps), note=note, undecided=UNMEASURABLE)
-                    for each in (losses, weights)
-                )
+                hidden = "rounding hides a fault even in the gradients of a step"
+                for each in (losses, weights):
+                    yield Claim(plan.name, each.format(self.steps), note=hidden, undecided=UNMEASURABLE)
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
         runs = [Task("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
         distances = {weights: way_difference, losses: loss_difference}
-        yield from reversed(self._compared(plan, against, runs, distances))
+        yield from reversed(self._compared(plan, reference, note, spoilt(*runs), distances))
 
     def _compared(
-        self, plan: Plan, against: _Against, tasks: Sequence[Task], distances: Mapping[str, Distance]
+        self, plan: Plan, reference: Plan, note: str, tries: Sequence[Sequence[Task]], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """Return a claim for each of ``distances``, from the first of ``tasks`` in which the first distance's bound is
+        """Return a claim for each of ``distances``, from the first of ``tries`` in which the first distance's bound is
         meaningful, or else from the last.
 
-        In a claim's text, {} stands for the number of steps.
+        ``tries``: each has the task and, to find the bound, the task with noise and with the planted fault. In a
+        claim's text, {} stands for the number of steps.
         """
-        for task in tasks:
-            spoilt = [replace(task, noise=against.noise, draw=draw) for draw in range(DRAWS)]
-            spoilt = [*spoilt, replace(task, forgets=against.parts)] if against.noise else []
-            names = [claim.format(task.steps or self.steps) for claim in distances]
-            try:
-                theirs, *others = self._observe(against.plan, [task, *spoilt])
-            except WorkerError as error:
-                return [Claim(plan.name, names[0], note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)]
-            judged = [
-                _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
-                for name, apart in zip(names, distances.values(), strict=True)
-            ]
-            if judged[0].undecided != UNMEASURABLE:
-                break
-        slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
-        note = "; ".join(filter(None, [against.note, slower]))
-        if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-            note = f"the reference, {theirs.not_finite or 'a single device, reaches values that are not finite'}"
-            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
+        names: list[str] = []
         try:
+            for task, *spoilt in tries:
+                names = [claim.format(task.steps or self.steps) for claim in distances]
+                theirs, *others = self._reference(reference, [task, *spoilt])
+                judged = [
+                    _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
+                    for name, apart in zip(names, distances.values(), strict=True)
+                ]
+                if judged[0].undecided != UNMEASURABLE:
+                    break
+            if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
+                found = theirs.not_finite or "a single device, reaches values that are not finite"
+                raise _Untried(f"the reference, {found}")
             (ours,) = self._observe(plan, [task])
+            if ours.overflowed:
+                raise _Untried("a step was skipped, because its scaled gradients overflowed")
         except WorkerError as error:
-            return [_failed(plan.name, names[0], error)]
-        if ours.overflowed:
-            note = "a step was skipped, because its scaled gradients overflowed"
-            return [Claim(plan.name, each, note=note, undecided=UNTRIED) for each in names]
-        note = "; ".join(filter(None, [note, ours.not_finite]))
+            return [_failed(plan.name, name, error) for name in names]
+        slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
+        note = "; ".join(filter(None, [note, slower, ours.not_finite]))
         measured = [apart(ours, theirs) for apart in distances.values()]
         return [
             replace(claim, measured=value, note=note, holds=None if claim.undecided else value <= (claim.bound or 0.0))
             for claim, value in zip(judged, measured, strict=True)
         ]
 
-    def _without(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Iterator[Claim]:
+    def _unchanged(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
         """Yield the claim that the final weights stay the same if the techniques that should change nothing are left
-        out."""
-        exact = [each for each in entries if each.changes == "nothing"]
-        if not exact:
-            return
-        claim = f"weights after {self.steps} steps: equal to those without {', '.join(each.name for each in exact)}"
-        reduced = self._without_these(plan, exact)
-        if reduced.plan is None:
-            yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
-            return
-        try:
-            (other,) = self._observe(reduced.plan, [Task("run")])
-        except WorkerError as error:
-            yield Claim(plan.name, claim, note=f"{_NO_REFERENCE}: {error}", undecided=UNTRIED)
-            return
-        yield self._bit_by_bit(plan, entries, claim, first, other)
-
-    def _without_effect(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Yield, for each technique that can be set to have no effect, the claim that it then gives the same weights as
-        a training without it."""
+        out. For each technique that can be set to have no effect, yield the claim that it then changes nothing."""
+        after = f"weights after {self.steps} steps"
+        claims: list[tuple[str, Plan, list[Entry]]] = []
+        if exact := [each for each in entries if each.changes == "nothing"]:
+            claims.append((f"{after}: equal to those without {', '.join(each.name for each in exact)}", plan, exact))
         for each in entries:
-            if each.without_effect is None:
-                continue
-            changes = each.without_effect(plan.applied)
-            claim = f"weights after {self.steps} steps, if {each.name} has no effect: equal to those without it"
-            reduced = self._without_these(plan, [each])
-            if reduced.plan is None:
-                yield Claim(plan.name, claim, note=reduced.why_not, undecided=UNTRIED)
-                continue
-            idle = self._planned(plan.name, plan.applied.model_copy(update=changes))
+            if each.without_effect:
+                idle = plan.applied.model_copy(update=each.without_effect(plan.applied))
+                claim = f"{after}, if {each.name} has no effect: equal to those without it"
+                claims.append((claim, self._planned(plan.name, idle), [each]))
+        for claim, tried, left_out in claims:
             try:
-                (ours,), (other,) = (self._observe(found, [Task("run")]) for found in (idle, reduced.plan))
+                (ours,) = self._observe(tried, [Task("run")])
+                (other,) = self._reference(self._without_these(plan, left_out), [Task("run")])
             except WorkerError as error:
                 yield _failed(plan.name, claim, error)
-                continue
-            yield self._bit_by_bit(plan, entries, claim, ours, other)
+            else:
+                yield self._bit_by_bit(plan, entries, claim, ours, other)
 
     def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, other: Observed) -> Claim:
         """Return the claim that two trainings end in the same weights; not promised if a training is not
@@ -391,21 +345,30 @@ class Verifier:
         work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
         assert work is not None  # a run always records its work
         claim = f"the model and the loss take {work.credited:,} samples a step"
-        if compilers and (reduced := self._without_these(plan, compilers).plan):
+        if compilers:
             try:
-                work = self._observe(reduced, [Task("run")])[0].work or work
-            except WorkerError as error:
-                return Claim(plan.name, claim, note=f"the run without the compiler fails: {error}", undecided=UNTRIED)
+                work = self._reference(self._without_these(plan, compilers), [Task("run")])[0].work or work
+            except _Untried as reason:
+                return _failed(plan.name, claim, reason)
         note = str(work) if work.missing else ""
         return Claim(plan.name, claim, work.missing, 0, not work.missing, "samples", note)
 
-    def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> _Expected:
-        """Return the plan of the same variant without ``techniques``."""
+    def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> Plan:
+        """Return the plan of the same variant without ``techniques``. Raises _Untried."""
         try:
-            return _Expected(self._planned(plan.name, params.without(plan.applied, techniques)))
+            return self._planned(plan.name, params.without(plan.applied, techniques))
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
-            return _Expected(None, f"no reference, because the variant cannot run without these techniques: {problem}")
+            raise _Untried(
+                f"no reference, because the variant cannot run without these techniques: {problem}"
+            ) from None
+
+    def _reference(self, plan: Plan, tasks: Sequence[Task]) -> list[Observed]:
+        """Return the results of ``tasks`` in a training without some techniques. Raises _Untried."""
+        try:
+            return self._observe(plan, tasks)
+        except WorkerError as error:
+            raise _Untried(f"the reference, the training without these techniques, fails: {error}") from None
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})
@@ -415,20 +378,15 @@ class Verifier:
 
     def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
         """Return the results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
-        settled = self._settled(plan)
+        values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
+        values["applied"].pop("processes", None)  # "auto" or a number; the plan itself has the number
+        settled = json.dumps(values, sort_keys=True)  # equal for plans that train in the same way
         new = [task for task in tasks if (settled, task, repeat) not in self._seen]
         if new:
             with observer(plan, self.prepared, self.folder) as observe:
                 for task in new:
                     self._seen[settled, task, repeat] = observe(task, f"{len(self._seen)}.pt")
         return [self._seen[settled, task, repeat] for task in tasks]
-
-    def _settled(self, plan: Plan) -> str:
-        """Return the settings that a training depends on, as text. Plans that train in the same way have the same
-        text."""
-        values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
-        values["applied"].pop("processes", None)  # "auto" or a number; the plan itself has the number
-        return json.dumps(values, sort_keys=True)
 
 
 def said(found: Nature) -> str:
@@ -452,6 +410,6 @@ def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
     """Return the claim whose training ended with ``error``. If the pipeline itself refused, for lack of memory for
     instance, the claim could not be tried. After any other error, the claim is wrong."""
     text = str(error)
-    if "Traceback (most recent call last)" in text:
-        return Claim(variant, claim, holds=False, note=text)
-    return Claim(variant, claim, note=text, undecided=UNTRIED)
+    if isinstance(error, _Untried) or "Traceback (most recent call last)" not in text:
+        return Claim(variant, claim, note=text, undecided=UNTRIED)
+    return Claim(variant, claim, holds=False, note=text)

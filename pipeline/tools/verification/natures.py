@@ -50,16 +50,6 @@ def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
     return Nature(stochastic=False, batch_dependent=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
 
 
-def quieten(model: nn.Module) -> nn.Module:
-    """Switch dropout off, in place, and return the model."""
-    for module in model.modules():
-        drops = "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
-        for key, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in key or (drops and key == "p")):
-                setattr(module, key, 0.0)
-    return model
-
-
 def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
@@ -78,9 +68,13 @@ def make_per_sample(model: nn.Module, found: dict[str, torch.Tensor]) -> nn.Modu
     The names in the state dict stay the same. Modules that draw random numbers or mix samples in other ways are not
     changed; ``nature`` detects them.
     """
-    norms = _norms(quieten(model))
+    for module in model.modules():
+        drops = "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in key or (drops and key == "p")):
+                setattr(module, key, 0.0)
     model.load_state_dict(found, strict=False)
-    for name, norm in norms.items():
+    for name, norm in _norms(model).items():
         model.set_submodule(name, FixedNorm(norm))
     return model
 

@@ -144,15 +144,12 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
     dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale)
     of_job = replace(assembly.task, dataset=dataset)
     small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), task=of_job)
-    statistics = file.parent / statistics_file(plan.train)
     # All ranks read these losses together, so every rank sees a loss that is not finite, and none waits for another.
-    losses_read_together = DeviceLosses(assembly.world)
-    with (
-        small.training(
-            plan.train.seeds[0], change_model=_change(task, statistics), losses=losses_read_together
-        ) as training,
-        _spoilt(training, task),
-    ):
+    options: dict[str, Any] = {"losses": DeviceLosses(assembly.world)}
+    if task.per_sample:
+        statistics = torch.load(file.parent / statistics_file(plan.train), weights_only=True)
+        options["change_model"] = partial(make_per_sample, found=statistics)
+    with small.training(plan.train.seeds[0], **options) as training, _spoilt(training, task):
         before, scales = _copied(training), _loss_scales(training)
         training.counted_steps.update(range(training.total_steps))
         losses: tuple[float, ...] = ()
@@ -190,12 +187,6 @@ def statistics_file(train: Train) -> str:
     of the trainings' files, and all trainings of this model use it."""
     model = json.dumps([train.model, train.model_options], sort_keys=True)
     return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
-
-
-def _change(task: Task, statistics: Path) -> Callable[[nn.Module], nn.Module]:
-    if not task.per_sample:
-        return lambda model: model
-    return partial(make_per_sample, found=torch.load(statistics, weights_only=True))
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,8 @@ def heading(width: int) -> str:
 def lines(claim: Claim, width: int) -> Iterator[str]:
     """Yield the lines of one claim in the table, and its note under them."""
     first, *rest = textwrap.wrap(claim.claim, CLAIM_WIDTH)
-    yield _line(
-        width, claim.variant, first, number(claim.measured, claim.unit), number(claim.bound, claim.unit),
-        number(claim.fault, claim.unit), claim.undecided or _HOLDS[claim.holds],
-    )  # fmt: skip
+    numbers = [number(each, claim.unit) for each in (claim.measured, claim.bound, claim.fault)]
+    yield _line(width, claim.variant, first, *numbers, claim.undecided or _HOLDS[claim.holds])
     yield from (f"{'':{width}}  {text}" for text in rest)
     for paragraph in _without_traceback(claim.note):
         yield from (f"{'':{width}}    {text}" for text in textwrap.wrap(paragraph, CLAIM_WIDTH - 2))
@@ -52,12 +49,6 @@ def hold(claims: Sequence[Claim]) -> bool:
 def _undecided(claims: Sequence[Claim]) -> list[str]:
     decided = {claim.variant for claim in claims if claim.holds is not None}
     return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in decided]
-
-
-def tested(count: int, whole: int) -> str:
-    """Return how many test samples are evaluated and, if they are not the ``whole`` set, why."""
-    why = f" (of {whole:,}; {count:,} is prime, so no number of processes divides it)" if count < whole else ""
-    return f"{count:,} test samples{why}"
 
 
 def progress(done: int, total: int, seconds: float) -> str:
@@ -88,15 +79,13 @@ def as_json(claims: Sequence[Claim], about: dict[str, Any]) -> str:
 
 def _without_traceback(note: str) -> list[str]:
     """Return the note's lines. A traceback is cut to its exception and the user's own line; --json prints it whole."""
-    found = note.splitlines()
-    first = next((index for index, line in enumerate(found) if "Traceback (most recent call last)" in line), None)
-    if first is None:
-        return found
-    last = max(index for index, line in enumerate(found) if line.startswith("  "))
-    before = re.sub(r"(rank \d+: )?Traceback .*", "", found[first]).strip()
+    before, _, traceback = note.partition("Traceback (most recent call last):")
+    error = traceback.rpartition("\n  ")[2].partition("\n")[2]
     place = f"in {own}" if (own := own_place(note)) else ""
-    return [*found[:first], *filter(None, [before, place]), *found[last + 1 :]]
+    return [*before.splitlines(), place, *error.splitlines()]
 
 
-def _line(width: int, variant: str, claim: str, measured: str, bound: str, fault: str, holds: str) -> str:
-    return f"{variant:{width}}  {claim:{CLAIM_WIDTH}}  {measured:>9}  {bound:>9}  {fault:>9}  {holds}".rstrip()
+def _line(width: int, variant: str, claim: str, *cells: str) -> str:
+    *numbers, holds = cells
+    columns = [f"{variant:{width}}", f"{claim:{CLAIM_WIDTH}}", *(f"{each:>9}" for each in numbers), holds]
+    return "  ".join(columns).rstrip()
