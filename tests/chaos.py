@@ -26,7 +26,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from tests.workspaces import furnish
 
 ROOT = Path(__file__).parent.parent
 COUNTS = ROOT / "benchmarks" / "figures" / "chaos.json"
-ORPHAN_SECONDS, HANG_SECONDS, JOB_SECONDS = 20.0, 60.0, 300.0
+ORPHAN_SECONDS, HANG_SECONDS, JOB_SECONDS, SOON_SECONDS = 20.0, 60.0, 300.0, 0.02
 
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
@@ -71,9 +71,9 @@ RANKS = {"ddp": 2, "fsdp": 2}
 
 VICTIMS = dict.fromkeys((*RANKS, "bench"), ("launcher", "rank", "all"))
 """Job -> the processes that may be killed. A job that is not listed here has only one process, the launcher."""
-TURN = "pipeline.benchmark.server.Server.turn"
+JOIN, TURN = "torch.distributed.init_process_group", "pipeline.benchmark.server.Server.turn"
 MOMENTS = {
-    "torch.distributed.init_process_group": ("rendezvous", 1),
+    JOIN: ("rendezvous", 1),
     "pipeline.training.checkpoints.keep": ("a checkpoint's write", 3),
     "os.fsync": ("a file's way to the disk", 6),
     "os.replace": ("a rename", 6),
@@ -99,11 +99,7 @@ class Kill:
 
     @property
     def moment(self) -> str:
-        return MOMENTS[self.function][0] if self.function else "any instant"
-
-
-class Broken(Exception):
-    """A check failed."""
+        return MOMENTS[self.function][0] if self.delay_seconds <= SOON_SECONDS and self.function else "any instant"
 
 
 def drawn(chance: random.Random, job: str, seconds: float) -> Kill:
@@ -111,50 +107,43 @@ def drawn(chance: random.Random, job: str, seconds: float) -> Kill:
     functions = [TURN] if job == "bench" else [*MOMENTS][job not in RANKS : -1]
     function = chance.choice([*functions, "", ""])
     victims = ("launcher", "all") if function == TURN else VICTIMS.get(job, ("launcher",))
+    victim = chance.choice(victims if function or job == "bench" else (*victims, "mirror"))
+    soon, later = chance.choice((0.0, chance.uniform(0, SOON_SECONDS))), chance.uniform(0, seconds / 2)
+    delay_seconds = soon if function else later
+    nth = chance.randint(1, MOMENTS[function][1]) if function else 1
+    if victim == "rank" and not function:
+        function = JOIN  # the rank's own time begins here
     of_each_rank = function.endswith(("init_process_group", "evaluate"))
-    return Kill(
-        chance.choice(victims if function or job == "bench" else (*victims, "mirror")),
-        function,
-        nth=chance.randint(1, MOMENTS[function][1]) if function else 0,
-        rank=str(chance.randrange(RANKS.get(job, 1))) if of_each_rank else "0",
-        delay_seconds=chance.choice((0.0, chance.uniform(0, 0.02))) if function else chance.uniform(0, seconds / 2),
-    )
-
-
-def upon(function: str, act: Callable[[], object]) -> None:
-    """From now on call ``act`` before each call of ``function``, in this process and in those forked from it."""
-    home, _, name = function.rpartition(".")
-    owner = pkgutil.resolve_name(home)
-    wanted = getattr(owner, name)
-
-    @functools.wraps(wanted)
-    def acting(*arguments: Any, **named: Any) -> Any:
-        act()
-        return wanted(*arguments, **named)
-
-    for place in (owner, *sys.modules.values()):
-        if getattr(place, "__dict__", {}).get(name) is wanted:
-            setattr(place, name, acting)
+    return Kill(victim, function, nth, str(chance.randrange(RANKS.get(job, 1))) if of_each_rank else "0", delay_seconds)
 
 
 def watch(kill: Kill) -> None:
     """Make the job kill its own processes at the ``nth`` call of the function, or ``delay_seconds`` after that call.
 
-    The launcher calls this before anything else.
+    The launcher calls this before anything else. Processes that are forked from it inherit the changed function.
     """
     calls = itertools.count(1)
+    home, _, name = kill.function.rpartition(".")
+    owner = pkgutil.resolve_name(home)
+    wanted = getattr(owner, name)
 
     def strike() -> None:
         if kill.victim == "rank":
             os.kill(os.getpid(), signal.SIGKILL)
         (os.kill if kill.victim == "launcher" else os.killpg)(os.getsid(0), signal.SIGKILL)
 
-    def count() -> None:
+    @functools.wraps(wanted)
+    def counting(*arguments: Any, **named: Any) -> Any:
         counts = kill.victim != "rank" or os.getpid() != os.getsid(0)
         if counts and os.environ.get("RANK", "0") == kill.rank and next(calls) == kill.nth:
-            threading.Timer(kill.delay_seconds, strike).start() if kill.delay_seconds else strike()
+            timer = threading.Timer(kill.delay_seconds, strike)
+            timer.daemon = True  # a job may end before the kill
+            timer.start() if kill.delay_seconds else strike()
+        return wanted(*arguments, **named)
 
-    upon(kill.function, count)
+    for place in (owner, *sys.modules.values()):
+        if getattr(place, "__dict__", {}).get(name) is wanted:
+            setattr(place, name, counting)
 
 
 def started(job: str, kill: Kill | None) -> Command:
@@ -177,56 +166,33 @@ def session(leader: int) -> list[psutil.Process]:
 def struck(command: Command, kill: Kill) -> bool:
     """Kill the victims from outside after ``delay_seconds``; return False if the job ended before the kill."""
     time.sleep(kill.delay_seconds)
-    while command.poll() is None:
-        found = list(_victims(command.pid, kill))
-        for process in found:
+    hit = False
+    while command.poll() is None and not hit:
+        for process in session(command.pid):
             with suppress(psutil.NoSuchProcess):
-                process.kill()
-        if found:
-            return True
+                mirror = kill.victim == "mirror" and "follow" in process.cmdline()
+                if mirror or kill.victim == "all" or (kill.victim == "launcher" and process.pid == command.pid):
+                    process.kill()
+                    hit = True
         time.sleep(0.005)
-    return False
-
-
-def _victims(leader: int, kill: Kill) -> Iterator[psutil.Process]:
-    if kill.victim == "launcher":
-        yield psutil.Process(leader)
-        return
-    ranks = []
-    for process in session(leader):
-        with suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
-            if kill.victim == "all" or (kill.victim == "mirror" and "follow" in words):
-                yield process
-            elif leader not in (process.pid, process.ppid()) and all(
-                any("forkserver" in word for word in each) for each in (words, psutil.Process(process.ppid()).cmdline())
-            ):  # a rank: it was forked from the job's own server
-                ranks.append(process)
-    if kill.victim == "rank":
-        yield from ranks[:1]
+    return hit
 
 
 def endured(job: str, kill: Kill, seconds: float) -> bool:
-    """Start the job, which takes ``seconds``, kill it, and check how it ends; return False if it ended before the kill.
-    Raises Broken if a check fails."""
+    """Start the job, which takes ``seconds``, kill it, and check how it ends; return False if it ended before the
+    kill."""
     command = started(job, kill)
     hit = bool(kill.function) or struck(command, kill)
     limit = HANG_SECONDS + (4 * seconds if kill.function or kill.victim == "mirror" else 0)
     try:
         output = command.communicate(limit)
-    except AssertionError:
-        raise Broken(f"still at work {limit:.0f} s later") from None
     finally:
         left = ended(command.pid)
-    if left:
-        raise Broken(f"left behind: {left}")
-    if kill.victim == "mirror" and command.returncode:
-        raise Broken(f"ended with {command.returncode}: {output[-1000:]}")
-    if command.returncode == 0:
-        return hit and kill.victim == "mirror"
-    if (code := command.returncode or 0) > 0 and (code != 2 or "error: " not in output or "Traceback" in output):
-        raise Broken(f"ended with {code}: {output[-1000:]}")
-    return True
+    assert not left, f"left behind: {left}"
+    code = command.returncode or 0
+    refused = code == 2 and "error: " in output and "Traceback" not in output
+    assert code == 0 or (kill.victim != "mirror" and (code < 0 or refused)), f"ended with {code}: {output[-1000:]}"
+    return code != 0 or (hit and kill.victim == "mirror")
 
 
 def ended(leader: int) -> list[str]:
@@ -243,7 +209,7 @@ def ended(leader: int) -> list[str]:
 
 
 def assert_whole(folder: Path) -> None:
-    """Raise Broken if a JSON file, an array or a checkpoint in the folder is half-written."""
+    """Fail if a JSON file, an array or a checkpoint in the folder is half-written."""
     for file in folder.rglob("*"):
         try:
             if file.suffix == ".json":
@@ -254,24 +220,23 @@ def assert_whole(folder: Path) -> None:
                 with zipfile.ZipFile(file) as written:
                     assert written.testzip() is None
         except (ValueError, AssertionError, zipfile.BadZipFile) as error:
-            raise Broken(f"{file.relative_to(folder)} is half-written: {error!r}") from None
+            raise AssertionError(f"{file.relative_to(folder)} is half-written: {error!r}") from None
 
 
 def complete(job: str) -> str:
-    """Run the job to its end; return its output. Raises Broken if it fails."""
+    """Run the job to its end; return its output."""
     command = started(job, None)
     output = command.communicate(JOB_SECONDS)
-    if command.returncode:
-        raise Broken(f"ended with {command.returncode}: {output[-2000:]}")
+    assert not command.returncode, f"ended with {command.returncode}: {output[-2000:]}"
     return output
 
 
 def outcome(job: str) -> Any:
-    """Return those results of the job that no kill may change. Raises Broken if the job left checkpoints behind."""
+    """Return those results of the job that no kill may change. Fail if the job left checkpoints behind."""
     if job == "bench":
         return sorted(arm.name for arm in results.read_bench().arms)
-    if kept := [file for file in Path("checkpoints", job).iterdir() if file.suffix != ".partial"]:
-        raise Broken(f"checkpoints of a job that is done: {kept}")
+    kept = [file for file in Path("checkpoints", job).iterdir() if file.suffix != ".partial"]
+    assert not kept, f"checkpoints of a job that is done: {kept}"
     runs = results.read(results.result_file(job), parse(PARAMS)).runs
     rows = results.read_history(results.history_file(job))
     return [(run.model_sha256, run.test_loss, run.train_loss) for run in runs], [(row.seed, row.step) for row in rows]
@@ -311,9 +276,9 @@ def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = 
                 assert_whole(Path.cwd())
             else:
                 complete(job)
-            if (found := outcome(job)) != expected[job]:
-                raise Broken(f"expected {expected[job]}, found {found}")
-        except Broken as error:
+            found = outcome(job)
+            assert found == expected[job], f"expected {expected[job]}, found {found}"
+        except AssertionError as error:
             broken.append(f"seed {seed}, {job}, {suffered}: {error}")
         tried = Counter({"jobs": 1, "kills": len(suffered)})
         for kill in suffered:
@@ -331,9 +296,7 @@ def side(seed: int, jobs: Sequence[str], minutes: float) -> None:
         for found in trials(seed, jobs, minutes):
             with Path(__file__).open() as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
-                known = (
-                    json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {"tried": {}, "broken": []}
-                )
+                known = json.loads(COUNTS.read_text(encoding="utf-8"))
                 tried = dict(sorted((Counter(known["tried"]) + found["tried"]).items()))
                 content = {"tried": tried, "broken": known["broken"] + found["broken"]}
                 files.write_text(COUNTS, json.dumps(content, indent=1) + "\n")
@@ -345,9 +308,7 @@ def side(seed: int, jobs: Sequence[str], minutes: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument(
-        "--seed", type=int, default=int(time.time()), help="seed of the random kills; default: the time"
-    )
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the random kills; default: the time")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     sides = [
