@@ -118,11 +118,7 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
 
 
 MISMATCH = gpus.Shown([], None, "NVML says: Driver/library version mismatch")
-ON_CUDA = {
-    "init": lambda: None,
-    "device_count": lambda: 2,
-    "get_device_name": lambda _: "H100",
-}
+ON_CUDA = {"init": lambda: None, "device_count": lambda: 2, "get_device_name": lambda _: "H100"}
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,6 @@ def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixtur
     assert any(line.startswith("    with      processes: auto") for line in lines)
 
 
-def test_all_techniques_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(described(capsys, LAPTOP)) == [entry.name for entry in CATALOGUE]
-
-
 @pytest.mark.parametrize(
     ("words", "names"),
     [
