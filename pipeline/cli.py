@@ -94,13 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     add("fetch", _fetch, "Download or copy the raw files and check their SHA-256.")
     add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
-    train.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
     bench.add_argument("--again", action="store_true", help="measure one more session, into a new file under sessions/")
     profile = add("profile", _profile, "Show where a variant's step spends its time; write profiles/VARIANT/.")
-    profile.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
-    infer.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+    for stage in (train, profile, infer):
+        stage.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Write the results into MLflow, unless they are there already.")
     gate = add("gate", _gate, "Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
@@ -121,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
         "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; without a name: all"
     )
     memory = add("predict-memory", _predict_memory, "Predict the peak memory of variants without running them.")
-    memory.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
     memory.add_argument(
         "--memory",
         metavar="SIZE",
@@ -131,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
     verify = add("verify", _verify, "Check in a few minutes the claims on which the comparison of the variants relies.")
     verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be decided; else 0."
-    verify.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all variants of params.yaml")
+    for command in (memory, verify):
+        command.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
     verify.add_argument(
         "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
     )
@@ -143,9 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
     doctor = add("doctor", _doctor, "Show what this machine lacks for the job of params.yaml, and how to fix it.")
     doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
-    doctor.add_argument(
-        "--json", action="store_true", help="print JSON for programs: counts, and each check's finding and remedy"
-    )
     techniques = add(
         "techniques",
         _techniques,
@@ -189,13 +185,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _environment(_: argparse.Namespace) -> None:
     from pipeline import environment, params, plans
-    from pipeline.environment import code, stages
+    from pipeline.environment import stages
 
     config = params.load()
     params.check_names(config.train, config.variants)
     made = plans.plans(config, environment.machine())
     written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
-    code.remember()
     print(f"environment {written[:12]}")
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
@@ -352,10 +347,10 @@ def _verify(parsed: argparse.Namespace) -> int:
     return verification.run(config, machine, parsed.variants, PREPARED, as_json=parsed.json)
 
 
-def _doctor(parsed: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from pipeline.tools import doctor
 
-    return doctor.run(as_json=parsed.json)
+    return doctor.run()
 
 
 def _evidence(parsed: argparse.Namespace) -> int:

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import ctypes.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import pynvml
 import pytest
 
 from pipeline import environment
-from pipeline.environment import cpus, cuda, fingerprint, hash_of, machine, read, software, variables, write
+from pipeline.environment import cpus, fingerprint, gpus, hash_of, machine, read, software, variables, write
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import COMPILER, parse
 from pipeline.plans import plan
@@ -42,7 +38,8 @@ class Gpu:
 
 
 Plug = Callable[..., None]
-NOTHING = cuda.Answer([])
+Told = tuple[dict[str, dict[str, Any]], str | None]
+NOTHING: Told = ({}, None)
 """CUDA's answer on a machine without a GPU."""
 
 
@@ -51,7 +48,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     """Return ``plug(*gpus, shown=None)``, which simulates a driver with ``gpus``, and CUDA_VISIBLE_DEVICES=``shown``.
     ``told``: CUDA's own answer; None if the code must not query CUDA."""
 
-    def ask(told: cuda.Answer | None) -> cuda.Answer:
+    def ask(told: Told | None) -> Told:
         assert told is not None, "CUDA was queried, although this needs a process of its own"
         return told
 
@@ -60,18 +57,16 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
             raise error
         return value
 
-    def plug(
-        *gpus: Gpu, shown: str | None = None, cuda: str | None = "13.0", told: cuda.Answer | None = NOTHING
-    ) -> None:
-        everything = [*gpus, *(each for gpu in gpus for each in gpu.instances or [] if each)]
+    def plug(*there: Gpu, shown: str | None = None, cuda: str | None = "13.0", told: Told | None = NOTHING) -> None:
+        everything = [*there, *(each for gpu in there for each in gpu.instances or [] if each)]
         by_uuid = {each.uuid: each for each in everything}
         memory = pynvml.c_nvmlMemory_t
         driver = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
             "nvmlSystemGetDriverVersion": lambda: "580.65.06",
-            "nvmlDeviceGetCount": lambda: len(gpus),
-            "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
+            "nvmlDeviceGetCount": lambda: len(there),
+            "nvmlDeviceGetHandleByIndex": lambda index: there[index],
             "nvmlDeviceGetHandleByUUID": lambda uuid: found(by_uuid.get(uuid), pynvml.NVMLError_NotFound),
             "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
             "nvmlDeviceGetName": lambda gpu: gpu.name,
@@ -85,7 +80,7 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
             ),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda gpu: gpu.parent,
         }
-        monkeypatch.setattr(environment.cuda, "ask", lambda: ask(told))
+        monkeypatch.setattr(gpus, "ask_cuda", lambda: ask(told))
         monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
         for name, function in driver.items():
             monkeypatch.setattr(pynvml, name, function)
@@ -126,10 +121,10 @@ def test_the_versions_are_those_that_import() -> None:
     assert software.torch_build()["cuda"] == torch.version.cuda
 
 
-def test_two_calls_and_two_processes_agree() -> None:
+def test_two_processes_agree() -> None:
     program = "import json; from pipeline.environment import fingerprint; print(json.dumps(fingerprint()))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == fingerprint() == fingerprint()
+    assert json.loads(done.stdout) == fingerprint()
 
 
 def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +157,12 @@ def test_of_secrets_only_the_name_of_the_variable_is_recorded(tmp_path: Path, mo
     ("name", "value"),
     [
         ("OMP_PLACES", "{0:4},{4:4}"),
-        ("KMP_AFFINITY", "granularity=fine,verbose,compact,1,0"),
-        ("NCCL_PROTO", "LL,LL128,Simple"),
         ("NCCL_SOCKET_IFNAME", "^docker0,lo"),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,garbage_collection_threshold:0.6,expandable_segments:True"),
-        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         ("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
-        ("ATEN_CPU_CAPABILITY", "avx512"),
+        ("NCCL_SOMETHING_NEW", "64K"),
+        ("TORCH_SOMETHING_NEW", "True"),
+        ("OMP_SOMETHING_NEW", "-1.5"),
     ],
 )
 def test_a_setting_is_recorded_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,15 +228,11 @@ def test_a_variable_that_changes_no_number_does_not_count(name: str, monkeypatch
         (" 1 , 2", "BC"),
         ("", ""),
         ("-1", ""),
-        ("NoDevFiles", ""),
         ("0,-1,2", "A"),
-        ("0,7,2", "A"),
         ("0,0", ""),
         ("1gpu2,2x", "BC"),
         ("GPU-cccc", "C"),
-        ("GPU-cc,GPU-aaaa1", "CA"),
         ("GPU-aaaa", ""),
-        ("GPU-dddd,GPU-cccc", ""),
         ("GPU-cccc,GPU-dddd,GPU-aaaa1", "C"),
         ("GPU-cccc,GPU-cc", ""),
     ],
@@ -254,16 +244,10 @@ def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, vi
 
 
 def test_the_recorded_facts_of_a_gpu(plug: Plug) -> None:
-    plug(Gpu("GPU-1"), Gpu("GPU-2", "Small", (7, 5), 14.6, None), Gpu("GPU-3", "Shared", (12, 1), None, None))
+    plug(Gpu("GPU-1", "H100"), Gpu("GPU-2", "Shared", (12, 1), None, None))
     found = fingerprint()
     assert found["hardware"]["gpus"] == [
-        {
-            "name": "NVIDIA H100 80GB HBM3",
-            "compute_capability": "9.0",
-            "memory_gib": 80,
-            "power_limit_watts": 700,
-        },
-        {"name": "Small", "compute_capability": "7.5", "memory_gib": 15, "power_limit_watts": None},
+        {"name": "H100", "compute_capability": "9.0", "memory_gib": 80, "power_limit_watts": 700},
         {"name": "Shared", "compute_capability": "12.1", "memory_gib": None, "power_limit_watts": None},
     ]
     assert found["software"]["driver"] == "580.65.06"
@@ -278,8 +262,8 @@ def test_another_gpu_count_driver_or_power_limit_is_another_environment(
     hashes = [fingerprint()["hash"]]
     plug(Gpu("GPU-9"))
     assert fingerprint()["hash"] == hashes[0], "another GPU of the same model made another environment"
-    for gpus in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
-        plug(*gpus)
+    for there in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
+        plug(*there)
         hashes.append(fingerprint()["hash"])
     plug(Gpu("GPU-1"))
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "590.1")
@@ -317,25 +301,11 @@ def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: 
     assert hashes[0] != hashes[1]
 
 
-def test_libraries_for_gpus_do_not_count_where_there_is_none(plug: Plug) -> None:
-    plug()
-    assert not {"driver", "cuda", "cudnn", "nccl"} & set(fingerprint()["software"])
-
-
-def test_a_torch_without_cuda_sees_no_gpu(plug: Plug) -> None:
+def test_a_torch_without_cuda_sees_no_gpu_and_libraries_for_gpus_do_not_count(plug: Plug) -> None:
     plug(A, cuda=None)
     assert names() == []
     assert machine().gpus == 0
-
-
-def test_no_driver(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
-    plug(A)
-
-    def missing() -> None:
-        raise pynvml.NVMLError_LibraryNotFound
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert names() == []
+    assert not {"driver", "cuda", "cudnn", "nccl"} & set(fingerprint()["software"])
 
 
 @pytest.mark.parametrize(
@@ -354,30 +324,27 @@ def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, vi
     assert all(gpu["compute_capability"] == "9.0" for gpu in fingerprint()["hardware"]["gpus"])
 
 
-def on_cuda(*names: str, uuids: Sequence[str] = ()) -> cuda.Answer:
-    """Return CUDA's answer for GPUs with these names."""
+def on_cuda(**names: str) -> Told:
+    """Return CUDA's answer: UUID -> name."""
     about = {"compute_capability": "9.0", "memory_gib": 79}
-    pairs = zip_longest(names, uuids, fillvalue="")
-    return cuda.Answer(
-        [{"uuid": uuid.removeprefix("GPU-").replace("-", ""), "name": name} | about for name, uuid in pairs]
-    )
+    return {uuid: {"name": name} | about for uuid, name in names.items()}, None
 
 
-SLOW, FAST = Gpu("GPU-5-a", "T400", (7, 5)), Gpu("GPU-0-b", "H100")
+SLOW, FAST = Gpu("GPU-a", "T400", (7, 5)), Gpu("GPU-b", "H100")
 
 
 @pytest.mark.parametrize(
     ("order", "told", "seen"),
     [
-        (None, on_cuda("H100", "T400", uuids=("GPU-0-b", "GPU-5-a")), ["H100", "T400"]),
-        ("FASTEST_FIRST", on_cuda("H100", uuids=("GPU-0-b",)), ["H100"]),
+        (None, on_cuda(b="H100", a="T400"), ["H100", "T400"]),
+        ("FASTEST_FIRST", on_cuda(b="H100"), ["H100"]),
         ("PCI_BUS_ID", None, ["T400", "H100"]),
-        (None, cuda.Answer([], "CUDA's error 999"), ["T400", "H100"]),
-        (None, on_cuda("H100", uuids=("GPU-7-c",)), ["T400", "H100"]),
+        (None, ({}, "CUDA's error 999"), ["T400", "H100"]),
+        (None, on_cuda(c="H100"), ["T400", "H100"]),
     ],
 )
 def test_different_gpus_are_listed_in_the_order_of_cuda(
-    plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: cuda.Answer | None, seen: list[str]
+    plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: Told | None, seen: list[str]
 ) -> None:
     plug(SLOW, FAST, told=told)
     if order:
@@ -392,11 +359,10 @@ def test_cuda_is_not_queried_if_all_gpus_are_equal(plug: Plug, shown: str | None
     assert machine().gpus == (0 if shown == "" else 2 if shown is None else 1)
 
 
-FAILING = ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCudaComputeCapability")
 ERRORS = [pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_Unknown, pynvml.NVMLError_GpuIsLost]
 
 
-@pytest.fixture(params=[*(("nvmlInit", error) for error in ERRORS), *((call, ERRORS[2]) for call in FAILING[1:])])
+@pytest.fixture(params=[("nvmlInit", ERRORS[0]), ("nvmlDeviceGetCudaComputeCapability", ERRORS[2])])
 def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that makes one of NVML's functions fail. A container without the capability "utility" has no
     NVML library."""
@@ -411,11 +377,11 @@ def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
     plug: Plug, no_nvml: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plug(A, told=on_cuda("H100", "H100"))
+    plug(A, told=on_cuda(a="H100", b="H100"))
     no_nvml()
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)"
     (tmp_path / "version").write_text(line, encoding="utf-8")
-    monkeypatch.setattr(environment.gpus, "KERNEL_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpus, "KERNEL_DRIVER", tmp_path / "version")
     found = fingerprint()
     one = {"name": "H100", "compute_capability": "9.0", "memory_gib": 79, "power_limit_watts": None}
     assert found["hardware"]["gpus"] == [one, one]
@@ -427,7 +393,7 @@ def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
 
 
 def test_a_gpu_that_cannot_be_used_is_reported(plug: Plug, no_nvml: Callable[[], None]) -> None:
-    plug(A, told=cuda.Answer([], "CUDA's error 802"))
+    plug(A, told=({}, "CUDA's error 802"))
     no_nvml()
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
     assert (made.device, made.skipped) == ("cpu", {"GPU": "CUDA's error 802"})
@@ -448,78 +414,50 @@ def test_a_missing_driver_is_no_failure_but_a_failing_one_is(plug: Plug, monkeyp
         assert machine().why_no_gpu == why
 
 
-PRETENDING = """
-#include <stddef.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-int cuInit(unsigned flags) {{ {init} }}
-int cuGetErrorString(int code, const char **text) {{ *text = code == 802 ? "not ready" : NULL; return code != 802; }}
-int cuDeviceGetCount(int *count) {{ *count = getenv("CUDA_VISIBLE_DEVICES") ? 1 : 2; return 0; }}
-int cuDeviceGet(int *device, int ordinal) {{ *device = 7 + ordinal; return 0; }}
-int cuDeviceGetName(char *name, int n, int device) {{ strncpy(name, device == 7 ? "H100" : "T400", n); return 0; }}
-int cuDeviceGetUuid_v2(char *uuid, int device) {{ memset(uuid, device, 16); return 0; }}
-int cuDeviceTotalMem_v2(size_t *bytes, int device) {{ *bytes = (size_t)device << 33; return 0; }}
-int cuDeviceGetAttribute(int *value, int attribute, int device) {{ *value = attribute - 70; return device == 9; }}
+TORCH = """
+import os, sys
+from types import SimpleNamespace
+
+
+class cuda:
+    def init():
+        {init}
+
+    def device_count():
+        return 1 if os.environ.get("CUDA_VISIBLE_DEVICES") else 2
+
+    def get_device_properties(index):
+        return SimpleNamespace(uuid=f"uuid-{{index}}", name="H100", major=9, minor=index, total_memory=80 * 10**9)
 """
-"""C code of a simulated libcuda with two devices, numbered 7 and 8."""
+"""A simulated torch."""
 
 
-@pytest.fixture
-def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return ``pretend(init)``, which replaces CUDA's library by a library whose cuInit runs the C code ``init``."""
-
-    def pretend(init: str) -> None:
-        (tmp_path / "cuda.c").write_text(PRETENDING.format(init=init), encoding="utf-8")
-        built = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(tmp_path / "cuda.c")]
-        subprocess.run(built, check=True)
-        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    return pretend
-
-
-needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-
-
-@needs_a_compiler
-def test_cuda_is_asked_in_a_process_of_its_own(pretend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend("return 0;")
-    about = {"compute_capability": "5.6"}
-    h100 = about | {"uuid": "07" * 16, "name": "H100", "memory_gib": 56}
-    assert cuda.ask() == cuda.Answer([h100, about | {"uuid": "08" * 16, "name": "T400", "memory_gib": 64}])
-    assert "libcuda.so" not in Path("/proc/self/maps").read_text(encoding="utf-8"), "this process has loaded CUDA"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert cuda.ask().gpus == [h100], "CUDA's process did not get this process's variables"
-
-
-@needs_a_compiler
 @pytest.mark.parametrize(
     ("init", "failure"),
     [
-        ("return 100;", None),
-        ("return 34;", None),
-        ("return 802;", r"CUDA's error 802 \(not ready\)$"),
-        ("return 7777;", "CUDA's error 7777$"),
-        ("abort();", "CUDA could not be queried: .*SIGABRT"),
-        ("sleep(60); return 0;", "CUDA does not answer within 1 s"),
+        ("pass", None),
+        ("raise RuntimeError('no driver')", "CUDA cannot be used: RuntimeError: no driver"),
+        ("os._exit(3)", "CUDA cannot be used: the process ended with 3"),
+        ("import time; time.sleep(60)", "CUDA does not answer within 1 s"),
     ],
 )
-def test_a_cuda_that_does_not_start(
-    pretend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, init: str, failure: str | None
+def test_cuda_is_asked_in_a_process_of_its_own(
+    init: str, failure: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pretend(init)
+    (tmp_path / "torch.py").write_text(TORCH.format(init=init), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libm.so.6")
     if "sleep" in init:
-        monkeypatch.setattr(cuda, "SECONDS", 1.0)
-    found = cuda.ask()
-    assert found.gpus == []
-    assert found.failure is None if failure is None else re.match(failure, str(found.failure))
-
-
-def test_without_the_cuda_library_there_are_no_gpus() -> None:
-    if ctypes.util.find_library("cuda"):
-        pytest.skip("this machine has CUDA's library")
-    assert cuda.ask() == cuda.Answer([])
+        monkeypatch.setattr(gpus, "CUDA_SECONDS", 1.0)
+    h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 75}
+    found = {} if failure else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus.ask_cuda() == (found, failure)
+    if not failure:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert gpus.ask_cuda() == ({"uuid-0": h100}, None), "CUDA's process did not get this process's variables"
+    monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libnone.so.1")
+    assert gpus.ask_cuda() == NOTHING, "without CUDA's library there are no GPUs"
 
 
 @pytest.mark.parametrize(
@@ -533,20 +471,9 @@ def test_native_bf16_needs_it_on_every_gpu(plug: Plug, capabilities: list[tuple[
 @pytest.mark.parametrize(
     ("cpuinfo", "model", "flags", "native"),
     [
-        (
-            "model name\t: Xeon\nflags\t\t: fpu avx2 avx512f\n\nmodel name\t: Other\n",
-            "Xeon",
-            ["avx2", "avx512f"],
-            False,
-        ),
+        ("model name\t: Xeon\nflags\t\t: fpu avx2\n\nmodel name\t: Other\n", "Xeon", ["avx2"], False),
         ("model name\t: Xeon\nflags\t\t: avx2 avx512_bf16\n", "Xeon", ["avx2", "avx512_bf16"], True),
-        ("model name\t: Xeon\nflags\t\t: amx_tile amx_bf16\n", "Xeon", ["amx_bf16"], True),
-        (
-            "Features\t: fp asimd bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n",
-            "0x41 0xd40",
-            ["asimd", "bf16"],
-            True,
-        ),
+        ("Features\t: fp bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd4\n", "0x41 0xd4", ["bf16"], True),
     ],
 )
 def test_the_recorded_facts_of_a_cpu(
@@ -557,19 +484,6 @@ def test_the_recorded_facts_of_a_cpu(
     cpu = fingerprint()["hardware"]["cpu"]
     assert (cpu["model"], cpu["flags"]) == (model, flags)
     assert machine().cpu_native_bf16 is native
-
-
-def test_proc_cpuinfo_is_read_once_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = cpus.facts()
-    reads: list[dict[str, str]] = []
-
-    def read_again() -> dict[str, str]:
-        reads.append(facts)
-        return facts
-
-    monkeypatch.setattr(cpus, "facts", read_again)
-    fingerprint()
-    assert len(reads) == 1
 
 
 def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,16 +498,13 @@ def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.Monke
         ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
         ("0::/\n", {"cpu.max": "max 100000\n"}, None),
         ("0::/pod/box\n", {"pod/cpu.max": "50000 100000\n", "pod/box/cpu.max": "max 100000\n"}, 0.5),
-        ("0::/seen/only/outside\n", {"cpu.max": "100000 100000\n"}, 1),
-        (
-            "4:memory:/a\n3:cpu,cpuacct:/box\n0::/\n",
-            {"cpu,cpuacct/box/cpu.cfs_quota_us": "25000\n", "cpu,cpuacct/box/cpu.cfs_period_us": "100000\n"},
-            0.25,
-        ),
+        ("0::/seen/only/outside\n", {"cpu.max": "100000 100000\n", "memory.max": "1048576\n"}, 1),
+        ("3:cpu,x:/box\n", {"cpu/box/cpu.cfs_quota_us": "25000\n", "cpu/box/cpu.cfs_period_us": "100000\n"}, 0.25),
         ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ("4:memory:/a\n3:cpu:/b\n", {"memory/a/memory.limit_in_bytes": "1048576\n"}, None),
     ],
 )
-def test_cores_within_the_quota_of_control_groups(
+def test_cores_and_memory_within_the_limits_of_control_groups(
     membership: str, files: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "membership").write_text(membership, encoding="utf-8")
@@ -604,6 +515,7 @@ def test_cores_within_the_quota_of_control_groups(
     monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert fingerprint()["hardware"]["cpu"]["cores"] == (2 if cores is None else cores)
+    assert set(environment.memory_limits()) == ({2**20} if "1048576\n" in files.values() else set())
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pipeline import files
-from pipeline.cli import main
 from pipeline.errors import PipelineError, said
 from pipeline.training import checkpoints
 
@@ -102,15 +101,3 @@ def test_a_machine_without_a_place_for_temporary_files_is_told_of_tmpdir(monkeyp
         tempfile.mkdtemp()
     expected = "No usable temporary directory found in ['/proc']; make room in one of these directories, or set TMPDIR"
     assert str(said(caught.value)).startswith(expected)
-
-
-def test_a_command_ends_with_2_where_it_may_not_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", "params.schema.json")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files, "write_text", refuse)
-    assert main(["schema"]) == 2
-    assert capsys.readouterr().err.startswith("error: params.schema.json: Read-only file system; ")

@@ -81,11 +81,10 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert capsys.readouterr().out == "init: wrote nothing: all files are as this version writes them\n"
 
 
-@pytest.mark.parametrize("beside", [{}, {".dockerignore": "*\n"}], ids=["Dockerfile", "and .dockerignore"])
 def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
-    beside: dict[str, str], repository: Path, capsys: pytest.CaptureFixture[str]
+    repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = {"Dockerfile": "FROM scratch\n", ".github/workflows/gpu.yml": "on: push\n", "nets.py": NET} | beside
+    theirs = {"Dockerfile": "FROM scratch\n", ".github/workflows/gpu.yml": "on: push\n", "nets.py": NET}
     for name, text in theirs.items():
         add(repository / name, text)
     add(repository / ".gitignore", "/mine\n/data")
@@ -98,7 +97,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     assert "+/results" in capsys.readouterr().out
     init.run(LAPTOP, model="nets:net", yes=True)
     assert {name: (repository / name).read_text(encoding="utf-8") for name in theirs} == theirs
-    assert beside or not (repository / ".dockerignore").exists(), "it would change what their Dockerfile copies"
+    assert not (repository / ".dockerignore").exists(), "it would change what their Dockerfile copies"
     ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert ignored[:2] == ["/mine", "/data"]
     assert ignored.count("/data") == 1
@@ -157,20 +156,16 @@ def test_data_that_git_ignores_is_in_the_way_too_but_not_what_the_stages_made(re
     assert contents(repository) == before
 
 
-@pytest.mark.parametrize(("answer", "written"), [("y", True), ("", False)])
-def test_on_a_terminal_it_asks(
-    answer: str, written: bool, repository: Path, upgraded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_it_asks(repository: Path, upgraded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     init.run(LAPTOP)
     add(upgraded / "dvc.yaml", "# later\n")
-    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
+    monkeypatch.setattr("sys.stdin", Terminal("\ny\n"))
     monkeypatch.setattr("sys.stdout", Terminal())
-    if written:
+    with pytest.raises(PipelineError):
         init.run(LAPTOP)
-    else:
-        with pytest.raises(PipelineError):
-            init.run(LAPTOP)
-    assert ("# later" in (repository / "dvc.yaml").read_text(encoding="utf-8")) is written
+    assert "# later" not in (repository / "dvc.yaml").read_text(encoding="utf-8")
+    init.run(LAPTOP)
+    assert "# later" in (repository / "dvc.yaml").read_text(encoding="utf-8")
 
 
 def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest_alone(
@@ -179,12 +174,12 @@ def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest
     for name in ("params.yaml", "dvc.yaml", "models/__init__.py", "own_nets/__init__.py"):
         add(repository / name, "train: {lr: 0.1}\n" if name.endswith("yaml") else NET)
     before = contents(repository)
-    with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but the stages use these names"):
+    with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but .*: ln -s \.\./PACKAGE \."):
         init.run(LAPTOP)
     assert contents(repository) == before
     (repository / "performance").mkdir()
     monkeypatch.chdir(repository / "performance")
-    with pytest.raises(ConfigError, match=r"no module 'own_nets'.* `ln -s \.\./own_nets \.` links it into this folder"):
+    with pytest.raises(ConfigError, match=r"no module 'own_nets'"):
         init.run(LAPTOP, model="own_nets:net")
     assert contents(repository) == before
     (repository / "performance/own_nets").symlink_to("../own_nets")
@@ -194,16 +189,15 @@ def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest
     others = {name for name in after.keys() - before.keys() if not name.startswith("performance/")}
     assert others == set(init.AT_THE_TOP)
     workflow = (repository / ".github/workflows/gpu.yml").read_text(encoding="utf-8")
-    jobs = yaml.safe_load(workflow)["jobs"]
-    runs = [step.get("run", "").rstrip() for job in jobs.values() for step in job["steps"]]
-    assert sum(run.endswith('REVISION="$GITHUB_SHA" performance') for run in runs) == 1
-    assert sum('"$CONTAINER" performance/.ci/gpu ' in run for run in runs) == 1
-    assert 'cd performance && "$GITHUB_WORKSPACE/.github/session" "$RUNNER_TEMP/gpu/sessions"' in runs
-    (uploaded,) = (step["with"]["path"].split() for step in jobs["gpu"]["steps"] if "path" in step.get("with", {}))
-    paths = [line for line in workflow.splitlines() if "runner.temp }}/copy/" in line]
-    assert len(paths) == 7
-    assert all("/copy/performance/" in line for line in paths)
-    assert uploaded[-1] == "}}/copy/performance/sessions"
+    assert yaml.safe_load(workflow)["jobs"]
+    for words, times in {
+        'REVISION="$GITHUB_SHA" performance\n': 1,
+        '"$CONTAINER" performance/.ci/gpu ': 1,
+        'cd performance && "$GITHUB_WORKSPACE/.github/session" "$RUNNER_TEMP/gpu/sessions"': 1,
+        "runner.temp }}/copy/performance/": 7,
+        "runner.temp }}/copy/": 7,
+    }.items():
+        assert workflow.count(words) == times, words
 
 
 def images(folder: Path, sides: list[int]) -> None:
@@ -236,12 +230,8 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "the comments of params.yaml stay"
-    assert "#   batch_size 8: about 20 steps per epoch of 161 samples" in text
-    least = {2.5: 0.6, 5.0: 1.2}[minutes]  # 6 rounds of 4 or 8 arms, 1.5 s each
-    told = f"at least 6 rounds are measured, so the bench takes at least {least} minutes, plus the time for"
-    assert f"#   {told}" in text
-    assert f"{minutes:g} minutes for the bench; {told}" in capsys.readouterr().out
-    assert ("#   no ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
+    assert f"{len(variants)} variants, and {minutes:g} minutes for the bench" in capsys.readouterr().out
+    assert ("#   ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
 
@@ -277,27 +267,13 @@ def test_a_job_on_text_is_a_language_model(repository: Path) -> None:
     assert load().train.batch_size == 32
 
 
-def test_a_model_of_ones_own_need_have_no_blocks(repository: Path) -> None:
+@pytest.mark.parametrize(("model", "has_blocks"), [("nets:net", False), ("resnet18", True)])
+def test_a_model_of_ones_own_need_have_no_blocks(model: str, has_blocks: bool, repository: Path) -> None:
     add(repository / "nets.py", NET)
-    init.run(SERVER, model="nets:net")
-    assert load().train.model == "nets:net"
-    assert load().variants["memory"].activation_checkpointing is False
+    init.run(SERVER, model=model)
+    assert load().train.model == model
+    assert load().variants["memory"].activation_checkpointing is has_blocks
     assert load().fetch.dataset == "fashion_mnist"
-
-
-@pytest.mark.usefixtures("repository")
-def test_a_model_of_the_pipeline_has_blocks() -> None:
-    init.run(SERVER, model="resnet18")
-    assert load().variants["memory"].activation_checkpointing is True
-
-
-def test_one_of_the_splits_is_no_image_folder_and_its_parent_is_named(repository: Path) -> None:
-    images(repository / "shots", [8])
-    with pytest.raises(ConfigError, match=r"found 'shots/train'; expected .* Did you mean 'shots'"):
-        init.run(LAPTOP, images="shots/train")
-    (repository / "shots/train").rename(repository / "classes")
-    with pytest.raises(ConfigError, match=r"If these folders are the classes, put them, or a link .*, under train/"):
-        init.run(LAPTOP, images="classes")
 
 
 def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) -> None:
@@ -305,21 +281,16 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
     np.savez(repository / "mine.npz", inputs=np.ones((40, 3)), targets=np.ones(40))
     init.run(SERVER, model="nets:net", arrays="mine.npz")
     assert "channels-last" not in load().variants
-    assert "model mlp" not in (repository / "params.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--images", "nowhere"], "--images: found 'nowhere'; expected a folder that holds images at train/CLASS/*"),
-        (
-            ["--arrays", "nowhere.npz"],
-            "--arrays: found 'nowhere.npz', which does not exist; expected a file of type .npz",
-        ),
-        (["--arrays", "mine:samples"], "--arrays: found 'mine:samples'; expected a file or folder."),
-        (["--text", "nowhere"], "--text: found 0 files in nowhere; expected two or more"),
-        (["--model", "nets:net"], "error: --model: found 'nets:net', but there is no module 'nets'"),
-        (["--model", "resnet81"], "error: --model: found 'resnet81'; did you mean"),
+        (["--images", "nowhere"], "fetch.image_folder: found 'nowhere', which has no directory 'train'"),
+        (["--arrays", "nowhere.npz"], "fetch.arrays: found 'nowhere.npz', which does not exist"),
+        (["--text", "nowhere"], "fetch.text_folder: found 0 files in nowhere; expected two or more"),
+        (["--model", "nets:net"], "train.model: found 'nets:net', but there is no module 'nets'"),
+        (["--model", "resnet81"], "train.model: found 'resnet81'; did you mean"),
     ],
 )
 def test_a_job_that_cannot_be_writes_nothing(
@@ -337,9 +308,6 @@ def test_what_is_in_the_way_is_named(
         assert cli.main(["init"]) == 2
         return capsys.readouterr().err
 
-    (repository / ".gitignore").write_bytes(b"\xff")
-    assert ".gitignore is not text in UTF-8" in refused()
-    (repository / ".gitignore").unlink()
     (repository / ".ci").touch()
     assert "Not a directory" in refused()
     (repository / ".ci").unlink()

@@ -8,6 +8,7 @@ invalidate all results.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -21,14 +22,12 @@ from typing import Any, Literal
 
 from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import cores, memory_limits
-from pipeline.environment.gpus import visible
 from pipeline.errors import PipelineError, redacted
 from pipeline.files import json_sha256, write_text
 from pipeline.params import CATALOGUE, COMPILER, Machine
 
 __all__ = [
     "ENVIRONMENT_FILE",
-    "IMAGE_VARIABLE",
     "checked_out",
     "cores",
     "fingerprint",
@@ -37,19 +36,14 @@ __all__ = [
     "memory_limits",
     "optional_versions",
     "read",
-    "visible",
     "without_stages",
     "write",
 ]
 
 ENVIRONMENT_FILE = Path("environment.json")
 
-IMAGE_VARIABLE = "PIPELINE_IMAGE"
-"""The environment variable that a container image sets to its own digest or tag."""
-
-_NATIVE_BF16_CAPABILITY = (8, 0)
-_TF32_CAPABILITY = (8, 0)
-_FLOAT8_CAPABILITY = (8, 9)
+_AMPERE, _ADA = (8, 0), (8, 9)
+"""Compute capabilities of the first GPUs with native bf16 and TF32, and with float8."""
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
 """The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> names."""
@@ -80,7 +74,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "software": {
             "system": f"{platform.system()} {platform.machine()}",
-            "image": redacted(os.environ.get(IMAGE_VARIABLE, "")) or None,
+            "image": redacted(os.environ.get("PIPELINE_IMAGE", "")) or None,  # a container image sets it
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "numpy": software.version("numpy"),
             "torch": software.torch_build()["__version__"],
@@ -90,12 +84,10 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     }
     if shown:  # without a GPU, these libraries are not used even if they are installed
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
-    requested = relied_on or {}
-    optional = {name for users in requested.values() for names in users.values() for name in names}
-    versions = {name: software.version_of_optional(name) for name in optional}
+    version = functools.cache(software.version_of_optional)
     of_users = {
-        section: {user: {name: versions[name] for name in sorted(names)} for user, names in users.items()}
-        for section, users in requested.items()
+        section: {user: {name: version(name) for name in sorted(names)} for user, names in users.items()}
+        for section, users in (relied_on or {}).items()
     }
     return {"hash": json_sha256(content), **content, "relied_on": of_users}
 
@@ -147,8 +139,8 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PipelineError(f"{path} is missing, so the machine of the results is unknown: {again}") from None
-    except ValueError as error:
-        raise PipelineError(f"{path} is not JSON: {again} ({error})") from None
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
         raise PipelineError(f"{path} does not contain an environment's fingerprint: {again}")
     return content
@@ -175,15 +167,15 @@ def checked_out() -> str | None:
 def machine() -> Machine:
     """Describe this machine's hardware and software, for the planning of variants."""
     shown, _, why_none = gpus.shown()
-    capabilities = [tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown]
+    least = min((tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown), default=(0, 0))
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
     return Machine(
         gpus=len(shown),
         why_no_gpu=why_none,
-        gpu_native_bf16=bool(shown) and min(capabilities) >= _NATIVE_BF16_CAPABILITY,
+        gpu_native_bf16=least >= _AMPERE,
         cpu_native_bf16=bool(cpus.flags(cpus.facts()) & cpus.NATIVE_BF16_FLAGS),
-        gpu_tf32=bool(shown) and min(capabilities) >= _TF32_CAPABILITY,
-        gpu_float8=bool(shown) and min(capabilities) >= _FLOAT8_CAPABILITY,
+        gpu_tf32=least >= _AMPERE,
+        gpu_float8=least >= _ADA,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),
         installed=frozenset(name for name in extras if importlib.util.find_spec(name)),
         no_cpu_kernels=software.no_kernels(software.cpu_compiler()),

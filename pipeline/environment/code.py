@@ -10,16 +10,13 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import write_text
 from pipeline.params import outside, requested
 from pipeline.plans import Plan
 
@@ -29,8 +26,6 @@ FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipe
 """Modules that get no digest, and whose imports are not followed. Instead, the values that they produce are recorded:
 plans, settings of stages and the environment's hash. So a changed text about a technique changes no digest."""
 
-MEMO = Path(".cache/code.json")
-
 COMMANDS_STARTED = {"bench": ("arms",)}
 """Stage -> the further commands that its command starts as processes."""
 
@@ -38,11 +33,9 @@ COMMANDS_STARTED = {"bench": ("arms",)}
 def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
     """Return file -> digest of the code that the stage's command runs for every variant, including the user's ``own``
     modules. Of cli.py, only the imports in the command's function count."""
-    path = PACKAGE / "cli.py"
     names = {f"_{command}" for command in (stage, *COMMANDS_STARTED.get(stage, ()))}
-    functions = [
-        node for node in _tree(path, path.read_bytes()).body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
+    tree = _tree(PACKAGE / "cli.py")
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     imports = [found for each in functions for node in ast.walk(each) for found in _imported(node)]
     return _digests({*_imports(imports, "pipeline.cli", is_package=False), *own})
 
@@ -160,14 +153,7 @@ class _Source(NamedTuple):
 
 @functools.cache
 def _source(path: Path) -> _Source:
-    content = path.read_bytes()
-    key = _short(content + sys.version.encode())
-    _used[key] = _memo().get(key) or list(_read(path, content))
-    return _Source(*_used[key])
-
-
-def _read(path: Path, content: bytes) -> _Source:
-    tree, imports = _tree(path, content), []
+    tree, imports = _tree(path), []
     for node in ast.walk(tree):
         imports += _imported(node)
         body = getattr(node, "body", None)
@@ -176,9 +162,9 @@ def _read(path: Path, content: bytes) -> _Source:
     return _Source(_short(ast.dump(tree).encode()), imports)
 
 
-def _tree(path: Path, content: bytes) -> ast.Module:
+def _tree(path: Path) -> ast.Module:
     try:
-        return ast.parse(content, filename=str(path))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         raise ConfigError(f"{path}, which a stage would run, is not valid Python: {error}.") from None
 
@@ -189,29 +175,6 @@ def _imported(node: ast.AST) -> list[tuple[int, str, list[str]]]:
     if isinstance(node, ast.ImportFrom):
         return [(node.level, node.module or "", [alias.name for alias in node.names])]
     return []
-
-
-@functools.cache
-def _memo() -> dict[str, Any]:
-    """Return what earlier processes stored: digest of a file -> the fields of its ``_Source``. They stored it because
-    parsing all files takes most of a second."""
-    try:
-        found = json.loads(MEMO.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    whole = isinstance(found, dict) and all(isinstance(each, list) and len(each) == 2 for each in found.values())
-    return found if whole else {}
-
-
-_used: dict[str, list[Any]] = {}
-"""Digest of a file -> the fields of its ``_Source``, for the files that this process has used; see ``remember``."""
-
-
-def remember() -> None:
-    """Store the content of ``_used``, and nothing else, for later processes. Does nothing if writing fails."""
-    with suppress(OSError):
-        if _memo().keys() != _used.keys():
-            write_text(MEMO, json.dumps(_used, sort_keys=True))
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -51,42 +51,33 @@ def cores() -> float:
 
 def _quotas() -> Iterator[float]:
     """Yield the CPU quotas, in cores, of the control groups around this process. Groups without one are left out."""
-    for group in control_groups("cpu"):
-        try:
-            if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-            else:
-                quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
-                period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if quota not in ("max", "-1"):
-            yield round(int(quota) / int(period), 2)
-
-
-def control_groups(controller: str) -> Iterator[Path]:
-    """Yield the paths that this process's control group and its parents may have, in version 1 or 2 of control groups.
-
-    Not all of these paths exist.
-    """
-    try:
-        lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        for hierarchy in (controllers, controller) if controllers else ("", "unified"):
-            # In a container, the mount may already be the process's own group, so the parents' paths are tried too.
-            for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
-                yield CGROUP_MOUNT / hierarchy / level
+    for group in _control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # version 2 and version 1
+            with suppress(OSError, ValueError):  # there is no such file, or its quota is the word "max"
+                quota, period = " ".join((group / name).read_text(encoding="ascii") for name in names).split()
+                if int(quota) > 0:  # -1 means no quota
+                    yield round(int(quota) / int(period), 2)
 
 
 def memory_limits() -> Iterator[int]:
     """Yield the memory limits, in bytes, of the control groups around this process. Groups without a limit are left
     out."""
-    for group in control_groups("memory"):
+    for group in _control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # there is no such file, or it contains the word "max"
                 yield int((group / name).read_text(encoding="ascii"))
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the paths that this process's control group and its parents may have, in version 1 or 2 of control groups.
+
+    Not all of these paths exist. In a container, the mount may already be the process's own group, so the parents'
+    paths are tried too.
+    """
+    lines = CGROUP_MEMBERSHIP.read_text(encoding="utf-8").splitlines() if CGROUP_MEMBERSHIP.exists() else []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            for hierarchy in (controllers, controller) if controllers else ("", "unified"):
+                for level in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
+                    yield CGROUP_MOUNT / hierarchy / level

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.environment import cuda, software
+from pipeline.environment import software
 
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
-_TOLD = ("name", "compute_capability", "memory_gib")
+CUDA_LIBRARY = "libcuda.so.1"
+CUDA_SECONDS = 60.0
+"""Longest wait for CUDA's answer. The driver needs some seconds to wake many GPUs. If it hangs, this limit ends the
+wait."""
+_QUERY = """
+import json
+import torch
+
+torch.cuda.init()
+found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(json.dumps([(str(gpu.uuid), gpu.name, f"{gpu.major}.{gpu.minor}", gpu.total_memory) for gpu in found]))
+"""
+"""A program that prints each GPU's UUID, name, compute capability and bytes of memory. It runs in a separate process,
+because a process that has initialised CUDA cannot fork."""
 
 
 class Shown(NamedTuple):
@@ -43,12 +60,30 @@ def shown() -> Shown:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        answer = cuda.ask()
-        if answer.gpus:
-            told = [{key: gpu.get(key) for key in (*_TOLD, "power_limit_watts")} for gpu in answer.gpus]
-            return Shown(told, _kernel_driver())
+        gpus, failure = ask_cuda()
+        if gpus:
+            return Shown([{**gpu, "power_limit_watts": None} for gpu in gpus.values()], _kernel_driver())
         nothing = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NotFound)
-        return Shown([], None, answer.failure or (None if isinstance(error, nothing) else f"NVML says: {error}"))
+        return Shown([], None, failure or (None if isinstance(error, nothing) else f"NVML says: {error}"))
+
+
+def ask_cuda() -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return UUID -> facts of the GPUs that CUDA shows, in CUDA's order, and the failure, if any. A missing CUDA
+    library means no GPUs, and is no failure."""
+    try:
+        ctypes.CDLL(CUDA_LIBRARY)  # does not initialise CUDA
+        done = subprocess.run([sys.executable, "-c", _QUERY], capture_output=True, text=True, timeout=CUDA_SECONDS)
+    except OSError:
+        return {}, None
+    except subprocess.TimeoutExpired:
+        return {}, f"CUDA does not answer within {CUDA_SECONDS:g} s"
+    if done.returncode:
+        reason = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
+        return {}, f"CUDA cannot be used: {reason}"
+    return {
+        uuid.removeprefix("GPU-"): {"name": name, "compute_capability": capability, "memory_gib": round(memory / 2**30)}
+        for uuid, name, capability, memory in json.loads(done.stdout)
+    }, None
 
 
 def _handles(shown: str | None) -> list[Any]:
@@ -63,8 +98,8 @@ def _handles(shown: str | None) -> list[Any]:
     uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in present]
     # NVML orders GPUs by their place on the bus. CUDA begins with the fastest GPU by default.
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len(set(map(pynvml.nvmlDeviceGetName, present))) > 1:
-        by_uuid = {re.sub("^GPU-|-", "", uuid): handle for uuid, handle in zip(uuids, present, strict=True)}
-        found = [by_uuid.get(gpu["uuid"]) for gpu in cuda.ask().gpus]
+        by_uuid = {uuid.removeprefix("GPU-"): handle for uuid, handle in zip(uuids, present, strict=True)}
+        found = [by_uuid.get(uuid) for uuid in ask_cuda()[0]]
         if found and None not in found:
             return found
     return _split([present[index] for index in visible(shown, uuids)])
@@ -100,26 +135,21 @@ def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
     return chosen if len(set(chosen)) == len(chosen) else []
 
 
-def instances(handle: Any) -> list[Any] | None:
-    """Return the handles of a GPU's MIG instances; None if MIG is not enabled."""
+def _split(handles: list[Any]) -> list[Any]:
+    """Return the handles of what CUDA shows: all GPUs or, if MIG splits a GPU, only its first MIG instance."""
     import pynvml
 
-    try:
-        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return None
-    except pynvml.NVMLError:  # a GPU without MIG
-        return None
-    found = []
-    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        with suppress(pynvml.NVMLError_NotFound):
-            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-    return found
-
-
-def _split(handles: list[Any]) -> list[Any]:
-    """Return the handles of what CUDA shows: all GPUs or, if MIG splits a GPU, only the first MIG instance."""
-    found = [made for handle in handles if (made := instances(handle)) is not None]
-    return found[0][:1] if found else handles
+    for handle in handles:
+        try:
+            is_split = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        except pynvml.NVMLError:  # a GPU without MIG
+            continue
+        if is_split:
+            for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with suppress(pynvml.NVMLError_NotFound):
+                    return [pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)]
+            return []
+    return handles
 
 
 def _gpu(handle: Any) -> dict[str, Any]:

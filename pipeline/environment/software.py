@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,15 +18,9 @@ from pipeline.params import COMPILER
 
 def torch_build() -> dict[str, str | None]:
     """Return torch's ``__version__`` (with its build) and ``cuda`` (None in a CPU build), without importing torch."""
-    found: dict[str, str | None] = {"__version__": None, "cuda": None}
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return found
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    for name in found:
-        value = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        found[name] = value[1] if value else None
-    return found
+    found = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    return {name: found.get(name) for name in ("__version__", "cuda")}
 
 
 def cuda_libraries() -> dict[str, str | None]:

@@ -22,10 +22,8 @@ from typing import Any
 import yaml
 
 from pipeline import files, params
-from pipeline.comparison.stats import FEWEST_PAIRS
-from pipeline.data import DataError
 from pipeline.errors import ConfigError, PipelineError, printable
-from pipeline.params import PARAMS_FILE, Config, Fetch, Machine
+from pipeline.params import PARAMS_FILE, Fetch, Machine
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
 
@@ -77,18 +75,11 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     Raises PipelineError if the user does not agree, and ConfigError if something is in the way. Then nothing is
     written.
     """
-    top, here = _top(), Path.cwd()
-    folder = here.relative_to(top).as_posix()
-    if here == PROJECT:
-        raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
-    if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
-        raise ConfigError(
-            f"init: found the folder {folder!r}; rename it: the GPU workflow allows only letters, digits and _.-/."
-        )
+    top = _top()
     record = _record()
     if not record:
         _check_room()
-    whole = _whole(os.path.relpath(top), folder)
+    whole = _whole(top)
     kept = [name for name, text in whole.items() if _is_theirs(name, text, record)]
     if "Dockerfile" in kept:
         del whole[".dockerignore"]  # the user's Dockerfile needs the user's .dockerignore
@@ -98,14 +89,18 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         raise ConfigError(
             f"init: {PARAMS_FILE} exists, and init does not change it; set fetch and train.model there yourself."
         )
-    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, top, model, requested)}
+    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, model, requested)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
     wanted |= {name: text for name, text in whole.items() if name not in kept}
     changes = {name: text for name, text in wanted.items() if text != _text(name)}
     offered = {name: _digest(text) for name, text in whole.items()}
-    news = [name for name in kept if Path(name).exists() and record.get(name) != offered[name]]
-    _show({name: changes.get(name, whole.get(name, "")) for name in (*changes, *news) if Path(name).exists()})
+    differing = changes | {name: whole[name] for name in kept if record.get(name) != offered[name]}
+    for name, text in differing.items():
+        if (there := _text(name)) is not None:
+            to = f"{name}, as init writes it"
+            lines = difflib.unified_diff(there.splitlines(), text.splitlines(), name, to, lineterm="")
+            print(printable("\n".join(lines)))
     if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
         raise PipelineError(
             "init: nothing was written, because nobody answered yes; to write these changes, run init with --yes."
@@ -122,18 +117,18 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if str(PARAMS_FILE) in changes:
         config = params.load()
         print(
-            f"init: {len(config.variants)} variants, and {config.bench.max_minutes:g} minutes for the bench; "
-            f"{_least(config, len(config.variants))}\n"
+            f"init: {len(config.variants)} variants, and {config.bench.max_minutes:g} minutes for the bench. Set the "
+            f"epochs, the optimizer and the learning rate of your own training in {PARAMS_FILE}.\n"
             "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
             "variant trains, and `dvc repro` shows which variants pay."
         )
 
 
 def _top() -> Path:
-    try:
-        done = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ConfigError("init: git is not installed; install git, because DVC and the gate need it.") from None
+    """Return the top of the git repository around the current directory."""
+    if Path.cwd() == PROJECT:
+        raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
+    done = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(
             "init: git finds no repository here, and DVC and the gate need one; run `git init` first. "
@@ -165,22 +160,25 @@ def _check_room() -> None:
     if found := sorted({name.partition("/")[0] for name in listed if name}):
         raise ConfigError(
             f"init: found {', '.join(found)}, but the stages use these names. Give the pipeline a folder of its own: "
-            "mkdir performance && cd performance && python -m pipeline init"
+            "mkdir performance && cd performance && python -m pipeline init. A link in this folder lets it import your "
+            "package: ln -s ../PACKAGE ."
         )
 
 
-def _whole(top: str, folder: str) -> dict[str, str]:
+def _whole(top: Path) -> dict[str, str]:
     """Return the files that ``init`` writes whole: path relative to the current directory -> content in this version.
-
-    ``top``: the top of the git repository, relative to the current directory. ``folder``: the current directory,
-    relative to the top.
-    """
+    ``top``: the top of the git repository."""
+    folder = Path.cwd().relative_to(top).as_posix()
+    if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
+        raise ConfigError(
+            f"init: found the folder {folder!r}; rename it: the GPU workflow allows only letters, digits and _.-/."
+        )
     texts = {name: _shipped(name) for name in WHOLE} | {str(params.SCHEMA_FILE): params.schema()}
     for name in AT_THE_TOP:
         text = _shipped(name)
         for old, new in IN_A_FOLDER if folder != "." else ():
             text = text.replace(old, new.replace("{}", folder))
-        texts[os.path.normpath(Path(top, name))] = text
+        texts[os.path.relpath(top / name)] = text
     return texts
 
 
@@ -209,19 +207,10 @@ def _text(name: str) -> str | None:
         return Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except UnicodeError:
-        raise ConfigError(f"init: {name} is not text in UTF-8; move it away, and run init again.") from None
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _show(texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-        there = (_text(name) or "").splitlines()
-        lines = difflib.unified_diff(there, text.splitlines(), name, f"{name}, as init writes it", lineterm="")
-        print(printable("\n".join(lines)))
 
 
 def _agreed() -> bool:
@@ -229,54 +218,32 @@ def _agreed() -> bool:
     return terminal and input("Write these changes? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _params(machine: Machine, top: Path, model: str | None, data: Mapping[str, str]) -> str:
+def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str:
     """Return the shipped params.yaml. If ``data`` or ``model`` is given, its job is changed to use them, and its
     variants are replaced by variants that this machine can run.
 
-    Raises ConfigError if the data or the model do not exist.
+    Raises PipelineError if the data or the model do not exist.
     """
     text = _shipped(str(PARAMS_FILE))
     if not data and model is None:
         return text
-    shipped = params.parse(yaml.safe_load(text))
-    found, why = dict[str, Any](), list[str]()
+    chosen = dict[str, Any]()
     for kind, path in data.items():
-        found, count, why = _LOOKS[kind](path)
-        found["batch_size"] = batch = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about 20 steps per epoch
-        why += [
-            f"batch_size {batch}: about {count // batch} steps per epoch of {count:,} samples (init chooses 8 to 256)"
-        ]
-    usual = found.get("model", "resnet18")
-    found["model"] = model or usual
-    for key, value in found.items():
+        chosen, count = _LOOKS[kind](path)
+        chosen["batch_size"] = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about 20 steps per epoch
+    images = chosen.get("model", "resnet18") == "resnet18"
+    chosen["model"] = model or chosen.get("model", "resnet18")
+    for key, value in chosen.items():
         text = _with(text, key, value)
-    variants, skipped = _variants(machine, yaml.safe_load(text), found["model"], images=usual == "resnet18")
+    shipped = params.parse(yaml.safe_load(text))
+    variants, left_out = _variants(machine, yaml.safe_load(text), chosen["model"], images=images)
     arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
     text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
-    why += [f"max_minutes: the example's value, scaled to {arms} arms, one of which is the A/A control", *skipped]
-    why += [_least(shipped, len(variants))]
-    others = ", ".join(key for key in ("epochs", "optimizer", "learning_rate") if key not in found)
-    why += [f"{others}: as in the shipped example; set the values of your own training"]
-    chosen = "\n#   ".join(("\n# What `init` chose for this job and machine:", *why))
+    comment = "\n#   ".join(("\n# What `init` left out for this job and machine:", *left_out)) if left_out else ""
     written = yaml.safe_dump({"variants": variants}, sort_keys=False)
-    text = re.split(r"(?:\n#.*)*\nvariants:", text)[0] + f"{chosen}\n{written}"
-    try:
-        params.check_names(params.parse(yaml.safe_load(text)).train)
-    except ConfigError as error:
-        module = str(model).partition(":")[0].partition(".")[0]
-        paths = [each for each in (top / module, top / f"{module}.py") if top != Path.cwd() and each.exists()]
-        remedy = "".join(f" `ln -s {os.path.relpath(each)} .` links it into this folder." for each in paths)
-        raise ConfigError(f"{str(error).replace(f'{PARAMS_FILE}: train.model', '--model')}{remedy}") from None
+    text = re.split(r"(?:\n#.*)*\nvariants:", text)[0] + f"{comment}\n{written}"
+    params.check_names(params.parse(yaml.safe_load(text)).train)
     return text
-
-
-def _least(config: Config, variants: int) -> str:
-    """Return a clause that says how long the bench of this number of variants takes at least."""
-    minutes = FEWEST_PAIRS * (variants + 1) * config.bench.window_seconds / 60
-    return (
-        f"at least {FEWEST_PAIRS} rounds are measured, so the bench takes at least {minutes:.1f} minutes, plus the "
-        "time for starts, warm-up and slow steps"
-    )
 
 
 def _with(text: str, key: str, value: object) -> str:
@@ -298,68 +265,52 @@ def _variants(
     """
     speed = yaml.safe_load(_shipped("variants/speed.yaml"))
     found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
-    why = []
-    for name, least in (("ddp", 2), ("compiled", 1)):  # with fewer GPUs the variant costs minutes and seldom pays
-        if machine.gpus < least:
-            del found[name]
-            few = "without a GPU" if least == 1 else f"with fewer than {least} GPUs"
-            why.append(f"no {name}: {few} it costs minutes and seldom pays")
+    left_out = {}
+    if machine.gpus < 2:
+        left_out["ddp"] = "with fewer than 2 GPUs it costs minutes and seldom pays"
+    if machine.gpus == 0:
+        left_out["compiled"] = "without a GPU it costs minutes and seldom pays"
     if not images:
-        del found["channels-last"], found["memory"]["channels_last"]
-        why.append("no channels_last: the inputs are not images")
+        del found["memory"]["channels_last"]
+        left_out["channels-last"] = "the inputs are not images"
     if ":" in model:
         del found["memory"]["activation_checkpointing"]
-        why.append("memory without activation_checkpointing, which needs blocks: add it if your model has blocks")
+        left_out["activation_checkpointing"] = "it needs blocks: add it to memory if your model has blocks"
     config = params.parse(values)
-    here = {name: variant_sets.can_run(config, name, each, machine) for name, each in found.items()}
-    why += [
-        f"no {name}: {words.removeprefix(f'{name} is skipped: ').partition('; take it out')[0]}"
-        for name, (runs, words) in here.items()
-        if not runs
-    ]
-    return {name: found[name] for name, (runs, _) in here.items() if runs}, why
+    for name, each in found.items():
+        runs, words = variant_sets.can_run(config, name, each, machine)
+        if not runs:
+            left_out.setdefault(name, words)
+    kept = {name: each for name, each in found.items() if name not in left_out}
+    return kept, [f"{name}: {reason}" for name, reason in left_out.items()]
 
 
-def _images(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Return settings for an image folder, the number of training images, and the reasons for the settings.
+def _images(path: str) -> tuple[dict[str, Any], int]:
+    """Return settings for an image folder, and the number of training images. Raises DataError.
 
     ``image_size`` is a square. Its side, in pixels, is the median shorter side of about a hundred training images,
-    rounded down to a multiple of 8, and at least 8 and at most 224. Raises ConfigError if no image can be read.
+    rounded down to a multiple of 8, and at least 8 and at most 224.
     """
     from PIL import Image
 
-    from pipeline.data.sources.local import IMAGE_SUFFIXES, parent_instead
+    from pipeline.data.sources.local import images_of
 
-    folder = Path(path).expanduser()
-    found = sorted(each for each in (folder / "train").glob("*/**/*") if each.suffix.lower() in IMAGE_SUFFIXES)
+    root, found = images_of(Fetch(dataset="image_folder", image_folder=path))
+    found = [each for each in found if each.startswith("train/")]
     sides = []
     for each in found[:: len(found) // 100 + 1]:
-        with suppress(OSError, Image.DecompressionBombError), Image.open(each) as image:
+        with suppress(OSError, Image.DecompressionBombError), Image.open(root / each) as image:
             sides.append(min(image.size))
-    if not sides:
-        raise ConfigError(
-            f"--images: found {path!r}; expected a folder that holds images at train/CLASS/*.{parent_instead(folder)}"
-        )
-    side = max(8, min(224, int(statistics.median(sides)) // 8 * 8))
-    why = [f"image_size {side}x{side}: the median of the images' shorter sides, as a multiple of 8, at most 224"]
-    return {"dataset": "image_folder", "image_folder": path, "image_size": [side, side]}, len(found), why
+    side = max(8, min(224, int(statistics.median(sides or [224])) // 8 * 8))
+    return {"dataset": "image_folder", "image_folder": path, "image_size": [side, side]}, len(found)
 
 
-def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Return settings for arrays, the number of samples, and the reasons for the settings. Raises ConfigError if the
-    arrays cannot be read, or if no model and task follow from their shapes and types."""
+def _arrays(path: str) -> tuple[dict[str, Any], int]:
+    """Return settings for arrays, and the number of samples. Raises PipelineError if the arrays cannot be read, or if
+    no model and task follow from their shapes and types."""
     from pipeline.data import arrays
 
-    fetch = Fetch(dataset="arrays", arrays=path)
-    if fetch.own_module:
-        raise ConfigError(
-            f"--arrays: found {path!r}; expected a file or folder. To use a function, write fetch.arrays into "
-            f"{PARAMS_FILE} yourself."
-        )
-    try:
-        found = arrays.headers(fetch)
-    except DataError as error:
-        raise ConfigError(str(error).replace("fetch.arrays", "--arrays", 1)) from None
+    found = arrays.headers(Fetch(dataset="arrays", arrays=path))
     inputs, targets = found["inputs"], found.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":
@@ -371,26 +322,22 @@ def _arrays(path: str) -> tuple[dict[str, Any], int, list[str]]:
             f"--arrays: found {', '.join(map(str, found.values()))}, for which init knows no model; write "
             f"{PARAMS_FILE} yourself."
         )
-    keys = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {})
-    return keys, inputs.shape[0], [f"task {task}: from the arrays' shapes and types"]
+    return {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {}), inputs.shape[
+        0
+    ]
 
 
-def _text_files(path: str) -> tuple[dict[str, Any], int, list[str]]:
-    """Return settings for a folder of text, the number of windows, and no reasons. Raises ConfigError if the folder has
-    fewer than two files, or an empty file."""
+def _text_files(path: str) -> tuple[dict[str, Any], int]:
+    """Return settings for a folder of text, and the number of windows. Raises DataError if the folder has fewer than
+    two files, or an empty file."""
     from pipeline.data import text
 
     fetch = Fetch(dataset="text_folder", text_folder=path)
-    try:
-        sizes = [(text.root(fetch) / name).stat().st_size for name in text.files(fetch)]
-    except DataError as error:
-        raise ConfigError(str(error).replace("fetch.text_folder", "--text", 1)) from None
-    keys = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"} | OPTIMIZERS[
-        "language_model"
-    ]
-    return keys, sum(sizes) // params.parse({"variants": {"baseline": {}}}).prepare.window, []
+    size = sum((text.root(fetch) / name).stat().st_size for name in text.files(fetch))
+    about = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"}
+    return about | OPTIMIZERS["language_model"], size // params.parse({"variants": {"baseline": {}}}).prepare.window
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
-"""Option -> the function that inspects its data. The function returns settings for params.yaml, the number of samples,
-and the reasons for the settings."""
+"""Option -> the function that inspects its data. The function returns settings for params.yaml and the number of
+samples."""

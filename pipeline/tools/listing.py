@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from pipeline.errors import ConfigError
@@ -37,7 +38,7 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
         print(json.dumps([_described(entry, machine) for entry in found], indent=2))
         return
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print("\n".join((_lines if words else _overview)(found, machine, width)))
+    print("\n".join((_details if words else _overview)(found, machine, width)).rstrip("\n"))
 
 
 def markdown() -> str:
@@ -55,22 +56,25 @@ def markdown() -> str:
         "",
         *(f"- **{word}**: {meaning}." for word, meaning in CHANGES.items()),
     ]
-    for group in dict.fromkeys(entry.group for entry in CATALOGUE):
+    for group, members in _grouped(CATALOGUE):
         parts += ["", f"## {group}", ""]
         parts += ["| `params.yaml` | What it does | When it pays | What it costs | Changes | Cannot run with |"]
         parts += ["| :-- | :-- | :-- | :-- | :-- | :-- |"]
-        for entry in CATALOGUE:
-            if entry.group == group:
-                cells = (
-                    f"`{entry.setting}`{_name(entry, '`')}",
-                    f"{entry.does}. ({entry.source}.)",
-                    entry.pays,
-                    entry.costs,
-                    entry.changes,
-                    ", ".join(f"`{name}`" for name in sorted(exclusions(entry))) or "-",
-                )
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        for entry in members:
+            cells = (
+                f"`{entry.setting}`{_name(entry, '`')}",
+                f"{entry.does}. ({entry.source}.)",
+                entry.pays,
+                entry.costs,
+                entry.changes,
+                ", ".join(f"`{name}`" for name in sorted(exclusions(entry))) or "-",
+            )
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(parts) + "\n"
+
+
+def _grouped(found: Iterable[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:
+    return groupby(found, lambda entry: entry.group)
 
 
 def _name(entry: Entry, quote: str = "") -> str:
@@ -123,32 +127,25 @@ def _here(entry: Entry, machine: Machine) -> str:
     return f"yes, but {'; '.join(values)}." if values else "yes"
 
 
-def _overview(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
-    """Return one line for each technique: its name, whether this machine can run it, and what it does."""
-    lines: list[str] = []
+def _overview(found: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
+    """Yield one line for each technique: its name, whether this machine can run it, and what it does."""
     column = max(len(entry.name) for entry in found)
-    for group in dict.fromkeys(entry.group for entry in found):
-        lines += [group]
-        for entry in found:
-            if entry.group == group:
-                here = _here(entry, machine).partition(":")[0].partition(",")[0]
-                line = f"  {entry.name:{column}}  {here:6}  {entry.does}"
-                lines.append(line if len(line) <= width else f"{line[: width - 3].rstrip()}...")
-        lines += [""]
-    return [
-        *lines,
-        "To see one technique in detail, run: python -m pipeline techniques NAME (or a word such as AMP)",
-    ]
+    for group, members in _grouped(found):
+        yield group
+        for entry in members:
+            here = _here(entry, machine).partition(":")[0].partition(",")[0]
+            line = f"  {entry.name:{column}}  {here:6}  {entry.does}"
+            yield line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
+        yield ""
+    yield "To see one technique in detail, run: python -m pipeline techniques NAME (or a word such as AMP)"
 
 
-def _lines(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
-    lines, installed = [], entries()
-    for group in dict.fromkeys(entry.group for entry in found):
-        lines += [group, ""]
-        for entry in found:
-            if entry.group != group:
-                continue
-            lines += [f"  {entry.setting}{_name(entry)}"]
+def _details(found: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
+    installed = entries()
+    for group, members in _grouped(found):
+        yield f"{group}\n"
+        for entry in members:
+            yield f"  {entry.setting}{_name(entry)}"
             texts = {
                 "does": f"{entry.does}.",
                 "pays": f"{entry.pays}.",
@@ -161,12 +158,6 @@ def _lines(found: Sequence[Entry], machine: Machine, width: int) -> list[str]:
             }
             for label, text in texts.items():
                 if text:
-                    lines += textwrap.wrap(
-                        text,
-                        width,
-                        initial_indent=f"    {label:10}",
-                        subsequent_indent=" " * 14,
-                        break_on_hyphens=False,
-                    )
-            lines += [""]
-    return lines[:-1]
+                    wrapped = textwrap.wrap(text, width - 14, break_on_hyphens=False)
+                    yield f"    {label:10}" + f"\n{' ' * 14}".join(wrapped)
+            yield ""

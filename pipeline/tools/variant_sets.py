@@ -3,12 +3,12 @@ or, if there is no such folder, of the project."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import textwrap
 from collections.abc import Mapping
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     path = folder / f"{name}.yaml"
     known = sorted(each.stem for each in folder.glob("*.yaml"))
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.{hint}")
+        raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.")
     config, chosen = load(), _read(path)
     here = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in here.items():
@@ -59,8 +57,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
 def _about(path: Path) -> str:
     """Return the comment at the top of the file as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return " ".join(line.lstrip("# ") for line in lines[:end])
+    return " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
