@@ -178,6 +178,8 @@ def test_the_measured_ledger_counts_the_memory_of_generated_code(digits: Dataset
 def _counters(_: World, folder: str) -> dict[str, int]:
     """Compile a net in this new process; return how often the compiler's cache was hit and missed."""
     os.chdir(folder)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)
     Compile.prepare_process()
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with torch.no_grad():  # otherwise there would be a second graph

@@ -79,7 +79,7 @@ def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
 
 def _resumed(joined: World, dataset: Dataset) -> bool:
     how: Any = {"train": ADAMW, "parallelism": "zero1"} | LOW_BIT
-    return resumes_exactly(*(make_training(dataset, joined, model=large_net(), **how) for _ in range(3)))
+    return resumes_exactly(*(make_training(dataset, joined, model=large_net()[2:], **how) for _ in range(3)))
 
 
 @pytest.mark.slow
