@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import ALONE, World, own_part, whole
+from pipeline.distributed import World, own_part, whole
 from pipeline.params import Config, Machine, Train, Variant
 from pipeline.plans import plan
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from tests.nets import batches_of, stopped, task_of, training_of
-from tests.ranks import run_ranks
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 TRAIN = Train(epochs=1, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=4)
@@ -29,7 +28,7 @@ class Observed:
     """A rank's results. Tensors are whole, also those that ranks hold in parts."""
 
     gradients: dict[str, torch.Tensor]
-    """After one step."""
+    """After one step. A pipeline's rank has the other stages' gradients from their ranks."""
     weights: dict[str, torch.Tensor]
     """After all steps, from the state dict."""
     losses: list[float]
@@ -88,10 +87,7 @@ def observe(
         optimizer_state=straight_state,
         parameter_bytes=held_bytes(training.model.parameters()),
         optimizer_bytes=held_bytes(
-            value
-            for values in training.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
+            value for values in training.optimizer.state.values() for value in values.values() if torch.is_tensor(value)
         ),
         resumed_sha256=state_sha256(resumed.model_state.read()),
         straight_sha256=state_sha256(weights),
@@ -100,41 +96,22 @@ def observe(
     )
 
 
-def alone_and_on_ranks(
-    dataset: Dataset,
-    net: Callable[[], nn.Module],
-    cases: list[dict[str, Any]],
-    *,
-    size: int,
-    train: Train = TRAIN,
-) -> tuple[Observed, list[list[Observed]]]:
-    """Return the results of one device, and for each case a list with the results of its ``size`` ranks."""
-    by_rank = run_ranks(observe_all, dataset, net, train, cases, size=size)
-    return observe(ALONE, dataset, net, train, {}), [list(ranks) for ranks in zip(*by_rank, strict=True)]
-
-
-def observe_all(
-    joined: World, dataset: Dataset, net: Callable[[], nn.Module], train: Train, cases: list[dict[str, Any]]
-) -> list[Observed]:
-    return [observe(joined, dataset, net, train, applied) for applied in cases]
-
-
-def assert_same_training(ranks: list[Observed], alone: Observed, *, held_whole: bool = False) -> None:
+def assert_same_training(ranks: list[Observed], alone: Observed, *, rough: bool = False) -> None:
     """Assert that each rank has one device's gradients within 1e-4 and final weights within 1e-3, and resumes exactly.
 
-    ``held_whole``: also assert that each rank holds all parameters.
+    ``rough``: the tolerances are those of bfloat16.
     """
+    exact: dict[str, Any] = {"rtol": 0.1, "atol": 0.05} if rough else {"rtol": 1e-4, "atol": 1e-6}
+    close: dict[str, Any] = {"rtol": 0.1, "atol": 0.05} if rough else {"rtol": 1e-3, "atol": 1e-4}
     for rank in ranks:
-        torch.testing.assert_close(rank.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(rank.gradients, alone.gradients, **exact)
         assert list(rank.weights) == list(alone.weights)
-        torch.testing.assert_close(rank.weights, alone.weights, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(rank.losses, alone.losses, rtol=1e-3, atol=0)
-        torch.testing.assert_close(rank.optimizer_state, alone.optimizer_state, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(rank.weights, alone.weights, **close)
+        torch.testing.assert_close(rank.losses, alone.losses, rtol=0.02 if rough else 1e-3, atol=0)
+        torch.testing.assert_close(rank.optimizer_state, alone.optimizer_state, rtol=1e-2, atol=0.3 if rough else 1e-4)
         assert abs(rank.accuracy - alone.accuracy) <= 0.01
         assert_exact_resume(rank)
         assert rank.straight_sha256 == ranks[0].straight_sha256
-        if held_whole:
-            assert rank.parameter_bytes == alone.parameter_bytes
 
 
 def assert_exact_resume(rank: Observed) -> None:
@@ -151,12 +128,14 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
         gradient: Any = parameter.grad
         if parameter in layouts:
             gradient = layouts[parameter].dtensor(gradient)
-        found[name] = whole(gradient).detach().clone()
-    return found
+        if gradient is not None:
+            found[name] = whole(gradient).detach().clone()
+    others = training.world.gather(found) if training.plan.applied.parallelism == "pipeline" else []
+    return {name: gradient for part in (*others, found) for name, gradient in part.items()}
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(own_part(tensor).untyped_storage().nbytes() for tensor in tensors)
+    return sum(own_part(tensor).untyped_storage().nbytes() for tensor in tensors if not tensor.is_meta)
 
 
 def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

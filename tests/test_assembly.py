@@ -75,20 +75,15 @@ def test_a_variant_uses_no_more_gpus_than_its_model_can_be_divided_among(
         ({"parallelism": "tensor", "processes": 3}, "'tensor' of 3 processes, .* 50 values"),
         ({"parallelism": "tensor", "replicas": 2, "processes": 8}, "'tensor' of 4 processes, .* 50 values"),
         ({"parallelism": "pipeline", "processes": 5}, "'pipeline' of 5 processes, .* 4 part"),
+        ({"parallelism": "tensor", "model": "resnet9"}, ".* has no two linear layers"),
     ],
 )
 @pytest.mark.parametrize("machine", [gpus(0), gpus(8)])
-def test_a_number_of_processes_that_cannot_divide_the_model_is_refused(
+def test_a_model_that_the_processes_cannot_divide_is_refused(
     variant: dict[str, Any], message: str, machine: Machine
 ) -> None:
     with pytest.raises(ConfigError, match=rf"variants\.tried\.parallelism: found {message}.*; allowed: "):
         planned(configured({"tried": variant}), "tried", machine, PREPARED)
-
-
-def test_a_model_that_cannot_be_divided_is_refused() -> None:
-    config = configured({"tried": {"parallelism": "tensor"}}, model="resnet9")
-    with pytest.raises(ConfigError, match=r"variants\.tried\.parallelism: .* has no two linear layers .*; allowed: "):
-        planned(config, "tried", gpus(8), PREPARED)
 
 
 @pytest.mark.parametrize("start", [job.run, steps.run])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,26 +82,18 @@ def test_the_trial_leaves_the_model_and_the_random_state_unchanged(digits: Datas
 
 
 def test_an_operation_that_first_runs_after_the_trial_is_an_error_with_a_remedy(digits: Dataset) -> None:
-    made = job({})
+    made, third_step = job({}), partial(Puts, first=3)  # after the trial and two steps
     with (
-        assembly_of(made, ALONE, digits).training(0, change_model=_puts_in_the_third_step) as training,
+        assembly_of(made, ALONE, digits).training(0, change_model=third_step) as training,
         pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),
     ):
         training.advance(5)
 
 
-def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
-    return Puts(model, first=3)  # after the trial and two steps
-
-
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
     made = job({"parallelism": "ddp"})
-    with assembly_of(made, joined, read(folder)).training(0, change_model=_puts_on_rank_1) as training:
+    with assembly_of(made, joined, read(folder)).training(0, change_model=partial(Puts, ranks="1")) as training:
         return training.plan.decided, torch.get_deterministic_debug_mode()
-
-
-def _puts_on_rank_1(model: nn.Module) -> nn.Module:
-    return Puts(model, ranks="1")
 
 
 def test_all_ranks_decide_alike_if_one_has_no_deterministic_form(digits_folder: Path) -> None:

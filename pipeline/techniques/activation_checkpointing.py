@@ -22,19 +22,14 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _SEQUENCES = (nn.Sequential, nn.ModuleList)
 
 
-def _operations(*names: str) -> list[Any]:
-    """Return the ATen operations with these names, except those that this version of torch lacks."""
-    found = (getattr(torch.ops.aten, name, None) for name in names)
-    return [operation.default for operation in found if operation is not None]
-
-
-_KEPT = _operations(
-    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    *(
-        f"_scaled_dot_product_{kind}"
-        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    ),
-)
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+        *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION),
+    )
+]
 """Operations whose outputs selective checkpointing keeps."""
 
 
@@ -53,18 +48,12 @@ class ActivationCheckpointing(Technique):
         found = list(blocks(model))
         if not found:
             raise ConfigError(
-                f"{self.where}, but {type(model).__name__} has no blocks to checkpoint: none of its submodules has "
-                "submodules of its own. Put layers that belong together into an nn.Sequential, or remove "
-                "activation_checkpointing."
+                f"{self.where('activation_checkpointing')}, but {type(model).__name__} has no blocks to checkpoint: "
+                "none of its submodules has submodules of its own. Put layers that belong together into an "
+                "nn.Sequential, or remove activation_checkpointing."
             )
         for block in self.choice(setup, found):
             block.forward = _recomputed(block, self.contexts())  # a wrapper would change names in the state dict
-
-    @property
-    def where(self) -> str:
-        """The beginning of a ConfigError."""
-        requested = self.plan.applied.activation_checkpointing
-        return f"variants.{self.plan.name}.activation_checkpointing: found {str(requested).lower()}"
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
         """Return the blocks to checkpoint, out of the blocks ``found``."""
@@ -124,7 +113,7 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
 
     def with_statistics_held() -> Contexts:
         first, again = contexts()
-        return first, _one_in_the_other(_statistics_held(norms), again)
+        return first, _statistics_held(norms, again)
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -139,14 +128,8 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
 
 
 @contextmanager
-def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@contextmanager
-def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
-    """Keep ``norms`` from updating their running statistics while a block of the model runs again."""
+def _statistics_held(norms: list[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Keep ``norms`` from updating their running statistics while a block of the model runs again in ``inner``."""
     before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -156,7 +139,8 @@ def _statistics_held(norms: list[_NormBase]) -> Iterator[None]:
         if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
             norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
     try:
-        yield
+        with inner:
+            yield
     finally:
         for norm, held in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var = held

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,16 +38,6 @@ class ActivationOffload(Technique):
         step.forward = offloaded
 
 
-@dataclass(frozen=True)
-class _Away:
-    """A tensor's copy in pinned host memory, which waits for the backward pass."""
-
-    waiting: torch.Tensor
-    device: torch.device
-    copied: torch.cuda.Event
-    """Marks the end of the copy to the host."""
-
-
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
     """While the context is active, autograd saves tensors in host memory, except tensors whose storage is in
@@ -59,26 +48,26 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
         copied, tensor = leaving.popleft()
         torch.cuda.current_stream(tensor.device).wait_event(copied)  # so that its memory is not reused during the copy
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Away:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
         if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or _storage(tensor) in staying:
             return tensor
+        device = tensor.device
         waiting = torch.empty_like(tensor, device="cpu", pin_memory=True)  # with the same strides
-        copies.wait_stream(torch.cuda.current_stream(tensor.device))
+        copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             waiting.copy_(tensor, non_blocking=True)
         copied = copies.record_event()
         leaving.append((copied, tensor.detach()))
         if len(leaving) > IN_FLIGHT:
             let_go()
-        return _Away(waiting, tensor.device, copied)
 
-    def unpack(packed: torch.Tensor | _Away) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        torch.cuda.current_stream(packed.device).wait_event(packed.copied)
-        return packed.waiting.to(packed.device, non_blocking=True)
+        def back() -> torch.Tensor:  # must not refer to ``tensor``, which would keep its device memory
+            torch.cuda.current_stream(device).wait_event(copied)
+            return waiting.to(device, non_blocking=True)
 
-    with saved_tensors_hooks(pack, unpack):
+        return back
+
+    with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, torch.Tensor) else packed()):
         yield
     while leaving:
         let_go()

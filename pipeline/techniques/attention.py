@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, explained
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,8 +44,8 @@ class Attention(Technique):
     def change_model(self, setup: Setup) -> None:
         if not _attends(setup):
             raise ConfigError(
-                f"{self._where}, but {type(setup.model).__name__} does not call scaled_dot_product_attention; allowed: "
-                "'auto', or a model that calls it, such as vit_b_16."
+                f"{self.where('attention')}, but {type(setup.model).__name__} does not call "
+                "scaled_dot_product_attention; allowed: 'auto', or a model that calls it, such as vit_b_16."
             )
 
     def change_step(self, setup: Setup) -> None:
@@ -56,23 +56,14 @@ class Attention(Technique):
         step.backward = self._alone()(step.backward)
         step.whole = self._alone()(step.whole)
 
-    @property
-    def _where(self) -> str:
-        """The beginning of a ConfigError."""
-        return f"variants.{self.plan.name}.attention: found {self.plan.applied.attention!r}"
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        try:
-            with sdpa_kernel(self._kernel):
-                yield
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            raise ConfigError(
-                f"{self._where}, but this kernel cannot compute the model's attention on this device (PyTorch's "
-                "warnings above say why); allowed: 'auto', or another kernel."
-            ) from error
+        explanation = (
+            f"{self.where('attention')}, but this kernel cannot compute the model's attention on this device "
+            "(PyTorch's warnings above say why); allowed: 'auto', or another kernel."
+        )
+        with explained("No available kernel", explanation), sdpa_kernel(self._kernel):
+            yield
 
 
 def _attends(setup: Setup) -> bool:

@@ -8,7 +8,8 @@ techniques are applied, so a technique that is not applied takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from pipeline.distributed import World
+from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import TrainingStep
@@ -90,11 +92,55 @@ class Setup:
 
     def outputs(self) -> torch.Tensor:
         """Return the model's outputs for ``zeros``. The model's buffers and the random state stay unchanged."""
-        zeros = self.zeros()
-        buffers = {name: value.clone() for name, value in self.model.named_buffers()}
-        with torch.no_grad(), torch.random.fork_rng([zeros.device] if zeros.is_cuda else []):
-            found: torch.Tensor = torch.func.functional_call(self.model, buffers, (zeros,))
+        with torch.no_grad(), unchanged(self.model):
+            found: torch.Tensor = self.model(self.zeros())
         return found
+
+
+def load_share(optimizer: torch.optim.Optimizer, whole: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+    """Load the state of the optimizer's own parameters from the state dict ``whole``, whose keys are places in
+    ``parameters``."""
+    place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
+    own = [place_of[id(each)] for group in optimizer.param_groups for each in group["params"]]
+    held = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], held, strict=True)]
+    state = {index: whole["state"][place] for index, place in enumerate(own) if place in whole["state"]}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers and the random state after the block."""
+    device = next(model.parameters()).device
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for buffer, values in before:
+            buffer.copy_(values)
+
+
+@contextmanager
+def explained(sign: str, explanation: str) -> Iterator[None]:
+    """Raise a ConfigError with the ``explanation`` in place of a RuntimeError whose message contains ``sign``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if sign not in str(error):
+            raise
+        raise ConfigError(explanation) from error
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give the attribute ``name`` of ``owner`` another value while the block runs."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class Technique:
@@ -106,6 +152,13 @@ class Technique:
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan = plan
         self.world = world
+
+    def where(self, key: str) -> str:
+        """Return the beginning of an error about the variant's value of ``key``, such as "variants.a.compile: found
+        'default'"."""
+        value = getattr(self.plan.applied, key)
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        return f"variants.{self.plan.name}.{key}: found {shown}"
 
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003

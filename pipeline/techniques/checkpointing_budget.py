@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,22 +33,23 @@ class CheckpointingBudget(ActivationCheckpointing):
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         fraction, model = float(self.plan.applied.activation_checkpointing), setup.model
+        where = self.where("activation_checkpointing")
         like = setup.task.zeros(1)
         try:
             shape = (self.plan.micro_batch_size, *like.shape[1:])
             kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
         except Exception as error:  # a model may use values, which fake tensors lack
             raise ConfigError(
-                f"{self.where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
+                f"{where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
         everything, least = kept.bytes(()), kept.bytes(range(len(found)))
         if not everything:
-            raise ConfigError(f"{self.where}, but {type(model).__name__} keeps no activations; allowed: false.")
+            raise ConfigError(f"{where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least > fraction * everything:
             smallest = math.ceil(1000 * least / everything) / 1000
             raise ConfigError(
-                f"{self.where}, but with all {len(found)} blocks checkpointed, {type(model).__name__} still keeps "
+                f"{where}, but with all {len(found)} blocks checkpointed, {type(model).__name__} still keeps "
                 f"{smallest} of its activations' bytes; allowed: a fraction from this value to 1."
             )
         chosen = kept.cheapest(fraction)
@@ -118,7 +120,7 @@ def measured(
     ``shape`` and ``dtype``: of the model's inputs. ``autocast``: the dtype of autocast; None: no autocast. Parameters,
     buffers and the inputs do not count.
     """
-    kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks], flops=[0] * len(blocks))
+    kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
         copied, shadows = _shadow(model, blocks)
         inputs = torch.empty(shape, dtype=dtype)
@@ -134,26 +136,15 @@ def measured(
                 alive.append(tensor.detach())  # so that no later storage gets the same address, which is the key
             return tensor.detach()
 
-        def begins(index: int) -> Callable[..., None]:
-            def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-                for value in inputs:
-                    if isinstance(value, torch.Tensor):
-                        note(value, kept.inputs[index])
-                here.append(index)
-                kept.flops[index] -= counter.get_total_flops()
-
-            return enter
-
-        def ends(index: int) -> Callable[..., None]:
-            def leave(*_: Any) -> None:
-                here.pop()
-                kept.flops[index] += counter.get_total_flops()
-
-            return leave
+        def enter(index: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for value in inputs:
+                if isinstance(value, torch.Tensor):
+                    note(value, kept.inputs[index])
+            here.append(index)
 
         for index, shadow in enumerate(shadows):
-            shadow.register_forward_pre_hook(begins(index))
-            shadow.register_forward_hook(ends(index))
+            shadow.register_forward_pre_hook(partial(enter, index))
+            shadow.register_forward_hook(lambda *_: here.clear())
         with (
             torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: note(tensor, kept.inside[here[-1]] if here else kept.outside), lambda tensor: tensor
@@ -162,6 +153,9 @@ def measured(
             torch.enable_grad(),
         ):
             copied(inputs)
+    names, flops = {module: name for name, module in copied.named_modules()}, counter.get_flop_counts()
+    of_blocks = [flops.get(f"{type(copied).__name__}.{names[shadow]}", {}) for shadow in shadows]
+    kept.flops = [sum(counts.values()) for counts in of_blocks]
     return kept
 
 

@@ -35,9 +35,9 @@ class ChunkedLoss(Technique):
         found = head(setup)
         if found is None:
             raise ConfigError(
-                f"{self._where}, but {type(setup.model).__name__} does not return the outputs of an nn.Linear "
-                "that it calls only once; allowed: 1, or a model that calls its last linear layer once and returns the "
-                "layer's outputs unchanged."
+                f"{self.where('loss_chunks')}, but {type(setup.model).__name__} does not return the outputs of an "
+                "nn.Linear that it calls only once; allowed: 1, or a model that calls its last linear layer once and "
+                "returns the layer's outputs unchanged."
             )
         self._head = found
         found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
@@ -50,8 +50,9 @@ class ChunkedLoss(Technique):
             weight, bias = self._head.weight, self._head.bias
             if isinstance(weight, DTensor):
                 raise ConfigError(
-                    f"{self._where}, but the model's last linear layer is in a block, and fsdp gathers a block's "
-                    "parameters only for its forward pass; allowed: 1, or a last layer that is outside of all blocks."
+                    f"{self.where('loss_chunks')}, but the model's last linear layer is in a block, and fsdp gathers a "
+                    "block's parameters only for its forward pass; allowed: 1, or a last layer that is outside of all "
+                    "blocks."
                 )
             if by_row:  # makes each row a sample
                 ones = [1] * (hidden.ndim - 2)
@@ -61,11 +62,6 @@ class ChunkedLoss(Technique):
             return loss
 
         setup.step.criterion = chunked
-
-    @property
-    def _where(self) -> str:
-        """The beginning of a ConfigError."""
-        return f"variants.{self.plan.name}.loss_chunks: found {self.plan.applied.loss_chunks}"
 
 
 class _Head(nn.Linear):
@@ -94,7 +90,8 @@ def head(setup: Setup) -> nn.Linear | None:
 
 
 class _LossOfChunks(torch.autograd.Function):
-    """The mean loss of a linear layer's outputs. ``forward`` also computes the gradients, chunk by chunk."""
+    """The mean loss of the outputs of a linear layer for ``hidden`` [n, ..., d]. ``forward`` also computes the
+    gradients, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -106,10 +103,27 @@ class _LossOfChunks(torch.autograd.Function):
         criterion: Criterion,
         chunks: int,
     ) -> Tensor:
-        slopes = torch.empty_like(hidden), torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
-        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), slopes[0].chunk(chunks), strict=True)
-        losses = [_part(*part, weight, bias, *slopes[1:], criterion, len(hidden)) for part in parts]
-        ctx.save_for_backward(*slopes)
+        slope_of_hidden, slope_of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        slope_of_bias = None if bias is None else torch.zeros_like(bias)
+        losses = []
+        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), slope_of_hidden.chunk(chunks), strict=True)
+        for rows, of_rows, slope_of_rows in parts:
+            outputs = F.linear(rows, weight, bias).requires_grad_()
+            with torch.enable_grad():
+                loss = criterion(outputs, of_rows) * (len(rows) / len(hidden))
+            losses.append(loss.detach())
+            (slope,) = torch.autograd.grad(loss, outputs)
+            slope_of_rows.copy_(slope @ weight)
+            slope, rows = slope.flatten(0, -2), rows.flatten(0, -2)
+            if slope.dtype == slope_of_weight.dtype:
+                torch.addmm(slope_of_weight, slope.T, rows, out=slope_of_weight)  # no temporary of the weight's size
+            else:
+                slope_of_weight += slope.T @ rows
+            if slope_of_bias is not None:
+                slope_of_bias += slope.sum(0)
+            # Otherwise these tensors would still be there while the next chunk's logits are computed.
+            del outputs, loss, slope
+        ctx.save_for_backward(slope_of_hidden, slope_of_weight, slope_of_bias)
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -117,31 +131,3 @@ class _LossOfChunks(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         return hidden.mul_(slope), weight.mul_(slope), None if bias is None else bias.mul_(slope), None, None, None
-
-
-def _part(
-    rows: Tensor,
-    targets: Tensor,
-    slope_of_rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slope_of_weight: Tensor,
-    slope_of_bias: Tensor | None,
-    criterion: Criterion,
-    count: int,
-) -> Tensor:
-    """Return what ``rows`` [n, ..., d] contribute to the mean loss of ``count`` rows. Also write the gradient of the
-    rows to ``slope_of_rows``, and add to the gradients of the layer's parameters."""
-    outputs = F.linear(rows, weight, bias).requires_grad_()
-    with torch.enable_grad():
-        loss = criterion(outputs, targets) * (len(rows) / count)
-    (slope,) = torch.autograd.grad(loss, outputs)
-    slope_of_rows.copy_(slope @ weight)
-    slope, rows = slope.flatten(0, -2), rows.flatten(0, -2)
-    if slope.dtype == slope_of_weight.dtype:
-        torch.addmm(slope_of_weight, slope.T, rows, out=slope_of_weight)  # no temporary tensor of the weight's size
-    else:
-        slope_of_weight += slope.T @ rows
-    if slope_of_bias is not None:
-        slope_of_bias += slope.sum(0)
-    return loss.detach()

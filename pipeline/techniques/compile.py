@@ -86,7 +86,6 @@ class Compile(Technique):
         except (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError) as error:
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise PipelineError(
-                f"variants.{self.plan.name}.compile: found {self.plan.applied.compile!r}, but the model does not "
-                f"compile as one graph: {reason}. Remove compile, or change this part of the model; "
-                "TORCH_LOGS=graph_breaks shows more."
+                f"{self.where('compile')}, but the model does not compile as one graph: {reason}. Remove compile, or "
+                "change this part of the model; TORCH_LOGS=graph_breaks shows more."
             ) from error

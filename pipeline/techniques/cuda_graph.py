@@ -35,16 +35,17 @@ class CudaGraph(Technique):
         self.graph: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
         self._warmup_steps = 0
-        self._rates: list[torch.Tensor] = []
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def change_step(self, setup: Setup) -> None:
         setup.replays = True
         self._optimizer, take = setup.step.optimizer, setup.step.whole
+        self._rates = [torch.zeros((), device=self.world.device) for _ in self._optimizer.param_groups]
 
         def graphed(micro_batches: MicroBatches) -> None:
             batch = list(islice(micro_batches, self.plan.micro_batches))
-            self._copy_rates()
+            for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+                rate.fill_(group["lr"])  # without waiting for the device
             if self._warmup_steps < GRAPH_WARMUP_STEPS:
                 self._warmup_steps += 1
                 self._beside(take, batch)
@@ -71,48 +72,35 @@ class CudaGraph(Technique):
     def _recorded(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
         self._inputs = [(inputs.clone(), targets.clone()) for inputs, targets in batch]
         graph = torch.cuda.CUDAGraph()
-        capturable = [group["capturable"] for group in self._optimizer.param_groups if "capturable" in group]
-        self._set_capturable([True] * len(capturable))
         try:
             # Thread-local, because a thread that reads ahead may allocate pinned memory during the capture.
             with (
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-                self._rates_on_device(),
+                self._rates_on_device(capturable=True),
             ):
                 take(iter(self._inputs))
         except RuntimeError as error:
             raise PipelineError(
-                f"variants.{self.plan.name}.cuda_graph: found true, but a step cannot be recorded: "
-                f"{first_line(error)}. Remove cuda_graph, or change the part of the model that waits for the "
-                "device, for example to read a value in Python."
+                f"{self.where('cuda_graph')}, but a step cannot be recorded: {first_line(error)}. Remove cuda_graph, "
+                "or change the part of the model that waits for the device, for example to read a value in Python."
             ) from error
-        finally:
-            self._set_capturable(capturable)
         return graph
 
-    def _set_capturable(self, values: list[bool]) -> None:
-        """Set AdamW's ``capturable`` per group. The option is on only during a recording, because at other times it
-        would cause a warning. Switching it is safe, because a fused AdamW always keeps its state on the device."""
-        groups = [group for group in self._optimizer.param_groups if "capturable" in group]
-        for group, value in zip(groups, values, strict=True):
-            group["capturable"] = value
-
-    def _copy_rates(self) -> None:
-        """Copy the schedule's learning rates into the tensors that the graph reads, without waiting for the device."""
-        groups = self._optimizer.param_groups
-        self._rates = self._rates or [torch.zeros((), device=self.world.device) for _ in groups]
-        for rate, group in zip(self._rates, groups, strict=True):
-            rate.fill_(group["lr"])
-
     @contextmanager
-    def _rates_on_device(self) -> Iterator[None]:
-        """While the block runs, the optimizer reads its learning rates from the tensors."""
+    def _rates_on_device(self, *, capturable: bool = False) -> Iterator[None]:
+        """While the block runs, the optimizer reads its learning rates from the tensors.
+
+        ``capturable``: AdamW's option. It is on only during a recording, because at other times it would cause a
+        warning. Switching it is safe, because a fused AdamW always keeps its state on the device.
+        """
         groups = self._optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
+        before = [group.copy() for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = capturable
         try:
             yield
         finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)

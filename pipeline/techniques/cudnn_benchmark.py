@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, replaced
 
 
 class CudnnBenchmark(Technique):
@@ -19,14 +16,4 @@ class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
 
     def change_step(self, setup: Setup) -> None:
-        setup.step.whole = _searching()(setup.step.whole)
-
-
-@contextmanager
-def _searching() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
+        setup.step.whole = replaced(torch.backends.cudnn, "benchmark", True)(setup.step.whole)

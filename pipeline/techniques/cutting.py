@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeline.distributed import World
 from pipeline.errors import count
+from pipeline.techniques.base import unchanged
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 
 RUNS = 5
@@ -43,10 +44,6 @@ class Cut(NamedTuple):
     ends: tuple[int, ...]
     """For each stage, the index after its last unit."""
 
-    @property
-    def stage_costs(self) -> list[float]:
-        return [sum(self.costs[begin:end]) for begin, end in pairwise((0, *self.ends))]
-
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
     """Return the share of a step's time in which each of ``stages`` equal stages waits, for both GPipe and 1F1B.
@@ -73,13 +70,12 @@ def best_cut(
     step's autocast, which decides the dtypes of the tensors between stages. The model and the random state stay
     unchanged. Raises NotAChain if the model cannot be cut into so many stages.
     """
-    device = world.device
     units, joins = parts(model, images, autocast)
     if len(units) < stages:
         raise NotAChain(f"{type(model).__name__} can be cut into {count(len(units), 'part')} at most")
     seconds: list[list[float]] = [[] for _ in units]
     for _ in range(RUNS + 1):
-        with _unchanged(model, device):
+        with unchanged(model):
             passing, forms = images.clone(), [Form(tuple(images.shape), images.dtype)]
             for index, unit in enumerate(units):
                 passing = passing.detach().requires_grad_(index > 0)
@@ -103,10 +99,10 @@ def parts(
     ``images``: inputs of the model, on its device. The model and the random state stay unchanged. Raises NotAChain if
     the model cannot be cut.
     """
-    units, device = chain(model), images.device
-    with _unchanged(model, device), torch.no_grad(), autocast():
+    units = chain(model)
+    with unchanged(model), torch.no_grad(), autocast():
         expected = model(images.clone())
-    with _unchanged(model, device), torch.no_grad(), autocast():
+    with unchanged(model), torch.no_grad(), autocast():
         computed, joins = _written_in_place(units, images.clone())
     if not torch.allclose(computed, expected, rtol=1e-3, atol=1e-4):
         raise NotAChain(f"torch.fx's recording of {type(model).__name__} computes other outputs than the model")
@@ -115,8 +111,8 @@ def parts(
 
 def described(cut: Cut, micro_batches: int) -> str:
     """Describe in words how evenly the model is cut, and the bubble's share of a step."""
-    costs, stages = cut.stage_costs, len(cut.ends)
-    counts = [end - begin for begin, end in pairwise((0, *cut.ends))]
+    bounds, stages = list(pairwise((0, *cut.ends))), len(cut.ends)
+    costs, counts = [sum(cut.costs[begin:end]) for begin, end in bounds], [end - begin for begin, end in bounds]
     times = " + ".join(f"{1e3 * cost:.2f}" for cost in costs)
     return (
         f"{stages} stages of {' + '.join(map(str, counts))} units, {times} ms per micro-batch; the slowest stage "
@@ -128,16 +124,6 @@ def described(cut: Cut, micro_batches: int) -> str:
 def _now(world: World) -> float:
     world.synchronise()
     return time.perf_counter()
-
-
-@contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the model's buffers and the random state after the block."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    for buffer, values in before:
-        buffer.copy_(values)
 
 
 def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

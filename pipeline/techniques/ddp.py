@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.distributed import World
-from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, explained, unchanged
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -46,31 +43,21 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
     )
 
 
-class Replicated(Technique):
-    """A technique that may wrap the model in DistributedDataParallel, and can restore DDP's buckets on resuming.
+def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
+    """Make DDP rebuild its buckets as after a first step; a resumed training calls this before its first step.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
     than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added, and so how the
-    sum is rounded. Therefore a resumed training first runs a batch forward and backward, and discards the gradients.
+    sum is rounded. Therefore a batch runs forward and backward, and the gradients are discarded. The model's buffers
+    and the random state stay unchanged.
     """
-
-    def change_model(self, setup: Setup) -> None:
-        self._sample = setup.sample
-
-    def change_step(self, setup: Setup) -> None:
-        self._step = setup.step
-
-    def arrange_buckets(self, model: DistributedDataParallel) -> None:
-        """Rebuild DDP's buckets as a first step does. The model's buffers stay unchanged, but random states change."""
-        before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._step.forward(*self._sample()).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-        for buffer, values in before:
-            buffer.copy_(values)
+    with unchanged(model):
+        setup.step.forward(*setup.sample()).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
-class DDP(Replicated):
+class DDP(Technique):
     """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
     Buffers are not broadcast before each forward pass: training does not read BatchNorm's running statistics, and
@@ -80,27 +67,17 @@ class DDP(Replicated):
     name = "ddp"
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
-        self.arrange_buckets(self.model)
+        arrange_buckets(self.model, self._setup)
 
     def change_model(self, setup: Setup) -> None:
-        super().change_model(setup)
+        self._setup = setup
         setup.model = self.model = replicated(setup.model, self.plan, self.world)
 
     def change_step(self, setup: Setup) -> None:
-        super().change_step(setup)
-        setup.step.forward = self._explained()(setup.step.forward)
+        explanation = (
+            f"{self.where('parallelism')}, which waits for the gradients of all parameters, but the last step did not "
+            "use some parameters. Set static_graph: true if every step uses the same parameters, set parallelism: "
+            "fsdp, or remove the unused parameters from the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+        )
+        setup.step.forward = explained("finished reduction in the prior iteration", explanation)(setup.step.forward)
         setup.step.no_sync = self.model.no_sync
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
-                raise
-            raise ConfigError(
-                f"variants.{self.plan.name}.parallelism: found {self.plan.applied.parallelism!r}, which waits for "
-                "the gradients of all parameters, but the last step did not use some parameters. Set static_graph: "
-                "true if every step uses the same parameters, set parallelism: fsdp, or remove the unused parameters "
-                "from the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
-            ) from error

@@ -18,17 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.distributed import own_part
 from pipeline.errors import ConfigError
-from pipeline.plans import Plan
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Setup, Technique
 from pipeline.techniques.sharded_state import in_parts
-
-
-def _dimensions(plan: Plan) -> dict[str, int]:
-    """Return the mesh's dimensions: the ranks that share one model, preceded by the replicas if there are several."""
-    replicas = plan.applied.replicas
-    shares = {"shares": plan.processes // replicas}
-    return {"replicas": replicas} | shares if replicas > 1 else shares
 
 
 class FSDP(Technique):
@@ -72,7 +64,9 @@ class FSDP(Technique):
 
     def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
         offload = CPUOffloadPolicy() if self.plan.applied.cpu_offload else OffloadPolicy()
-        mesh = self.world.mesh(**_dimensions(self.plan))
+        replicas = self.plan.applied.replicas
+        shares = {"shares": self.plan.processes // replicas}  # the ranks that share one model
+        mesh = self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
         return fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
 
     def change_optimizer(self, setup: Setup) -> None:
@@ -108,7 +102,7 @@ class FSDP(Technique):
 
     def _check(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Raise ConfigError for a model whose parameters cannot be sharded unit by unit."""
-        where = f"variants.{self.plan.name}.parallelism: found 'fsdp', but {type(model).__name__}"
+        where = f"{self.where('parallelism')}, but {type(model).__name__}"
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(f"{where} has a parameter, {name!r}, without dimensions; allowed: shape [1].")

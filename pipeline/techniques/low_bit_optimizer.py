@@ -26,9 +26,8 @@ class LowBitOptimizer(Technique):
     def change_model(self, setup: Setup) -> None:
         if all(parameter.numel() < LEAST_VALUES for parameter in setup.model.parameters()):
             raise ConfigError(
-                f"variants.{self.plan.name}.optimizer_state: found '8bit', but {type(setup.model).__name__} has no "
-                f"parameter of {LEAST_VALUES} values or more; the state of smaller parameters stays in float32; "
-                "allowed: 'fp32'."
+                f"{self.where('optimizer_state')}, but {type(setup.model).__name__} has no parameter of {LEAST_VALUES} "
+                "values or more; the state of smaller parameters stays in float32; allowed: 'fp32'."
             )
 
     def change_optimizer(self, setup: Setup) -> None:

@@ -26,7 +26,8 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
 
     Raises NotAChain, whose message says why, if the model has no such chain.
     """
-    _check_hooks(model)
+    if _changed(model, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        raise NotAChain(f"{type(model).__name__} as a whole has hooks that are not plain forward pre-hooks")
     try:
         graph = _Tracer().trace(model)
     except Exception as error:
@@ -62,16 +63,14 @@ def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequ
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Split ``costs`` into consecutive, non-empty ``parts``; return the index after the last cost of each part.
 
-    The largest sum of a part is as small as possible. The costs must not be negative. Uses dynamic programming over the
-    prefixes of ``costs``: O(parts * len(costs)^2).
+    The largest sum of a part is as small as possible. There must be at least ``parts`` costs, and none may be negative.
+    Uses dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 
     >>> balanced([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
     [5, 7, 9]
     """
     count = len(costs)
-    if not 1 <= parts <= count:
-        raise ValueError(f"{count} costs cannot be divided into {parts} parts")
     before = [0.0, *accumulate(costs)]
     # ``best[end]`` is the best split of the first ``end`` costs: the cost of its costliest part, and the parts' ends.
     best: dict[int, tuple[float, list[int]]] = {end: (before[end], [end]) for end in range(1, count + 1)}
@@ -88,8 +87,8 @@ class _Tracer(fx.Tracer):
     module is recorded as one operation."""
 
     def is_leaf_module(self, module: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        if "forward" in vars(module) or _hooked(module):  # for example, a checkpointed block
-            return True
+        if _changed(module, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            return True  # for example, a checkpointed block
         return type(module).forward is not nn.Sequential.forward and not _holds_a_sequence_of_blocks(module)
 
 
@@ -152,22 +151,9 @@ class _Entry(nn.Module):
         return images
 
 
-def _hooked(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
-
-
-def _check_hooks(model: nn.Module) -> None:
-    others = (
-        model._forward_hooks,
-        model._backward_hooks,
-        model._backward_pre_hooks,
-        model._forward_pre_hooks_with_kwargs,
-    )
-    if any(others) or "forward" in vars(model):
-        raise NotAChain(f"{type(model).__name__} as a whole has hooks that are not plain forward pre-hooks")
+def _changed(module: nn.Module, *hooks: str) -> bool:
+    """Return whether the module has hooks of these kinds, or a ``forward`` of its own."""
+    return "forward" in vars(module) or any(getattr(module, name) for name in hooks)
 
 
 def _trains(*modules: nn.Module) -> bool:

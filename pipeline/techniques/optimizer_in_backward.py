@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import proxy
 
 import torch
 
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, replaced
 
 
 class OptimizerInBackward(Technique):
@@ -24,11 +23,13 @@ class OptimizerInBackward(Technique):
     def change_step(self, setup: Setup) -> None:
         self.optimizer, self.update = setup.step.optimizer, setup.step.update
         # A weak reference, because the garbage collector cannot follow a parameter's hook and would never free a cycle.
-        update = WeakMethod(self._update)
+        technique = proxy(self)
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(_call, update, number))
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda parameter, number=number: technique._update(number, parameter)
+                    )
         setup.step.update = self._nothing
 
     def _nothing(self) -> None:
@@ -36,16 +37,7 @@ class OptimizerInBackward(Technique):
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
         """Update ``parameter``, which is in the optimizer's group ``number``, and free its gradient."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        self.optimizer.param_groups = [groups[number] | {"params": [parameter]}]
-        try:
+        group: dict[str, Any] = self.optimizer.param_groups[number] | {"params": [parameter]}
+        with replaced(self.optimizer, "param_groups", [group]):
             self.update()
-        finally:
-            self.optimizer.param_groups = groups
         parameter.grad = None
-
-
-def _call(update: WeakMethod[Any], number: int, parameter: torch.Tensor) -> None:
-    method = update()
-    assert method is not None, "the step holds the technique"
-    method(number, parameter)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.utils import swap_tensors
 
 from pipeline.distributed import World
-from pipeline.errors import ConfigError, PipelineError, count
+from pipeline.errors import ConfigError, count
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
-from pipeline.techniques.base import Setup, Stored, Technique
+from pipeline.techniques.base import Setup, Stored, Technique, load_share
 from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.model_chain import NotAChain, chain, joined
 from pipeline.techniques.precision import DTYPES
@@ -54,7 +54,8 @@ class Pipeline(Technique):
         self._module = _Stage()
         """This rank's stage of the model. ``restore`` replaces its units if the checkpoint's cut differs."""
         self._schedule: PipelineScheduleSingle | None = None
-        self._loads: list[Callable[[], object]] = []
+        self._sent: dict[str, dict[str, Any]] = {}
+        """The states of the model and of the optimizer that ``restore`` will load."""
 
     @property
     def _is_last(self) -> bool:
@@ -87,10 +88,7 @@ class Pipeline(Technique):
                 found = str(reason)
         found = self.world.broadcast(found)
         if not isinstance(found, Cut):
-            raise ConfigError(
-                f"variants.{self.plan.name}.parallelism: found 'pipeline' of {self._stages} stages, but {found}; "
-                f"{_ALLOWED}."
-            )
+            raise ConfigError(f"{self.where('parallelism')} of {self._stages} stages, but {found}; {_ALLOWED}.")
         self._split(found)
         setup.model = self._module
 
@@ -119,87 +117,57 @@ class Pipeline(Technique):
 
     def change_checkpoint(self, setup: Setup) -> None:
         self._optimizer = setup.step.optimizer
-        setup.model_state, setup.optimizer_state = self._whole_model(), self._whole_optimizer()
+        # ``restore`` loads both states, because it may have to cut the model anew before.
+        setup.model_state = Stored(self._read_model, partial(self._keep, "model"))
+        setup.optimizer_state = Stored(self._read_optimizer, partial(self._keep, "optimizer"))
 
-    def _whole_model(self) -> Stored:
-        def read() -> dict[str, Any]:
-            whole = {}
-            for name, tensor in self._model.state_dict().items():
-                # The first ranks are the first pipeline, so BatchNorm's statistics come from the first pipeline.
-                source = self._stage_of.get(name, 0)
-                is_source = self.world.rank == source
-                whole[name] = (
-                    tensor.contiguous()
-                    if is_source
-                    else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
-                )
-                dist.broadcast(whole[name], src=source)
-            return whole
+    def _keep(self, name: str, announced: dict[str, Any]) -> None:
+        self._sent[name] = self.world.sent(announced)
 
-        def load(whole: dict[str, Any]) -> object:
-            held = self._model.state_dict()
-            return self._model.load_state_dict(
-                {name: tensor if tensor.is_meta else whole[name] for name, tensor in held.items()}
-            )
+    def _read_model(self) -> dict[str, Any]:
+        held = self._model.state_dict()
+        owners = self.world.gather([name for name, tensor in held.items() if not tensor.is_meta])
+        whole = {}
+        for name, tensor in held.items():
+            # The first ranks are the first pipeline, so BatchNorm's statistics come from the first pipeline.
+            source = next(rank for rank, names in enumerate(owners) if name in names)
+            if self.world.rank == source:
+                whole[name] = tensor.contiguous()
+            else:
+                whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
+            dist.broadcast(whole[name], src=source)
+        return whole
 
-        return Stored(read, self._again(load))
-
-    def _whole_optimizer(self) -> Stored:
-        def read() -> dict[str, Any]:
-            own = self._optimizer.state_dict()
-            places = self._places()
-            mine = {places[index]: state for index, state in own["state"].items()}
-            groups = [[places[index] for index in group["params"]] for group in own["param_groups"]]
-            stages = self.world.gather((mine, groups))[: self._stages]
-            return {
-                "state": {place: state for part, _ in stages for place, state in sorted(part.items())},
-                "param_groups": [
-                    {**group, "params": sorted(place for _, theirs in stages for place in theirs[number])}
-                    for number, group in enumerate(own["param_groups"])
-                ],
-            }
-
-        def load(whole: dict[str, Any]) -> object:
-            places = self._places()
-            state = {index: whole["state"][place] for index, place in places.items() if place in whole["state"]}
-            own = self._optimizer.state_dict()["param_groups"]
-            groups = [
-                {**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], own, strict=True)
-            ]
-            return self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-        return Stored(read, self._again(load))
-
-    def _again(self, load: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-        """Return a ``load`` that remembers its calls; ``restore`` repeats them if the checkpoint's cut differs."""
-
-        def remembered(announced: dict[str, Any]) -> object:
-            self._loads.append(partial(load, self.world.sent(announced)))
-            return self._loads[-1]()
-
-        return remembered
+    def _read_optimizer(self) -> dict[str, Any]:
+        own, places = self._optimizer.state_dict(), {id(each): n for n, each in enumerate(self._model.parameters())}
+        held = [places[id(each)] for group in self._optimizer.param_groups for each in group["params"]]
+        mine = {held[index]: state for index, state in own["state"].items()}
+        groups = [[held[index] for index in group["params"]] for group in own["param_groups"]]
+        stages = self.world.gather((mine, groups))[: self._stages]
+        return {
+            "state": {place: state for part, _ in stages for place, state in sorted(part.items())},
+            "param_groups": [
+                {**group, "params": sorted(place for _, theirs in stages for place in theirs[number])}
+                for number, group in enumerate(own["param_groups"])
+            ],
+        }
 
     def state(self) -> dict[str, Any]:
-        return {"joins": self._cut.joins, "costs": self._cut.costs, "ends": self._cut.ends}
+        return {"ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """If the checkpoint's cut differs from this run's cut, cut the model like the checkpoint and reload the
-        stage."""
-        ends, loads = tuple(state["ends"]), self._loads
-        self._loads = []
-        if ends == self._cut.ends:
-            return
-        if tuple(state["joins"]) != self._cut.joins or len(self._optimizer.param_groups) != 1:
-            raise PipelineError(
-                f"variants.{self.plan.name}: the checkpoint's pipeline is cut differently, and this run cannot repeat "
-                "that cut; remove the checkpoint to train from the start."
-            )
-        self._split(self._cut._replace(costs=tuple(state["costs"]), ends=ends))
-        self._optimizer.state.clear()
-        self._optimizer.param_groups[0]["params"] = list(self._module.parameters())
-        self._schedule = None
-        for load in loads:
-            load()
+        """Load the states of the model and of the optimizer. If the checkpoint's cut differs from this run's cut, cut
+        the model like the checkpoint before."""
+        if tuple(state["ends"]) != self._cut.ends:
+            self._split(self._cut._replace(ends=tuple(state["ends"])))
+            (group,) = self._optimizer.param_groups
+            group["params"] = list(self._module.parameters())
+            self._optimizer.state.clear()
+        whole = self._sent.pop("model")
+        self._model.load_state_dict(
+            {name: tensor if tensor.is_meta else whole[name] for name, tensor in self._model.state_dict().items()}
+        )
+        load_share(self._optimizer, self._sent.pop("optimizer"), list(self._model.parameters()))
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return the step's autocast, which decides the dtypes of the tensors between stages."""
@@ -207,51 +175,21 @@ class Pipeline(Technique):
         return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
     def _split(self, cut: Cut) -> None:
-        """Keep this rank's stage on the device, and the rest of the model, without values, on the meta device."""
-        self._cut = cut
-        units = joined(chain(self._model), cut.joins)
-        stages = [units[begin:end] for begin, end in pairwise((0, *cut.ends))]
-        stage_of = {
-            id(tensor): stage
-            for stage, parts in enumerate(stages)
-            for part in parts
-            for tensor in (*part.parameters(), *part.buffers())
-        }
-        self._stage_of = {
-            name: stage_of[id(tensor)]
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-            if id(tensor) in stage_of
-        }
-        placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-        for name, module in self._model.named_modules():
-            prefix = f"{name}." if name else ""
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
-                    stage = self._stage_of.get(prefix + key)
-                    if tensor is not None and stage is not None:
-                        if id(tensor) not in placed:
-                            placed[id(tensor)] = self._placed(tensor, stage)
-                        tensors[key] = placed[id(tensor)]
-        begin, end = self._bounds
-        units = joined(chain(self._model), cut.joins)  # with the model's new tensors
-        self._module.units = nn.Sequential(*units[begin:end])
+        """Keep this rank's stage on the device, and the other stages, without values, on the meta device.
 
-    def _placed(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return ``tensor`` on the device if ``stage`` is this rank's stage, else on the meta device.
-
-        A tensor that is moved from the meta device to this rank's device is uninitialised.
+        A tensor that moves from the meta device to this rank's device is uninitialised.
         """
-        device = self.world.device if stage == self._index else torch.device("meta")
-        if tensor.is_meta == (device.type == "meta"):
-            return tensor
-        moved = torch.empty_like(tensor, device=device)
-        return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-
-    def _places(self) -> dict[int, int]:
-        """Return a dict: a parameter's index in this rank's optimizer -> its index in a single device's optimizer."""
-        names = {id(parameter): index for index, parameter in enumerate(self._model.parameters())}
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return {index: names[id(parameter)] for index, parameter in enumerate(held)}
+        self._cut = cut
+        begin, end = self._bounds
+        units = joined(chain(self._model), cut.joins)
+        for index, unit in enumerate(units):
+            device = self.world.device if begin <= index < end else torch.device("meta")
+            for tensor in (*unit.parameters(), *unit.buffers()):
+                if tensor.is_meta != (device.type == "meta"):
+                    moved = torch.empty_like(tensor, device=device)
+                    trained = isinstance(tensor, nn.Parameter)
+                    swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if trained else moved)
+        self._module.units = nn.Sequential(*units[begin:end])
 
     def _scheduled(self, step: TrainingStep) -> PipelineScheduleSingle:
         begin, end = self._bounds

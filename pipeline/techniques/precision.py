@@ -86,8 +86,8 @@ class Float8(BFloat16):
         ]
         if not fitting:
             raise ConfigError(
-                f"variants.{self.plan.name}.precision: found 'float8', but {type(model).__name__} has no linear layer "
-                "before its last layer with input and output sizes that are multiples of 16; allowed: 'bf16'."
+                f"{self.where('precision')}, but {type(model).__name__} has no linear layer before its last layer "
+                "with input and output sizes that are multiples of 16; allowed: 'bf16'."
             )
         gpu = self.world.device.type == "cuda"
         native = gpu and torch.cuda.get_device_capability(self.world.device) >= (8, 9)

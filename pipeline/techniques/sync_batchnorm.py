@@ -21,7 +21,7 @@ class SyncBatchNorm(Technique):
         model = setup.model
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):
             raise ConfigError(
-                f"variants.{self.plan.name}.sync_batchnorm: found true, but {type(model).__name__} has no BatchNorm; "
-                "allowed: false, or a model with nn.BatchNorm layers."
+                f"{self.where('sync_batchnorm')}, but {type(model).__name__} has no BatchNorm; allowed: false, or a "
+                "model with nn.BatchNorm layers."
             )
         setup.model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeline.errors import ConfigError
 from pipeline.plans import WhyNotHeldBy
-from pipeline.techniques.base import Setup
-from pipeline.techniques.ddp import Replicated, replicated
+from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.ddp import arrange_buckets, replicated
 from pipeline.techniques.sharded_state import Layout, in_parts, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
@@ -26,7 +26,7 @@ _ELEMENT_BY_ELEMENT = (
 )
 
 
-class Tensor(Replicated):
+class Tensor(Technique):
     """Applies ``parallelize_module`` to every pair of linear layers with only element-wise functions between them.
 
     A model can also name two layers with attention heads between them (``tensor_pair`` of
@@ -47,14 +47,16 @@ class Tensor(Replicated):
         return partial(_why_not_cut, setup.model)
 
     def change_model(self, setup: Setup) -> None:
-        super().change_model(setup)
-        model = setup.model
+        self._setup, model = setup, setup.model
         replicas, ranks = self.plan.data_processes, self.plan.model_processes
         mesh = self.world.mesh(data=replicas, model=ranks)
         rank = mesh["model"].get_local_rank()
         self.model = model
         self.layouts: dict[nn.Parameter, Layout] = {}
-        for pair in self._fitting(model, ranks):
+        fitting = [pair for pair in pairs(model) if pair.parts % ranks == 0]
+        if not fitting:
+            raise ConfigError(f"{self.where('parallelism')}, but {_why_not_cut(model, ranks)}.")
+        for pair in fitting:
             for linear, style in ((pair.first, ColwiseParallel()), (pair.second, RowwiseParallel())):
                 with without_random_warning():
                     # No rank sends its weights to the others, because all ranks have the same weights.
@@ -75,23 +77,14 @@ class Tensor(Replicated):
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
         if self.wrapped:
-            self.arrange_buckets(self.wrapped)
+            arrange_buckets(self.wrapped, self._setup)
 
     def change_step(self, setup: Setup) -> None:
-        super().change_step(setup)
         if self.wrapped:
             setup.step.no_sync = self.wrapped.no_sync
 
     def change_checkpoint(self, setup: Setup) -> None:
         in_parts(setup, self.model, self.layouts, self.world)
-
-    def _fitting(self, model: nn.Module, ranks: int) -> list[Pair]:
-        """Return the pairs that can be cut. Raises ConfigError if there is none."""
-        fitting = [pair for pair in pairs(model) if pair.parts % ranks == 0]
-        if not fitting:
-            why_not = _why_not_cut(model, ranks)
-            raise ConfigError(f"variants.{self.plan.name}.parallelism: found 'tensor', but {why_not}.")
-        return fitting
 
 
 def _why_not_cut(model: nn.Module, ranks: int) -> str | None:

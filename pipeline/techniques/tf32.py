@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, replaced
 
 
 class TF32(Technique):
@@ -16,17 +13,7 @@ class TF32(Technique):
     name = "tf32"
 
     def change_step(self, setup: Setup) -> None:
-        setup.step.whole = _tf32()(setup.step.whole)
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    # torch's newer ``fp32_precision`` is not used: a process must not mix it with these two switches, which
-    # ``assembly`` uses to switch TF32 off.
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        # torch's newer ``fp32_precision`` is not used: a process must not mix it with these two switches, which
+        # ``assembly`` uses to switch TF32 off.
+        for switches in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            setup.step.whole = replaced(switches, "allow_tf32", True)(setup.step.whole)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Setup, Stored
+from pipeline.techniques.base import Setup, Stored, load_share
 from pipeline.techniques.ddp import DDP
 
 
@@ -29,7 +29,7 @@ class Zero1(DDP):
         types = {parameter.dtype for parameter in model.parameters()}
         if len(types) > 1:
             raise ConfigError(
-                f"variants.{self.plan.name}.parallelism: found 'zero1', but {type(model).__name__} has parameters of "
+                f"{self.where('parallelism')}, but {type(model).__name__} has parameters of "
                 f"{' and '.join(sorted(map(str, types)))}; allowed: 'ddp', or parameters of one type."
             )
         super().change_model(setup)
@@ -55,11 +55,17 @@ class Zero1(DDP):
         assert isinstance(optimizer, _SharedOut)
 
         def read() -> dict[str, Any]:
-            own = optimizer.own_state()
+            own = torch.optim.Optimizer.state_dict(optimizer)  # its keys are the parameters' places in the whole model
             parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 
-        setup.optimizer_state = Stored(read, lambda whole: optimizer.load_own_state(self.world.sent(whole)))
+        def load(whole: dict[str, Any]) -> None:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            load_share(optimizer.optim, self.world.sent(whole), parameters)
+            optimizer.state = optimizer.optim.state
+            optimizer._sync_param_groups(optimizer.optim.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
+
+        setup.optimizer_state = Stored(read, load)
 
 
 def _passed_on(name: str) -> property:
@@ -86,20 +92,3 @@ class _SharedOut(ZeroRedundancyOptimizer):
     ) -> None:
         super().__init__(parameters, make, **options)  # type: ignore[arg-type]
         self.state = self.optim.state
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the state dict of this rank's share, with each parameter's index in the whole model as the key."""
-        return torch.optim.Optimizer.state_dict(self)
-
-    def load_own_state(self, whole: dict[str, Any]) -> None:
-        """Load this rank's share of a whole state dict into ``optim``, which decides the dtypes of its state."""
-        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        share = [parameters.index(id(each)) for group in self.optim.param_groups for each in group["params"]]
-        state = {place: whole["state"][index] for place, index in enumerate(share) if index in whole["state"]}
-        own_groups = self.optim.state_dict()["param_groups"]
-        groups = [
-            {**group, "params": own["params"]} for group, own in zip(whole["param_groups"], own_groups, strict=True)
-        ]
-        self.optim.load_state_dict({"state": state, "param_groups": groups})
-        self.state = self.optim.state
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.failures import is_out_of_memory
 from pipeline.training.loop import Training
 from tests.conftest import ROOT
-from tests.nets import assembly_of
+from tests.nets import LooksAtValues, assembly_of
 from tests.ranks import run_ranks
 from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
 from tests.test_training import make_training, weights
@@ -34,15 +33,15 @@ from tests.workspaces import PREPARED
 
 class Greedy(nn.Module):
     """Raises an out-of-memory error in training: on rank 1 with more than ``most`` samples, and on any rank in call
-    number ``calls``."""
+    number ``calls``. With ``compares``, it cannot train with a single sample."""
 
     def __init__(
-        self, channels: int, pixels: int, classes: int, most: int, where: str, calls: int, compares: bool
+        self, *, most: int = 8, where: str = "forward", calls: int = -1, compares: bool = False, **sizes: int
     ) -> None:
         super().__init__()
-        linear = nn.Linear(channels * pixels, classes)
-        compared = nn.BatchNorm1d(classes) if compares else nn.Identity()
-        self.net = nn.Sequential(nn.BatchNorm2d(channels), nn.Flatten(), nn.Dropout(0.1), linear, compared)
+        assert sizes == {"channels": 1, "height": 8, "width": 8, "classes": 10}
+        compared = nn.BatchNorm1d(10) if compares else nn.Identity()
+        self.net = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 10), compared)
         self.most, self.where, self.calls = most, where, calls
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -61,23 +60,8 @@ def _fail(_: torch.Tensor | None = None) -> None:
     raise torch.OutOfMemoryError("tried to allocate too much")
 
 
-def net(
-    *,
-    channels: int,
-    height: int,
-    width: int,
-    classes: int,
-    most: int = 8,
-    where: str = "forward",
-    calls: int = -1,
-    compares: bool = False,
-) -> nn.Module:
-    """Return a ``Greedy`` model. With ``compares``, it cannot train with a single sample."""
-    return Greedy(channels, height * width, classes, most, where, calls, compares)
-
-
 def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> Config:
-    settings = PARAMS["train"] | {"model": f"{__name__}:net", "model_options": model, "seeds": [0], "epochs": 1}
+    settings = PARAMS["train"] | {"model": f"{__name__}:Greedy", "model_options": model, "seeds": [0], "epochs": 1}
     return parse(PARAMS | {"train": settings | train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
 
 
@@ -87,10 +71,10 @@ Outcome = tuple[str, int, dict[str, str]] | str
 """Digest of the final weights, number of micro-batches, and decisions; or the error message."""
 
 
-def _train(joined: World, dataset: Dataset, tries: list[Try]) -> list[Outcome]:
+def _train(joined: World, dataset: Dataset, tries: list[Try], parallelism: str = "ddp") -> list[Outcome]:
     outcomes: list[Outcome] = []
     for model, accumulation, batch_size in tries:
-        variant = {"parallelism": "ddp", "gradient_accumulation": accumulation}
+        variant = {"parallelism": parallelism, "gradient_accumulation": accumulation}
         config = configure(model, variant, batch_size=batch_size, optimizer="adamw", learning_rate=0.01)
         made = plan(config, "tried", CPU_ONLY)
         try:
@@ -113,31 +97,30 @@ def test_ranks_agree_on_micro_batches_that_fit_and_train_as_with_the_number_requ
     tries: list[Try] = []
     for model, batch_size, micro_batches, _ in cases:
         tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
-    main, other = run_ranks(
-        _train, digits, [*tries, ({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 13}, 2, 128)]
-    )
-    *outcomes, too_large, later = main
+    outcomes, others = run_ranks(_train, digits, tries)
     for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
         assert found[1:] == (micro_batches, {"auto_micro_batch": said})
         assert asked == (found[0], micro_batches, {})
-    assert other[:-2] == outcomes
+    assert others == outcomes
+
+
+def test_ranks_agree_that_no_number_fits(digits: Dataset) -> None:
+    """Parts must not be too small for BatchNorm: with one sample, rank 1 runs out of memory before it reaches the
+    BatchNorm layer that fails on rank 0."""
+    tries: list[Try] = [({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 13}, 2, 128)]
+    tries += [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
+    (too_large, later, divided, never_fitted), others = run_ranks(_train, digits, tries)
     assert too_large.startswith("variants.tried.gradient_accumulation: found 'auto', but even 64 micro-batches of 1 ")
     assert later.startswith(
         "variant tried, seed 0, epoch 1, step 6: out of memory with micro-batches of 32 samples per process "
         "(tried to allocate too much). Set variants.tried.gradient_accumulation to 'auto', "
     )
-
-
-def test_the_batch_is_not_divided_into_parts_too_small_for_batchnorm(digits: Dataset) -> None:
-    """With one sample, rank 1 runs out of memory before it reaches the BatchNorm layer that fails on rank 0."""
-    tries: list[Try] = [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
-    main, other = run_ranks(_train, digits, tries)
-    assert main == other
-    divided, never_fitted = main
     assert "variants.tried.gradient_accumulation: found 'auto', but even 4 micro-batches of 2 samples " in divided
     assert "BatchNorm" in divided
-    assert "train.model: found 'tests.techniques.test_auto_micro_batch:net'" in never_fitted
+    assert "train.model: found 'tests.techniques.test_auto_micro_batch:Greedy'" in never_fitted
     assert "1 sample " in never_fitted
+    assert others[0] == too_large
+    assert others[2:] == [divided, never_fitted]
 
 
 _NO_ENGINE = "was unable to find an engine to execute this computation"
@@ -149,66 +132,42 @@ _OF_NCCL = (
 
 
 @pytest.mark.parametrize(
-    ("said", "free", "fits"),
+    ("said", "free", "out"),
     [
-        ("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to", 0.9, False),
-        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 0.9, False),
-        ("CUDA driver error: out of memory", 0.9, False),
-        ("CUDA ran out of memory outside PyTorch's allocator. If this workload uses many", 0.9, False),
-        ("Triton Error [CUDA]: out of memory", 0.9, False),
-        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", 0.9, False),
-        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", 0.9, False),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", 0.9, False),
-        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", 0.9, False),
-        (f"{_OF_NCCL} 2 'out of memory'", 0.9, False),
-        (f"{_OF_NCCL} 'out of memory'", 0.9, False),
-        (f"GET {_NO_ENGINE}", 0.01, False),
-        (f"FIND {_NO_ENGINE}", 0.01, False),
-        (f"GET {_NO_ENGINE}", 0.9, None),
-        (f"{_OF_NCCL} 700 'an illegal memory access was encountered'", 0.01, None),
-        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb)`", 0.01, None),
+        ("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to", 0.9, True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 0.9, True),
+        ("CUDA driver error: out of memory", 0.9, True),
+        ("CUDA ran out of memory outside PyTorch's allocator. If this workload uses many", 0.9, True),
+        ("Triton Error [CUDA]: out of memory", 0.9, True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", 0.9, True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", 0.9, True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", 0.9, True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", 0.9, True),
+        (f"{_OF_NCCL} 2 'out of memory'", 0.9, True),
+        (f"{_OF_NCCL} 'out of memory'", 0.9, True),
+        (f"GET {_NO_ENGINE}", 0.01, True),
+        (f"FIND {_NO_ENGINE}", 0.01, True),
+        (f"GET {_NO_ENGINE}", 0.9, False),
+        (f"{_OF_NCCL} 700 'an illegal memory access was encountered'", 0.01, False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb)`", 0.01, False),
     ],
 )
 def test_out_of_memory_errors_of_libraries_are_recognised(
-    said: str, free: float, fits: bool | None, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+    said: str, free: float, out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If ``fits`` is None, the error has another cause and must be raised again."""
+    """``free``: the free part of the GPU's memory, or of the part of the GPU to which the process is limited."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 2**30))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    training = make_training(digits)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError(said)
-
-    training.step.forward = fail  # type: ignore[assignment]
-    if fits is None:
-        with pytest.raises(RuntimeError, match=re.escape(said)):
-            training.fits()
-    else:
-        assert training.fits() is fits
-
-
-def test_a_process_limited_to_a_part_of_a_gpu_runs_out_of_this_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 2.0**-5)
-    for reserved, out in ((2**28, False), (2**29 - 2**20, True)):
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
-        assert is_out_of_memory(RuntimeError(f"GET {_NO_ENGINE}")) is out
+    for of_gpu, of_limit in ((free, 1.0), (1.0, free)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of_gpu=of_gpu: (of_gpu * 2**34, 2**34))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda of_limit=of_limit: (1 - of_limit) * 2**29)
+        assert is_out_of_memory(RuntimeError(said)) is out
 
 
-def _without_memory_for_the_update(joined: World, dataset: Dataset) -> str:
-    if joined.rank == 1:
-        vars(torch.optim)["AdamW"] = _Hungry  # this process ends with the test
-    variant = {"parallelism": "zero1", "gradient_accumulation": "auto"}
-    made = plan(configure({"most": 64}, variant, optimizer="adamw", batch_size=8), "tried", CPU_ONLY)
-    try:
-        with assembly_of(made, joined, dataset).training(0):
-            return "there was memory"
-    except PipelineError as error:
-        return str(error)
+def test_a_step_that_fails_for_another_reason_raises_its_error(digits: Dataset) -> None:
+    training = make_training(digits, model=LooksAtValues(nn.Linear(3, 3)))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        training.fits()
 
 
 class _Hungry(torch.optim.AdamW):
@@ -216,16 +175,20 @@ class _Hungry(torch.optim.AdamW):
         _fail()
 
 
+def _without_memory_for_the_update(joined: World, dataset: Dataset) -> list[Outcome]:
+    if joined.rank == 1:
+        vars(torch.optim)["AdamW"] = _Hungry  # this process ends with the test
+    return _train(joined, dataset, [({"most": 64}, "auto", 8)], "zero1")
+
+
 def test_if_one_rank_runs_out_of_memory_in_its_update_no_other_rank_waits(digits: Dataset) -> None:
     said = run_ranks(_without_memory_for_the_update, digits)
-    assert all("even 4 micro-batches of 1 sample do not fit" in each for each in said)
+    assert all("even 4 micro-batches of 1 sample do not fit" in each for [each] in said)
 
 
 @pytest.mark.slow
-def test_a_resumed_job_does_not_decide_anew(
-    workspace: Path,  # noqa: ARG001, F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("workspace")
+def test_a_resumed_job_does_not_decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure({"most": 4}, {"gradient_accumulation": "auto"}, seeds=[0, 1], epochs=2)
     job.run(config, "tried", CPU_ONLY, PREPARED)
     whole = results.read(results.result_file("tried"), config)
@@ -252,7 +215,8 @@ def test_a_resumed_job_does_not_decide_anew(
 
 
 @pytest.mark.slow
-def test_the_bench_also_chooses_the_number_of_micro_batches(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001, F811
+@pytest.mark.usefixtures("workspace")
+def test_the_bench_also_chooses_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure({"most": 8}, {"gradient_accumulation": "auto"})
     Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -272,18 +236,10 @@ def test_auto_is_planned_as_one_micro_batch() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_with_little_memory_more_micro_batches_are_chosen(
-    workspace: Path,  # noqa: ARG001, F811
-) -> None:
-    train = {
-        "device": "cuda",
-        "seeds": [0],
-        "epochs": 4,
-        "batch_size": 1024,
-        "model": "small_cnn",
-        "warmup_fraction": 0.0,
-        "warmup_steps": 1,
-    }
+@pytest.mark.usefixtures("workspace")
+def test_on_a_gpu_with_little_memory_more_micro_batches_are_chosen() -> None:
+    train = {"device": "cuda", "seeds": [0], "epochs": 4, "batch_size": 1024, "model": "small_cnn"}
+    train |= {"warmup_fraction": 0.0, "warmup_steps": 1}
     params = PARAMS | {"train": PARAMS["train"] | train, "compare": {"baseline": "asked"}}
     found: dict[Any, Result] = {}
     try:

@@ -15,7 +15,7 @@ from pipeline.params import Train
 from pipeline.profiling import ledger
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
+from tests.nets import ALONE, batches_of, make_plan, task_of, training_of
 from tests.ranks import run_ranks
 from tests.test_training import make_training, rows_of
 
@@ -80,14 +80,6 @@ def test_the_gradients_are_those_of_all_logits_at_once(chunks: int, applied: dic
     torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-7)
 
 
-def test_a_classifier_has_the_same_gradients_by_chunks_of_samples(digits: Dataset) -> None:
-    """The last layer has a bias and is in a block that checkpointing repeats. 5 does not divide the 32 samples."""
-    expected = gradients(make_training(digits))
-    for checkpointing in (False, True):
-        found = gradients(make_training(digits, loss_chunks=5, activation_checkpointing=checkpointing))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-
-
 def test_a_loss_of_the_user_s_own_gets_samples_with_all_their_tokens() -> None:
     train = TRAIN.model_copy(update={"loss": "tests.techniques.test_chunked_loss:of_last_token"})
     expected, found = (gradients(gpt_training(train=train, loss_chunks=chunks)) for chunks in (1, 3))
@@ -109,14 +101,6 @@ def test_no_tensor_has_all_logits_and_no_product_is_computed_twice() -> None:
         flops.append(counter.get_total_flops())
     assert sizes == [BATCH * LENGTH * VOCABULARY, VOCABULARY * GPT["width"]]  # logits; the layer's weights
     assert flops[0] == flops[1]
-
-
-def test_losses_and_names_in_the_state_dict_stay_the_same() -> None:
-    (expected,), (found,) = losses_of(ALONE, {}), losses_of(ALONE, {"loss_chunks": 4})
-    assert found[0] == pytest.approx(expected[0], rel=1e-4)
-    assert found[1] == pytest.approx(expected[1], rel=1e-4)
-    whole, chunked = gpt_training(), gpt_training(loss_chunks=4)
-    assert list(whole.model_state.read()) == list(chunked.model_state.read())
 
 
 def test_in_bf16_the_sums_stay_float32() -> None:
@@ -144,25 +128,8 @@ def _refused_on_rank(joined: World, dataset: Dataset) -> str:
     return str(refused.value)
 
 
-def test_a_model_that_does_not_end_in_a_linear_layer_is_refused(digits: Dataset) -> None:
-    with pytest.raises(ConfigError, match=r"^variants\.tried\.loss_chunks: found 2, but Sequential does not return"):
-        make_training(digits, model=nn.Sequential(conv_net(), nn.ReLU()), loss_chunks=2)
-    with pytest.raises(ConfigError, match=r"Twice does not return the outputs of an nn\.Linear"):
-        make_training(digits, model=Twice(), loss_chunks=2)
+def test_a_last_layer_whose_parameters_fsdp_frees_is_refused(digits: Dataset) -> None:
     assert all("last linear layer is in a block" in said for said in run_ranks(_refused_on_rank, digits))
-
-
-class Twice(nn.Module):
-    """A net that runs its last layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        *blocks, _ = conv_net()
-        self.blocks, self.last = nn.Sequential(*blocks, nn.Flatten()), nn.Linear(64, 64)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.last(self.blocks(images)))
-        return out
 
 
 def of(chunks: int, **applied: Any) -> tuple[Ledger, Ledger]:

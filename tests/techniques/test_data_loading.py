@@ -13,9 +13,8 @@ import yaml
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.params import Augment, Machine, Train, parse, techniques
+from pipeline.params import Augment, Train, parse, techniques
 from pipeline.params.catalogue import acting
-from pipeline.plans import plan
 from pipeline.techniques import of_plan
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
@@ -78,31 +77,24 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
 
 
 @pytest.mark.slow
-def test_data_loading_overrides_train_placement_and_the_result_names_it(workspace: Path) -> None:  # noqa: ARG001, F811
-    config = parse(
-        test_job.PARAMS
-        | {"train": test_job.PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}}
-        | {
-            "variants": {
-                "baseline": {},
-                "streamed": {"data_loading": "streamed"},
-                "loader": {"data_loading": "dataloader", "loader_workers": 1, "parallelism": "ddp"},
-                "ddp": {"parallelism": "ddp"},
-            }
-        }
-    )
-    made = {name: _run(config, name) for name in config.variants}
-    assert {name: result.placement for name, result in made.items()} == {
-        "baseline": "resident", "streamed": "streamed", "loader": "dataloader", "ddp": "resident",
-    }  # fmt: skip
+@pytest.mark.usefixtures("workspace")
+def test_data_loading_overrides_train_placement_and_the_result_names_it() -> None:
+    train = test_job.PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}
+    variants = {
+        "baseline": {},
+        "streamed": {"data_loading": "streamed"},
+        "loader": {"data_loading": "dataloader", "loader_workers": 1, "parallelism": "ddp"},
+        "ddp": {"parallelism": "ddp"},
+    }
+    config = parse(test_job.PARAMS | {"train": train, "variants": variants})
+    made = {}
+    for name in variants:
+        job.run(config, name, test_job.CPU_ONLY, PREPARED)
+        made[name] = results.read(results.result_file(name), config)
+    assert [result.placement for result in made.values()] == ["resident", "streamed", "dataloader", "resident"]
     sha256 = {name: result.runs[0].model_sha256 for name, result in made.items()}
     assert sha256["baseline"] == sha256["streamed"]
     assert sha256["ddp"] == sha256["loader"]
-
-
-def _run(config: Any, name: str) -> Any:
-    job.run(config, name, test_job.CPU_ONLY, PREPARED)
-    return results.read(results.result_file(name), config)
 
 
 @pytest.mark.slow
@@ -140,9 +132,6 @@ def test_the_workers_count_as_processes_of_the_job(digits: Dataset) -> None:
 
 
 def test_the_settings_of_the_loader_are_one_technique() -> None:
-    config = parse(
-        {"compare": {"baseline": "a"}, "variants": {"a": {"data_loading": "dataloader", "loader_workers": 3}}}
-    )
-    here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-    assert [technique.name for technique in of_plan(plan(config, "a", here))] == ["dataloader"]
-    assert techniques(config.variants["a"]) == {"dataloader": ("data_loading", "loader_workers")}
+    variant = make_plan(data_loading="dataloader", loader_workers=3)
+    assert [technique.name for technique in of_plan(variant)] == ["dataloader"]
+    assert techniques(variant.applied) == {"dataloader": ("data_loading", "loader_workers")}

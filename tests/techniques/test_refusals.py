@@ -11,9 +11,11 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import GRAPH_WARMUP_STEPS, Machine, parse
+from pipeline.params import CATALOGUE, GRAPH_WARMUP_STEPS, Entry, Machine, parse
+from pipeline.params.catalogue.base import needs_gpu
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
+from tests.factories import alone, setting_of
 from tests.nets import LooksAtValues, changed, chosen, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 
@@ -50,21 +52,15 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
     ("path", "says", "machine", "train", "tried"),
     [
         # Refused for the machine
+        *(case(each.key, A_GPU, **alone(each)) for each in CATALOGUE if each.why_not is needs_gpu),
         case("activation_offload", "they are already there", activation_offload=True),
         case("attention", A_GPU, attention="cudnn"),
         case("attention", A_GPU, GPUS, ON_CPU, attention="efficient"),
-        case("cpu_offload", A_GPU, parallelism="fsdp", cpu_offload=True),
-        case("cuda_graph", A_GPU, cuda_graph=True),
-        case("cudnn_benchmark", A_GPU, cudnn_benchmark=True),
-        case("expandable_segments", A_GPU, expandable_segments=True),
-        case("parallelism", A_GPU, parallelism="data_parallel"),
-        case("precision", A_GPU, precision="fp16"),
         case("precision", A_GPU, GPUS, ON_CPU, precision="tf32"),
         case("precision", "no TF32", OLD_GPUS, precision="tf32"),
         case("precision", "'leave_out' or 'run'", PLAIN_CPU, {"without_native": "refuse"}, precision="bf16"),
         case("precision", "torchao is not installed (pip install '.[float8]')", precision="float8"),
         case("precision", "capability below 8.9", OLD_WITH_TORCHAO, {"without_native": "refuse"}, precision="float8"),
-        case("sync_batchnorm", A_GPU, parallelism="ddp", sync_batchnorm=True),
         case("release_cache", "no malloc_trim", CPU.model_copy(update={"trims_memory": False}), release_cache=True),
         case("optimizer_state", "pip install '.[low-bit]'", CPU, {"optimizer": "adamw"}, optimizer_state="8bit"),
         case("compile", "CUDA gr", compile="reduce-overhead"),
@@ -99,42 +95,19 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
             case("replicas", "divide 1 process into", GPUS.model_copy(update={"gpus": 1}), parallelism=each, replicas=2)
             for each in ("fsdp", "pipeline", "tensor")
         ),
+        *(case(each.key, "needs parallelism", **setting_of(each)) for each in CATALOGUE if each.needs),
         case("replicas", "needs parallelism 'fsdp'", parallelism="zero1", replicas=2),
         case("replicas", "needs parallelism 'fsdp' or 'pipeline' or 'tensor': set", replicas=2),
         case("processes", "needs parallelism 'ddp'", GPUS, parallelism="data_parallel", processes=2),
         case("schedule", "needs parallelism 'pipeline': set parallelism", schedule="gpipe"),
-        case("reshard_after_forward", "needs parallelism 'fsdp'", parallelism="ddp", reshard_after_forward=False),
-        case("parameter_precision", "needs parallelism 'fsdp'", parameter_precision="bf16"),
-        case("bucket_mb", "needs parallelism 'ddp' or 'zero1': set", bucket_mb=5),
-        case("gradient_as_bucket_view", "needs parallelism 'ddp'", gradient_as_bucket_view=False),
-        case("static_graph", "needs parallelism 'ddp'", static_graph=True),
-        case("communication_hook", "needs parallelism 'ddp'", communication_hook="fp16"),
-        case("communication_hook", "needs parallelism 'ddp': set parallelism", communication_hook="post_local_sgd"),
-        case("sync_batchnorm", "needs parallelism 'ddp'", sync_batchnorm=True),
-        case("scaling", "needs parallelism 'ddp'", scaling="weak"),
         case("bucket_mb", "so bucket_mb must be at least 1", parallelism="ddp", compile="default", bucket_mb=0.5),
         case("bucket_mb", "a number above 0", parallelism="ddp", bucket_mb=0),
         case("communication_hook", "'fp16', 'bf16', 'powersgd' or", parallelism="ddp", communication_hook="int8"),
         case("", APART, parallelism="ddp", static_graph=True, gradient_accumulation=2),
-        case("", APART, parallelism="ddp", communication_hook="powersgd", channels_last=True),
-        case("", APART, GPUS, parallelism="tensor", precision="fp16"),
-        case("", APART, GPUS, parallelism="pipeline", precision="fp16"),
-        case("", APART, parallelism="pipeline", gradient_accumulation="auto"),
-        case("", APART, GPUS, parallelism="data_parallel", precision="bf16"),
-        case("", APART, GPUS, parallelism="data_parallel", activation_checkpointing=True),
         # Refused for another setting: one process
         *(case("attention", "needs precision: bf16 or", GPUS, attention=each) for each in ("flash", "cudnn")),
         case("loader_workers", "needs data_loading 'dataloader'", loader_workers=4),
-        case("", APART, GPUS, cuda_graph=True, parallelism="ddp"),
-        case("", APART, GPUS, cuda_graph=True, compile="default"),
-        case("", APART, GPUS, cuda_graph=True, precision="fp16"),
-        case("", APART, GPUS, cuda_graph=True, activation_checkpointing=True),
         *(case("compile", says, GPUS, compile=mode, **kept) for mode in RECORDED for kept, says in KEPT),
-        case("", APART, optimizer_in_backward=True, gradient_accumulation=4),
-        case("", APART, GPUS, optimizer_in_backward=True, precision="fp16"),
-        case("", APART, optimizer_in_backward=True, parallelism="ddp"),
-        case("", APART, optimizer_in_backward=True, set_to_none=False),
-        case("", APART, optimizer_in_backward=True, optimizer_kernel="foreach"),
     ],
 )  # fmt: skip
 def test_a_variant_that_cannot_run_is_refused(
@@ -175,22 +148,11 @@ def test_a_parallelism_of_one_process_is_refused_under_a_launcher(parallelism: s
         planned(GPUS, {}, {"parallelism": parallelism}, launched=16)
 
 
-@pytest.mark.parametrize(
-    ("name", "tried"),
-    [
-        ("activation_offload", {"activation_offload": True}),
-        ("compile", {"compile": "default"}),
-        ("cuda_graph", {"cuda_graph": True}),
-        ("dataloader", {"data_loading": "dataloader"}),
-        ("factored_optimizer", {"optimizer_state": "factored"}),
-        ("low_bit_optimizer", {"optimizer_state": "8bit"}),
-        ("pipeline", {"parallelism": "pipeline"}),
-    ],
-)
-def test_the_memory_of_some_techniques_cannot_be_predicted(name: str, tried: dict[str, Any], digits: Dataset) -> None:
-    machine = GPUS.model_copy(update={"installed": WITH_8BIT.installed})
-    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {name} cannot be predicted"):
-        ledger.predicted(planned(machine, {"optimizer": "adamw"}, tried), task_of(digits))
+@pytest.mark.parametrize("one", [each for each in CATALOGUE if each.needs_measuring], ids=lambda each: each.name)
+def test_the_memory_of_some_techniques_cannot_be_predicted(one: Entry, digits: Dataset) -> None:
+    machine = GPUS.model_copy(update={"installed": frozenset({"bitsandbytes", "torchao"}), "gpu_float8": True})
+    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {one.name} cannot be predicted"):
+        ledger.predicted(planned(machine, {"optimizer": "adamw"}, alone(one)), task_of(digits))
 
 
 def scaled() -> nn.Module:
@@ -204,6 +166,7 @@ def tied() -> nn.Module:
     return nn.Sequential(first, nn.Sequential(nn.ReLU(), first[1]), nn.Sequential(nn.Linear(64, 10)))
 
 
+SHARED = nn.Linear(64, 64)
 FLAT = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 MIXED = nn.Sequential(*conv_net(), nn.Linear(10, 10), nn.Linear(10, 10).double())
 POWERSGD = {"communication_hook": "powersgd", "parallelism": "ddp"}
@@ -212,6 +175,8 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": True}, FLAT, "none of its submodules has submodules of its own"),
     ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
+    ({"loss_chunks": 2}, nn.Sequential(conv_net(), nn.ReLU()), "does not return the outputs of an nn.Linear"),
+    ({"loss_chunks": 2}, nn.Sequential(nn.Flatten(), SHARED, SHARED), "that it calls only once"),
     ({"attention": "math"}, conv_net(), "Sequential does not call scaled_dot_product_attention; allowed: 'auto'"),
     ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
     ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),

@@ -1,25 +1,33 @@
-"""A model that ranks hold in parts has the same scores and checkpoints as the whole model."""
+"""A model that ranks hold in parts has the same scores, checkpoints and results of jobs as the whole model."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
+from pipeline import models, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
+from pipeline.params import parse
+from pipeline.results import Result
+from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.evaluation import Score, evaluate
 from tests.nets import conv_net, stopped, task_of
-from tests.parallel import TRAIN, copied, make_training
+from tests.parallel import CPU, TRAIN, copied, make_training
 from tests.ranks import run_ranks
 from tests.techniques.test_ddp import Spare
-from tests.techniques.test_tensor import headed_net
+from tests.techniques.test_parallelisms import headed_net
+from tests.test_job import PARAMS, ROOT, workspace  # noqa: F401
+from tests.workspaces import PREPARED
 
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
@@ -72,24 +80,21 @@ def test_a_sharded_model_has_the_score_of_the_whole_model_whatever_the_shares(di
 
 @pytest.mark.slow
 def test_models_on_four_ranks_have_the_score_of_the_whole_model(digits: Dataset) -> None:
-    cases = [(conv_net, FSDP), (conv_net, FSDP | {"replicas": 2}), (headed_net, TENSOR | {"replicas": 2})]
-    _check(digits, cases, size=4)
+    _check(digits, [(conv_net, FSDP | {"replicas": 2}), (headed_net, TENSOR | {"replicas": 2})], size=4)
 
 
-def _resumed(joined: World, dataset: Dataset, changes: dict[str, Any]) -> tuple[str, str]:
+def _resumes(joined: World, dataset: Dataset, changes: dict[str, Any]) -> bool:
     train = TRAIN.model_copy(update=changes)
-    straight = make_training(dataset, joined, Spare, train, **FSDP)
+    straight, half, resumed = (make_training(dataset, joined, Spare, train, **FSDP) for _ in range(3))
     stopped(straight, 6)
-    resumed = make_training(dataset, joined, Spare, train, **FSDP)
-    resumed.restore(stopped(make_training(dataset, joined, Spare, train, **FSDP), 3))
+    resumed.restore(stopped(half, 3))
     stopped(resumed, 3)
-    return state_sha256(straight.model_state.read()), state_sha256(resumed.model_state.read())
+    return state_sha256(straight.model_state.read()) == state_sha256(resumed.model_state.read())
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.0}, {"optimizer": "adamw", "learning_rate": 0.005}])
 def test_parameters_without_optimizer_state_resume_exactly(digits: Dataset, changes: dict[str, Any]) -> None:
-    for straight, resumed in run_ranks(_resumed, digits, changes):
-        assert straight == resumed
+    assert run_ranks(_resumes, digits, changes) == [True, True]
 
 
 def wide_net() -> nn.Sequential:
@@ -149,3 +154,44 @@ def test_no_gpu_holds_the_whole_model(digits: Dataset) -> None:
     for added in run_ranks(_peaks, digits, device="cuda"):
         whole = added.pop("whole")
         assert all(each < whole / 2 for each in added.values()), (whole, added)
+
+
+VARIANTS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "variants" / "sharded.yaml").read_text(encoding="utf-8"))
+
+
+def train(name: str) -> Result:
+    short = PARAMS["train"] | {"seeds": [3], "epochs": 1}
+    config = parse(PARAMS | {"train": short, "variants": {"baseline": {}} | VARIANTS})
+    job.run(config, name, CPU, PREPARED)
+    return results.read(results.result_file(name), config)
+
+
+@functools.cache
+def baseline() -> Result:
+    """Return the single-device result that all tests share."""
+    return train("baseline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("fsdp", "tensor") else pytest.mark.slow)
+        for name, values in VARIANTS.items()
+        if "cpu_offload" not in values
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_each_ready_made_variant_trains_as_the_baseline_does(name: str) -> None:
+    plain_result, result = baseline(), train(name)
+    assert (result.backend, result.world_size) == ("gloo", 4 if name.endswith("replicas") else 2)
+    assert result.skipped == {}
+    assert result.applied["parallelism"] == name.partition("-")[0]
+    assert result.parameter_count == plain_result.parameter_count
+    (run,), (plain,) = result.runs, plain_result.runs
+    assert run.steps == plain.steps
+    assert run.train_loss == pytest.approx(plain.train_loss, rel=0.05 if "bf16" in name else 0.02)
+    assert abs(run.test_correct - plain.test_correct) <= (8 if "bf16" in name else 3)
+    assert len(run.peak_memory_rank_bytes) == result.world_size
+    model = models.small_cnn(channels=1, height=8, width=8, classes=10)
+    model.load_state_dict(torch.load(results.model_file(name, 3), weights_only=True))
+    assert state_sha256(model.state_dict()) == run.model_sha256

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.models import VisionTransformer, convnext_tiny, resnet18, vgg11, vit_b_16
+from torchvision.models import convnext_tiny, resnet18, vgg11, vit_b_16
 
 from pipeline import models
 from pipeline.data.prepared import Dataset
@@ -13,78 +13,10 @@ from pipeline.distributed import ALONE, World
 from pipeline.models.gpt import GPT
 from pipeline.techniques.tensor import pairs
 from tests.nets import conv_net
-from tests.parallel import alone_and_on_ranks, assert_same_training, make_training
+from tests.parallel import make_training
 from tests.ranks import run_ranks
+from tests.techniques.test_parallelisms import headed_net
 from tests.test_tasks import training_on as language_training
-
-TENSOR: dict[str, Any] = {"parallelism": "tensor"}
-
-
-def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
-    """Return ``conv_net`` with a head of two linear layers and 48 values between them."""
-    net = conv_net(norm=norm, dropout=dropout)
-    drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
-    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
-    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
-    return net
-
-
-def plain_headed_net() -> nn.Sequential:
-    return headed_net(norm=False, dropout=False)
-
-
-class SmallTransformer(nn.Module):
-    """A vision transformer for [N, 1, 8, 8] images, with dropout in its MLPs and around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = VisionTransformer(
-            image_size=8,
-            patch_size=4,
-            num_layers=2,
-            num_heads=2,
-            hidden_dim=16,
-            mlp_dim=64,
-            dropout=0.1,
-            num_classes=10,
-        )
-        nn.init.normal_(self.net.heads.head.weight, std=0.1)  # torchvision starts it at zero
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images.expand(-1, 3, -1, -1))
-        return logits
-
-
-def test_two_ranks_train_as_one_device_dropout_and_batchnorm_included(digits: Dataset) -> None:
-    cases = [TENSOR, TENSOR | {"activation_checkpointing": True}]
-    alone, found = alone_and_on_ranks(digits, headed_net, cases, size=2)
-    cut = 64 * 48 + 48 + 48 * 10
-    for ranks in found:
-        assert_same_training(ranks, alone)
-        for rank in ranks:
-            assert rank.parameter_bytes == alone.parameter_bytes - 4 * cut / 2
-            assert rank.optimizer_bytes == alone.optimizer_bytes - 4 * cut / 2
-
-
-def test_the_mlps_of_a_transformer_are_cut(digits: Dataset) -> None:
-    cases = [TENSOR, TENSOR | {"gradient_accumulation": 2}]
-    alone, (ranks, accumulated) = alone_and_on_ranks(digits, SmallTransformer, cases, size=2)
-    assert_same_training(ranks, alone)
-    cut = 2 * (16 * 64 + 64 + 64 * 16)
-    for rank in ranks:
-        assert rank.parameter_bytes == alone.parameter_bytes - 4 * cut / 2
-    for rank in accumulated:  # dropout masks differ from one device, as batches are smaller
-        assert rank.resumed_sha256 == rank.straight_sha256 == accumulated[0].straight_sha256
-
-
-@pytest.mark.slow
-def test_four_ranks_in_two_replicas_train_as_one_device(digits: Dataset) -> None:
-    cases = [TENSOR | {"replicas": 2}, TENSOR | {"replicas": 2, "gradient_accumulation": 2, "channels_last": True}]
-    alone, found = alone_and_on_ranks(digits, plain_headed_net, cases, size=4)
-    for ranks in found:
-        assert_same_training(ranks, alone)
-        assert all(rank.parameter_bytes < 0.7 * alone.parameter_bytes for rank in ranks)
 
 
 def test_pairs_are_found_where_only_elementwise_modules_are_between_the_layers() -> None:
@@ -115,7 +47,7 @@ def test_layers_used_twice_or_with_a_normalisation_between_them_are_not_cut() ->
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:
     """Return a rank's next random numbers, and its part of the hidden values, all ones, after dropout."""
-    training = make_training(dataset, joined, headed_net, **TENSOR, replicas=joined.size // 2)
+    training = make_training(dataset, joined, headed_net, parallelism="tensor", replicas=joined.size // 2)
     head: Any = training.model.get_submodule("2")
     return torch.rand(2).tolist(), head[3](torch.ones(1, 24))
 

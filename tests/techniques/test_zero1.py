@@ -11,25 +11,10 @@ from pipeline.distributed import World
 from pipeline.models import optimizers
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.techniques import Technique
-from tests.nets import chosen, conv_net, make_plan, setup_of
-from tests.parallel import TRAIN, alone_and_on_ranks, assert_same_training
+from tests.nets import chosen, make_plan, setup_of
 from tests.ranks import run_ranks
-from tests.test_training import make_training, resumes_exactly
-
-
-@pytest.mark.parametrize(("optimizer", "values"), [("sgd", 1), ("adamw", 2)])
-def test_two_ranks_train_as_one_device_and_divide_the_optimizer_state(
-    digits: Dataset, optimizer: Any, values: int
-) -> None:
-    train = TRAIN.model_copy(update={"optimizer": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.005})
-    cases: list[dict[str, Any]] = [{"parallelism": "zero1"}, {"parallelism": "zero1", "gradient_accumulation": 2}]
-    alone, found = alone_and_on_ranks(digits, conv_net, cases, size=2, train=train)
-    assert alone.optimizer_bytes >= values * alone.parameter_bytes
-    for ranks in found:
-        assert_same_training(ranks, alone, held_whole=True)
-        # Each parameter belongs to one rank. The largest two of conv_net's six have 1152 and 640 of 1898 values.
-        assert sum(rank.optimizer_bytes for rank in ranks) == alone.optimizer_bytes
-        assert max(rank.optimizer_bytes for rank in ranks) < 0.62 * alone.optimizer_bytes
+from tests.techniques.test_promises import ADAMW, LOW_BIT, large_net, needs_library
+from tests.test_training import TRAIN, make_training, resumes_exactly
 
 
 def _made(technique: Technique, net: nn.Module, choice: OptimizerChoice) -> Any:
@@ -92,18 +77,12 @@ def test_an_overflow_and_a_loss_scale_reach_the_rank_s_own_optimizer() -> None:
     assert run_ranks(_left_out) == [(True, True, True)] * 2
 
 
-def _wide() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
 def _resumed(joined: World, dataset: Dataset) -> bool:
-    train = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002, "epochs": 2})
-    how: Any = {"train": train, "parallelism": "zero1", "optimizer_state": "8bit"}
-    return resumes_exactly(*(make_training(dataset, joined, model=_wide(), **how) for _ in range(3)))
+    how: Any = {"train": ADAMW, "parallelism": "zero1"} | LOW_BIT
+    return resumes_exactly(*(make_training(dataset, joined, model=large_net()[2:], **how) for _ in range(3)))
 
 
 @pytest.mark.slow
+@needs_library
 def test_a_share_of_8_bit_state_is_resumed_to_the_last_bit(digits: Dataset) -> None:
-    pytest.importorskip("bitsandbytes", reason="needs the extra low-bit")
     assert run_ranks(_resumed, digits) == [True, True]

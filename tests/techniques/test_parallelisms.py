@@ -1,0 +1,195 @@
+"""What every parallelism promises: the training of one device, its own share of the memory, and exact resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import ALONE, World
+from pipeline.params import Train
+from pipeline.results import Ledger
+from tests.nets import conv_net
+from tests.parallel import TRAIN, Observed, assert_same_training, held_bytes, make_training, observe
+from tests.ranks import run_ranks
+
+DDP, ZERO1, FSDP, TENSOR, PIPELINE = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp", "tensor", "pipeline"))
+ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
+normed_net = partial(conv_net, norm=True)
+
+
+def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
+    """Return ``conv_net`` with a head of two linear layers and 48 values between them."""
+    net = conv_net(norm=norm, dropout=dropout)
+    drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
+    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
+    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
+    return net
+
+
+class SmallTransformer(nn.Module):
+    """A vision transformer for [N, 1, 8, 8] images, with dropout in its MLPs and around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 64, "num_classes": 10}
+        self.net = VisionTransformer(image_size=8, patch_size=4, dropout=0.1, **sizes)
+        nn.init.normal_(self.net.heads.head.weight, std=0.1)  # torchvision starts it at zero
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images.expand(-1, 3, -1, -1))
+        return logits
+
+
+def uncut(net: Callable[[], nn.Module], cut: int) -> float:
+    """Return how much two ranks hold together, relative to the net, if they divide ``cut`` of its parameters."""
+    return 2 - cut / sum(parameter.numel() for parameter in net().parameters())
+
+
+plain_headed_net = partial(headed_net, norm=False, dropout=False)
+HEAD = 64 * 48 + 48 + 48 * 10
+MLPS = 2 * (16 * 64 + 64 + 64 * 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks that must train as one device does with the settings ``alone``."""
+
+    applied: dict[str, Any]
+    held: float
+    """Parameters that all ranks hold together, relative to the model."""
+    net: Callable[[], nn.Module] = conv_net
+    size: int = 2
+    alone: dict[str, Any] = field(default_factory=dict)
+    train: Train = TRAIN
+
+
+def staged(micro_batches: int, batch_size: int = 96, train: Train = TRAIN, **more: Any) -> Case:
+    """Return a pipeline, which must train as one device with the same micro-batches."""
+    alone = {"gradient_accumulation": micro_batches} | {key: more[key] for key in more if key != "schedule"}
+    train = train.model_copy(update={"batch_size": batch_size})
+    return Case(PIPELINE | alone | more, 1, normed_net, alone=alone, train=train)
+
+
+TWICE = {"gradient_accumulation": 2}
+CASES = {
+    "ddp": Case(DDP | {"gradient_accumulation": 4}, 2),
+    "zero1": Case(ZERO1, 2),
+    "zero1, adamw": Case(ZERO1 | TWICE, 2, train=ADAMW),
+    "fsdp": Case(FSDP, 1),
+    "fsdp, kept": Case(FSDP | {"reshard_after_forward": False}, 1),
+    "fsdp, accumulated": Case(FSDP | TWICE, 1),
+    "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net),
+    "tensor, checkpointed": Case(TENSOR | {"activation_checkpointing": True}, uncut(headed_net, HEAD), headed_net),
+    "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),
+    # The stages do not always divide the number of micro-batches.
+    "gpipe, 4": staged(4, schedule="gpipe"),
+    "1f1b, 4": staged(4, train=ADAMW),
+    "gpipe, 3": staged(3, 90, schedule="gpipe"),
+    "1f1b, 5": staged(5, 90),
+    "pipeline, checkpointed": staged(4, activation_checkpointing=True),
+    "pipeline, channels_last": staged(4, channels_last=True),
+    "pipeline, bf16": staged(2, precision="bf16"),
+    # Each pipeline has half of the batch and thus smaller micro-batches, so the net must not have BatchNorm.
+    "pipeline, replicas": Case(PIPELINE | TWICE | {"replicas": 2}, 2, size=4),
+}
+of_three = partial(Case, size=3, train=TRAIN.model_copy(update={"batch_size": 36}))
+LARGER = {
+    "ddp of three": of_three(DDP, 3),
+    "zero1 of three": of_three(ZERO1, 3),
+    "fsdp of three": of_three(FSDP | TWICE, 1),
+    "fsdp of three, checkpointed": of_three(FSDP | {"activation_checkpointing": True, "channels_last": True}, 1),
+    "fsdp, replicas": Case(FSDP | {"replicas": 2}, 2, size=4),
+    "fsdp, replicas, accumulated": Case(FSDP | {"replicas": 2} | TWICE, 2, size=4),
+    "tensor, replicas": Case(
+        TENSOR | {"replicas": 2, "channels_last": True} | TWICE,
+        2 * uncut(plain_headed_net, HEAD),
+        plain_headed_net,
+        size=4,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def observed(digits: Dataset) -> Callable[[str], tuple[Observed, list[Observed]]]:
+    """``observed(name)`` returns the results of one device, and of the ranks of a case."""
+    found: dict[str, Any] = {}
+
+    def of(name: str) -> tuple[Observed, list[Observed]]:
+        case = (CASES | LARGER)[name]
+        single = repr((case.net, case.train, case.alone))
+        if single not in found:
+            found[single] = observe(ALONE, digits, case.net, case.train, case.alone)
+        if name not in found:
+            found[name] = run_ranks(observe, digits, case.net, case.train, case.applied, size=case.size)
+        return found[single], found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)])
+def test_ranks_train_as_one_device_hold_their_shares_and_resume_exactly(
+    name: str, observed: Callable[[str], tuple[Observed, list[Observed]]]
+) -> None:
+    case = (CASES | LARGER)[name]
+    alone, ranks = observed(name)
+    assert_same_training(ranks, alone, rough="precision" in case.alone)
+    parallelism = case.applied["parallelism"]
+    parameters, state = ([rank.parameter_bytes for rank in ranks], [rank.optimizer_bytes for rank in ranks])
+    for of_ranks, whole, expected in (
+        (parameters, alone.parameter_bytes, case.held),
+        (state, alone.optimizer_bytes, 1 if parallelism == "zero1" else case.held),
+    ):
+        assert sum(of_ranks) == pytest.approx(expected * whole, rel=0.2 if case.size == 3 else 1e-6)  # rows are padded
+        assert max(of_ranks) < whole or expected == case.size
+        assert len(set(of_ranks)) == 1 or parallelism in ("zero1", "pipeline") or case.size == 3
+    # Each parameter belongs to one rank of zero1. The largest two of conv_net's six have 1152 and 640 of 1898 values.
+    assert max(state) < 0.62 * alone.optimizer_bytes or parallelism != "zero1"
+
+
+def test_it_makes_no_difference_to_the_result_when_fsdp_gathers_parameters(
+    observed: Callable[[str], tuple[Observed, list[Observed]]],
+) -> None:
+    assert observed("fsdp")[1][0].straight_sha256 == observed("fsdp, kept")[1][0].straight_sha256
+
+
+def _measured(joined: World, dataset: Dataset, cases: list[dict[str, Any]]) -> list[tuple[Ledger, int, int]]:
+    """Return, for each case, the measured ledger, and the bytes of this rank's parameters and optimizer state."""
+    from pipeline.profiling import ledger
+
+    found = []
+    for applied in cases:
+        training = make_training(dataset, joined, conv_net, **applied)
+        training.advance(4)
+        measured = ledger.measured(training, 10**9)
+        assert measured is not None
+        state = [each for values in training.optimizer.state.values() for each in values.values()]
+        found.append((measured, held_bytes(training.model.parameters()), held_bytes(state)))
+    return found
+
+
+def test_the_measured_ledger_counts_what_the_rank_holds(digits: Dataset) -> None:
+    whole = held_bytes(conv_net().parameters())
+    cases: list[dict[str, Any]] = [
+        FSDP,
+        FSDP | {"reshard_after_forward": False},
+        PIPELINE | {"gradient_accumulation": 4},
+    ]
+    for of_rank in run_ranks(_measured, digits, cases):
+        for found, parameters, state in of_rank:
+            assert (found.parameters_bytes, found.optimizer_state_bytes) == (parameters, state)
+        freed, kept, pipeline = (found for found, _, _ in of_rank)
+        assert freed.parameters_bytes == whole / 2
+        assert max(freed.gradients_bytes, kept.gradients_bytes) <= 0.6 * whole
+        assert freed.communication_bytes >= 0.3 * whole
+        assert kept.communication_bytes >= whole
+        assert pipeline.gradients_bytes == pipeline.parameters_bytes  # after the first micro-batch's backward pass
+        assert pipeline.activations_bytes > pipeline.communication_bytes == 0
