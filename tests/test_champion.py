@@ -172,7 +172,7 @@ def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
     said = plain(sentences.champion(comparison))
     assert said.startswith("The best of the 3 variants that pay by throughput is one: 1.500x the throughput (1.4")
     assert "in rounds that were not used for this choice." in said
-    assert said.endswith("ahead.")
+    assert said.endswith(": better.")
     histories = make_histories(MEASURED)
     for shown in (markdown(comparison), Page(html(comparison, histories)).heard):
         assert said in plain(shown)

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.verdicts import Noise, Ratio
+from pipeline.comparison.verdicts import QUANTITIES, Ratio
 from pipeline.report.pictures import Histories
 
 VERDICTS = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
@@ -71,15 +71,12 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 def ratios_csv(comparison: Comparison) -> str:
     """Return the intervals of the ratios to the baseline, and of the baseline against itself (A/A). Untrusted ratios
     and ratios without an interval are left out."""
-    control = f"{comparison.baseline} (A/A)"
-    rows: list[tuple[str, str, Ratio | Noise | None]] = []
-    for each in comparison.variants[1:]:
-        rows += [(each.variant, "throughput", each.throughput), (each.variant, "peak memory", each.memory)]
-        rows += [(each.variant, "energy a sample", each.energy)]
-    rows += [
-        (control, "throughput", comparison.noise_throughput),
-        (control, "peak memory", comparison.noise_memory),
-        (control, "energy a sample", comparison.noise_energy),
+    noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
+    told = {each.variant: (each.throughput, each.memory, each.energy) for each in comparison.variants[1:]}
+    rows = [
+        (variant, quantity.noun, ratio)
+        for variant, ratios in {**told, f"{comparison.baseline} (A/A)": noises}.items()
+        for quantity, ratio in zip(QUANTITIES, ratios, strict=True)
     ]
     return _csv(
         ("variant", "quantity", "estimate", "low", "high"),
@@ -93,25 +90,23 @@ def ratios_csv(comparison: Comparison) -> str:
 
 def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
     """Return one row per evaluation, for all variants and seeds. No field is blank."""
-    return _csv(
-        ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
-        (
-            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.test_accuracy)
-            for each in comparison.variants
-            for row in histories[each.variant]
-            if row.test_accuracy is not None
-        ),
-    )
+    return _history_csv(comparison, histories, "test_accuracy")
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
     """Return the training loss of each row of the histories, for all variants and seeds. No field is blank."""
+    return _history_csv(comparison, histories, "train_loss")
+
+
+def _history_csv(comparison: Comparison, histories: Histories, field: str) -> str:
+    columns = ("seed", "epoch", "step", "train_seconds", field)
     return _csv(
-        ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
+        ("variant", *columns),
         (
-            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.train_loss)
+            (each.variant, *(getattr(row, column) for column in columns))
             for each in comparison.variants
             for row in histories[each.variant]
+            if getattr(row, field) is not None
         ),
     )
 

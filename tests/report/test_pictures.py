@@ -46,12 +46,10 @@ def test_every_variant_and_the_control_has_a_whisker(mixed: Made) -> None:
     for forest in (throughput, memory):
         assert [row.label for row in forest.rows] == [*names, "baseline, A/A control"]
     assert [row.label for row in accuracy.rows] == names
-    whiskers = [mark.whisker for forest in (throughput, memory, accuracy) for row in forest.rows for mark in row.marks]
-    for whisker in whiskers:
-        assert whisker
-        if whisker.low is not None and whisker.high is not None:
-            assert 0 <= whisker.low <= whisker.at <= whisker.high <= 100
-    looks = {row.label: row.marks[0].whisker.look for row in throughput.rows if row.marks[0].whisker}
+    for mark in (mark for forest in (throughput, memory, accuracy) for row in forest.rows for mark in row.marks):
+        assert mark.at
+        assert 0 <= (mark.low or 0) <= mark.at <= (mark.high or 100) <= 100
+    looks = {row.label: row.marks[0].look for row in throughput.rows}
     assert looks == {
         "pays": "better", "costs": "worse", "neutral": "same", "undecided": "undecided", "untrusted": "untrusted",
         "trades": "better", "baseline, A/A control": "noise",
@@ -64,19 +62,18 @@ def test_a_whisker_beyond_the_shaded_margin_is_a_difference(mixed: Made) -> None
     assert left < throughput.none < right
     assert right - throughput.none == pytest.approx(throughput.none - left, abs=0.02)  # the scale is logarithmic
     for row in throughput.rows:
-        whisker = row.marks[0].whisker
-        assert whisker
-        if whisker.low is None or whisker.high is None:
+        (mark,) = row.marks
+        if mark.low is None or mark.high is None:
             continue
-        inside = left <= whisker.low and whisker.high <= right
-        outside = whisker.high < left or whisker.low > right
-        assert (inside, outside) == (whisker.look in ("same", "noise"), whisker.look in ("better", "worse"))
+        inside = left <= mark.low and mark.high <= right
+        outside = mark.high < left or mark.low > right
+        assert (inside, outside) == (mark.look in ("same", "noise"), mark.look in ("better", "worse"))
 
 
 def test_a_figure_that_the_machine_does_not_report_has_no_whisker(silent: Made) -> None:
     throughput, memory, _ = pictures.forests(silent.comparison)
-    assert all(mark.whisker for row in throughput.rows for mark in row.marks)
-    assert [(row.marks[0].value, row.marks[0].whisker) for row in memory.rows] == [("untrusted", None)] * 3
+    assert all(mark.at for row in throughput.rows for mark in row.marks)
+    assert [(row.marks[0].value, row.marks[0].at) for row in memory.rows] == [("untrusted", None)] * 3
 
 
 def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
