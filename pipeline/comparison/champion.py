@@ -6,7 +6,6 @@ to gain about 8%. So the gain comes from other measurements than the choice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,9 +44,10 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
             )
-    for first in paying:  # these variants pay only because they are more accurate
-        return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
-    return None
+    if not paying:
+        return None
+    # These variants pay only because they are more accurate.
+    return Champion(variant=next(iter(paying)), among=len(paying))
 
 
 def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
@@ -86,7 +86,7 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
         table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
         found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
-        interval = over_sessions([_interval(one) for one in told])
+        interval = over_sessions([one.interval for one in told])
     else:
         told = tuple(_in(ratios[first], start) for start in starts)
         session = next((each for each in pooled if each.start_utc in starts), None)
@@ -99,19 +99,9 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
         doubt = verdicts.doubt_of(session.noise(quantity, *ratios), quantity, *rounds.arms)
         interval = stats.widened(stats.paired_ratio(above, reference), doubt)
-    interval = no_narrower(interval, _interval(ratios[first]))
-    return Ratio(
-        estimate=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        pairs=interval.count,
-        rejected=0,
-        margin=margin,
-        decision=stats.decide(interval, margin, higher_is_better=quantity.higher_is_better),
-        more_pairs=None,
-        why_untrusted=None,
-        sessions=told,
-    )
+    interval = no_narrower(interval, ratios[first].interval)
+    decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    return Ratio(**verdicts.estimated(interval), margin=margin, decision=decision, sessions=told)
 
 
 def _head_to_head(
@@ -135,11 +125,6 @@ def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
     return sorted(
         set.intersection(*({one.start_utc for one in each.sessions if one.counts} for each in ratios.values()))
     )
-
-
-def _interval(ratio: Ratio | SessionRatio) -> Interval:
-    """Return the ratio's interval. A missing bound becomes 0 or infinity."""
-    return Interval(ratio.estimate or 1.0, ratio.low or 0.0, ratio.high or math.inf, ratio.pairs)
 
 
 def _in(ratio: Ratio, start: str) -> SessionRatio:

@@ -24,32 +24,25 @@ class RoundCost(NamedTuple):
     key: str
     """The key of params.yaml that limited the number of rounds."""
     rounds: int
-    seconds: float | None
-    """Time of all rounds together; None if it is not known."""
+    seconds: float
+    """Time of all rounds together."""
     minutes: float = 0.0
     """The allowed minutes. If the wanted rounds fit into this time, something else limited the number of rounds."""
 
     def affordable(self) -> float:
-        """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.
+        """Return how many rounds fit into ``LONGEST_MINUTES``.
 
         One round is subtracted, because the last round must fit too and some rounds take longer than the mean.
         """
-        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
+        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1
 
-    def duration(self, rounds: int) -> str:
-        """Say how long ``rounds`` rounds in all take; if the time of a round is not known, say their number."""
-        minutes = self._minutes(rounds)
-        return f"{minutes:g} minute{'' if minutes == 1 else 's'} of rounds" if self.seconds else f"{rounds} rounds"
-
-    def _minutes(self, rounds: int) -> float:
+    def minutes_of(self, rounds: int) -> float:
         """Return the minutes for ``rounds`` rounds and one more, rounded up to half minutes."""
-        return math.ceil((rounds + 1) * (self.seconds or 0.0) / self.rounds / 30) / 2
+        return math.ceil((rounds + 1) * self.seconds / self.rounds / 30) / 2
 
     def remedy(self, rounds: int) -> str:
         """Advise how to get ``rounds`` rounds in all: set a key to a value, make rounds cheaper, or bench again."""
-        if not self.seconds:
-            return f"raise {self.key}"
-        minutes = self._minutes(rounds)
+        minutes = self.minutes_of(rounds)
         if rounds > self.affordable():
             return (
                 f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "

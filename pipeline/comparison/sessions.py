@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from pipeline.comparison import figures, planning, stats, verdicts
 from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Estimated, Noise, Quantity, Ratio, SessionRatio, estimated
 from pipeline.results import Arm, Bench, Window, sessions_of
 
 MOST_SESSIONS = 20
@@ -76,39 +76,28 @@ def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity)
 
     An untrusted ratio does not count. If only one ratio is trusted, return it; if none is trusted, return ``own``.
     """
-    shown, trusted = [], []
-    intervals: list[Interval] = []
-    for start, each in found:
-        shown.append(
-            SessionRatio(
-                start_utc=start,
-                estimate=each.estimate,
-                low=each.low,
-                high=each.high,
-                pairs=each.pairs,
-                trusted=each.decision != "untrusted",
-            )
+    shown = tuple(
+        SessionRatio(
+            **{key: getattr(each, key) for key in Estimated.model_fields},
+            start_utc=start,
+            trusted=each.decision != "untrusted",
         )
-        if shown[-1].counts and each.estimate and each.low and each.high:
-            trusted.append(each)
-            intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
+        for start, each in found
+    )
+    trusted = [each for (_, each), one in zip(found, shown, strict=True) if one.counts]
     if len(trusted) < 2:
-        return (trusted or [own])[0].model_copy(update={"sessions": tuple(shown)})
+        return (trusted or [own])[0].model_copy(update={"sessions": shown})
+    intervals = [each.interval for each in trusted]
     interval, margin = over_sessions(intervals), trusted[0].margin
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     needed = sessions_needed(intervals, margin)
     return Ratio(
-        estimate=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        pairs=interval.count,
+        **estimated(interval),
         rejected=sum(each.rejected for each in trusted),
         margin=margin,
         decision=decision,
-        more_pairs=None,
-        why_untrusted=None,
         more_sessions=needed if decision == "undecided" else None,
-        sessions=tuple(shown),
+        sessions=shown,
     )
 
 
