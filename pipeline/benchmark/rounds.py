@@ -131,8 +131,9 @@ def measure(
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
                     why = "bench.hard_limit: true would prevent this"
                     bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
-                order = order_of(running, len(rounds))
-                answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
+                order, answers = order_of(running, len(rounds)), {}
+                for group in [order] if turns > 1 else [[spec] for spec in order]:
+                    answers |= _in_turns(group, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
@@ -191,14 +192,6 @@ def _missing(rounds: Sequence[dict[str, Window]], fewest: int) -> int:
     rejected = [{name for name, window in each.items() if window.rejections} for each in rounds]
     always = set.intersection(*rejected) if rejected else set()
     return max(0, min(fewest - sum(each <= always for each in rejected), 2 * fewest - len(rounds)))
-
-
-def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    answers = {}
-    for spec in arms:
-        show(spec.name)
-        answers[spec.name] = spec.server.measure(spec.name, spec.plan, steps)
-    return answers
 
 
 def _in_turns(

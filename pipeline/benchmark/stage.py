@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
-from pipeline.benchmark.calibration import Calibration, calibrate, steps_of
-from pipeline.benchmark.outlook import deviation_of, outlook
+from pipeline.benchmark.calibration import calibrate, steps_of
+from pipeline.benchmark.outlook import outlook
 from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
@@ -26,7 +26,6 @@ from pipeline.results import (
     Dataset,
     Flops,
     Ledgers,
-    R,
     Session,
     read_sessions,
     rejections,
@@ -126,10 +125,8 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             bench = bench_of(replace(rounds, interrupted=True))
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
-        known = [each for each in read_sessions(KEPT_BENCHES) if each.keys.get(baseline) == keys[baseline]]
-        deviation = next(filter(None, map(deviation_of, reversed(known))), None)
         steps = calibrated.steps
-        said = outlook(len(arms), steps, calibrated.round_seconds, before=before, deviation=deviation, **limits)
+        said = outlook(len(arms), steps, calibrated.round_seconds, before=before, **limits)
         print(f"bench: {said}", flush=True)
         rounds = measure(
             arms,
@@ -163,12 +160,14 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     for number, spec in enumerate(specs, 1):
         print(f"bench: short first sample of {spec.name}, {number} of {len(specs)}", flush=True)
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
-    known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
+    known = {key: {name: each.answer[key] for name, each in samples.items()} for key in ("ledgers", "flops")}
+    found = {name: Ledgers.model_validate(each) for name, each in known["ledgers"].items() if each}
+    counted = {name: Flops.model_validate(each) for name, each in known["flops"].items() if each}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
-    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), *known)
+    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted)
 
 
 def _margins(margins: Margins) -> dict[str, float]:
@@ -223,9 +222,3 @@ def recalled(bench: Bench) -> list[Path]:
 def _name(bench: Bench) -> str:
     """Return the name of the bench's file: the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
-
-
-def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
-    """Return variant -> record under ``key``, for the variants that have such a record."""
-    found = {name: sample.answer[key] for name, sample in samples.items()}
-    return {name: record.model_validate(values) for name, values in found.items() if values is not None}

@@ -108,16 +108,10 @@ def _head_to_head(
     first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
 ) -> Ratio | None:
     """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session has both."""
-    starts = _shared({name: ratios[name] for name in (first, second)})
-
-    def of(session: PooledSession, rounds: Bench) -> Ratio:
-        above, below = (arm_of(rounds, "variant", name) for name in (first, second))
-        noise = session.noise(quantity, first, second)
-        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, widen=True)
-
-    shared = [(each, each.rounds_of(first, second)) for each in pooled if each.start_utc in starts]
-    found = [(each.start_utc, of(each, rounds)) for each, rounds in shared if rounds]
-    return combined(found, found[-1][1], quantity) if found else None
+    shared = set(_shared({name: ratios[name] for name in (first, second)}))
+    told = {each.start_utc: each.ratio(first, second, quantity, ratios[first].margin) for each in pooled}
+    found = {start: ratio for start, ratio in told.items() if ratio and start in shared}
+    return combined(found, [*found.values()][-1], quantity) if found else None
 
 
 def _shared(ratios: Mapping[str, Ratio]) -> list[str]:

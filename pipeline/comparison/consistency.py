@@ -12,11 +12,11 @@ import yaml
 from pipeline import environment as environments
 from pipeline import params, results
 from pipeline.data.prepared import described
-from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
+from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED, file_sha256
-from pipeline.params import Config, Train, Variant
-from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
+from pipeline.params import Config, Variant
+from pipeline.results import RESULTS, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -32,7 +32,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
     found: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
     problems = []
-    for variant, settings in params.variants.items():
+    for variant in params.variants:
         result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
         try:
             found.append(results.read(result_file, params))
@@ -41,10 +41,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
         try:
             histories[variant] = results.read_history(history_file)
         except FileNotFoundError:
-            problems.append(
-                f"{history_file} is missing, so variant {variant!r} cannot be compared: run `dvc repro`, or "
-                f"`dvc repro {results.stage_of(settings)}@{variant}` for this variant alone."
-            )
+            problems.append(f"{history_file} is missing: run `dvc repro`.")
         except ValueError as error:
             problems.append(str(error))
     problems += broken_links(found, root.parent)
@@ -194,7 +191,7 @@ def _elsewhere(what: str, there: str, environment: Mapping[str, Any], *variants:
         return ""
     return (
         f"{what} was measured in environment {there[:12]}, but environment.json describes environment "
-        f"{here[:12]}{_relied_on(environment, *variants)}: numbers of different machines or software are not compared"
+        f"{here[:12]}: numbers of different machines or software are not compared"
     )
 
 
@@ -212,14 +209,6 @@ def _key_problem(
         f"variant {variant!r} ran with other code, another plan or other settings than environment.json records "
         f"(stages.{stage}, variants.{variant})"
     )
-
-
-def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
-    """Name the optional packages in the hash of ``variants``, and the variants that environment.json lacks."""
-    known = optional_versions(environment, "variants")
-    parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
-    parts += [f"no variant {each!r}" for each in variants if known and each not in known]
-    return f" (with {', '.join(dict.fromkeys(parts))})" if parts else ""
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
@@ -241,41 +230,31 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """Return a message for each difference, in job or variants, between the bench and the training runs."""
+    """Return a message for each difference between the bench and the training runs. Code, plan, job and settings are
+    compared by their digests (``stages.key``)."""
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     keys = (_key_problem(bench.keys.get(each.variant), environment, "bench", each.variant) for each in measured)
     elsewhere = _elsewhere("the bench", bench.environment, environment, *variants)
     problems = [elsewhere] if elsewhere else [problem for problem in keys if problem]
-    if bench.baseline != baseline.variant:
-        problems.append(f"the bench's baseline is {bench.baseline!r}, but compare.baseline is {baseline.variant!r}")
-    elif not bench.arm("aa_control", baseline.variant):
+    if bench.baseline != baseline.variant or not bench.arm("aa_control", baseline.variant):
         problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
-    problems += [
-        f"the bench trained with {path} {found!r}, but the variants with {wanted!r}"
-        for path, found, wanted in results.differing(bench.config.get("train", {}), baseline.config["train"], "train")
-        if path.split(".")[1] not in Train.OF_RUNS | Train.OF_RESUMING
-    ]
     for result in measured:
         arm = bench.arm("variant", result.variant)
         if arm is None:
             problems.append(f"the bench did not measure variant {result.variant!r}")
             continue
-        problems += [
-            f"the bench measured variant {result.variant!r} with {key} {found!r}, but it was trained with {wanted!r}"
-            f"{' (set train.placement if memory was short)' if key == 'placement' else ''}"
-            for key, found, wanted in results.differing(_run_of(arm), _run_of(result))
-        ]
+        for key in ("world_size", "micro_batches", "parameter_count", "placement"):
+            found, wanted = getattr(arm, key), getattr(result, key)
+            if found != wanted:
+                problems.append(
+                    f"the bench measured variant {result.variant!r} with {key} {found!r}, but it was trained with "
+                    f"{wanted!r}{' (set train.placement if memory was short)' if key == 'placement' else ''}"
+                )
     problems += _thread_problems({arm.name: arm for arm in bench.arms})
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
     if set(counts.values()) != {bench.rounds}:
         problems.append(f"the bench has fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
     return problems
-
-
-def _run_of(one: Arm | Result) -> dict[str, Any]:
-    """Return the values in which equal runs of a variant agree. Techniques that a file lacks get their defaults."""
-    keys = ("world_size", "batch_size", "micro_batches", "parameter_count", "placement")
-    return {**Variant().model_dump(mode="json"), **one.applied, **{key: getattr(one, key) for key in keys}}
 
 
 def _described(dataset: Dataset) -> str:

@@ -78,15 +78,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     told = [name for name in result.directions if all(name in run.findings for run in runs)]
     return {
         "techniques": techniques(result.applied),
-        "skipped": result.skipped,
-        "decided": result.decided,
-        "batch_size": result.batch_size,
-        "learning_rate": result.learning_rate,
-        "micro_batches": result.micro_batches,
-        "backend": result.backend,
-        "world_size": result.world_size,
-        "threads_per_process": result.threads_per_process,
-        "placement": result.placement,
+        **{name: getattr(result, name) for name in _OF_RESULT},
         "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
         "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
         "test_correct_count": sum(run.test_correct for run in runs),
@@ -98,8 +90,14 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
         "first_step_seconds": runs[0].first_step_seconds,
         "train_seconds": summary.train_seconds,
         "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
-        "runs": runs,
     }
+
+
+_OF_RESULT = (
+    *("skipped", "decided", "batch_size", "learning_rate", "micro_batches"),
+    *("backend", "world_size", "threads_per_process", "placement", "runs"),
+)
+"""The fields of Compared that a result has under the same names."""
 
 
 def time_to_target(

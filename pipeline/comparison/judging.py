@@ -35,17 +35,10 @@ def judge(
     ``own``: the session in ``pooled`` that has the present bench's rounds.
     """
 
-    def in_session(session: PooledSession, quantity: Quantity, margin: float) -> Ratio | None:
-        rounds = session.rounds_of(result.variant)
-        if rounds is None:
-            return None
-        arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
-        noise = session.noise(quantity, result.variant)
-        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
-
     def over_sessions(quantity: Quantity, margin: float) -> Ratio:
-        found = {each.start_utc: ratio for each in pooled if (ratio := in_session(each, quantity, margin))}
-        return combined(list(found.items()), found[own.start_utc], quantity)
+        ratios = {each.start_utc: each.ratio(result.variant, baseline.variant, quantity, margin) for each in pooled}
+        found = {start: ratio for start, ratio in ratios.items() if ratio}
+        return combined(found, found[own.start_utc], quantity)
 
     arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
     at = {THROUGHPUT: margins.throughput, MEMORY: margins.memory}

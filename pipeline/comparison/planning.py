@@ -56,9 +56,10 @@ class RoundCost(NamedTuple):
 
 def cost_of(bench: Bench) -> RoundCost:
     """Return the time that the bench's rounds took, and the setting that limited their number."""
-    rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
+    settings, rounds = bench.config.get("bench", {}), bench.rounds
+    limit = settings.get("max_rounds")
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
-    return RoundCost(key, rounds, bench.seconds, bench.config["bench"]["max_minutes"])
+    return RoundCost(key, rounds, bench.seconds, settings.get("max_minutes", 0.0))
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
@@ -125,11 +126,9 @@ def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
 
     This assumes that the estimate r stays the same, and that the interval shrinks from n to N pairs as in
     ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ sqrt((w^2 - f^2) n / N + f^2), where w is the
-    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. Raises
-    ValueError for an interval without bounds.
+    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. The
+    interval must have bounds.
     """
-    if interval.low <= 0:
-        raise ValueError("interval: found an interval without bounds, which allows no forecast.")
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
 
     def shrunk(width: float) -> float:

@@ -91,8 +91,10 @@ class Estimated(Record):
         return stats.Interval(self.estimate or 1.0, self.low or 0.0, self.high or math.inf, self.pairs)
 
 
-def estimated(interval: stats.Interval) -> dict[str, Any]:
+def estimated(interval: stats.Interval | None) -> dict[str, Any]:
     """Return the fields of ``Estimated``."""
+    if interval is None:
+        return {}
     bounds = {"low": interval.low, "high": interval.high} if interval.low > 0 else {}
     return {"estimate": interval.estimate, "pairs": interval.count, **bounds}
 
@@ -214,7 +216,7 @@ def ratio(
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     return Ratio(
-        **(estimated(interval) if interval else {}),
+        **estimated(interval),
         rejected=pairs.rejected,
         margin=margin,
         decision=decision,
@@ -264,7 +266,7 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
         if noisy := stats.distrust(interval, wide, max_spread, negligible):
             remedies = planning.remedies(interval, max_spread, pairs.rejected, pairs.why_rejected, cost)
             why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
-    return Noise(**(estimated(interval) if interval else {}), max_spread=max_spread, why_untrusted=why_untrusted)
+    return Noise(**estimated(interval), max_spread=max_spread, why_untrusted=why_untrusted)
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:

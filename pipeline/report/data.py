@@ -28,31 +28,31 @@ def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
     """Return a variant's figures for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
-    difference, accuracy = each.accuracy_difference, each.accuracy
+    difference, accuracy, joules = each.accuracy_difference, each.accuracy, each.joules_per_sample
     return {
         "verdict": each.verdict,
         "samples_per_second": each.samples_per_second,
         **_ratio("throughput", each.throughput),
         "peak_memory_bytes": each.peak_memory_bytes,
         **_ratio("peak_memory", each.memory),
-        **(
-            {"joules_per_sample": joules, **_ratio("energy", each.energy)} if (joules := each.joules_per_sample) else {}
-        ),
+        **({"joules_per_sample": joules, **_ratio("energy", each.energy)} if joules else {}),
         "rejected_samples": each.rejected,
         "test_accuracy_mean_fraction": each.test_accuracy_mean_fraction,
         "accuracy_difference_mean_fraction": difference.mean_fraction if difference else None,
         "accuracy_difference_low_fraction": accuracy.low_fraction if accuracy else None,
         "accuracy_difference_high_fraction": accuracy.high_fraction if accuracy else None,
         "accuracy_more_seeds": accuracy.more_seeds if accuracy else None,
-        "step_p50_ms": each.step_p50_ms,
-        "model_flops_per_second": each.model_flops_per_second,
-        "utilisation_fraction": each.utilisation_fraction,
         "memory_prediction_error_fraction": each.prediction_error_fraction,
-        "training_samples_per_second": each.training_samples_per_second,
-        "training_peak_memory_bytes": each.training_peak_memory_bytes,
-        "train_seconds": each.train_seconds,
         "time_to_target_seconds": each.time_to_target.train_seconds,
+        **{name: getattr(each, name) for name in _AS_IN_FILE},
     }
+
+
+_AS_IN_FILE = (
+    *("step_p50_ms", "model_flops_per_second", "utilisation_fraction", "training_samples_per_second"),
+    *("training_peak_memory_bytes", "train_seconds"),
+)
+"""The figures whose names are those of ``Compared``."""
 
 
 def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:

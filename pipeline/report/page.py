@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.environment import optional_versions
 from pipeline.report import formats, pictures, sentences, tables
 from pipeline.report.pictures import Histories
 
@@ -43,7 +41,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
         facts=(
             ("The job", formats.flat(comparison.train)),
             ("The data", formats.flat(comparison.dataset.model_dump())),
-            ("The environment", formats.flat(_environment(comparison))),
+            ("The environment", formats.flat(comparison.environment)),
         ),
     )
 
@@ -52,11 +50,3 @@ def _marked(text: str) -> Markup:
     """Return ``text`` as HTML: figures in brackets, which are untrusted, in grey, and words in backticks as code."""
     coded = formats.CODE.sub(r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', coded))
-
-
-def _environment(comparison: Comparison) -> dict[str, Any]:
-    """Return the environment's fingerprint. "relied_on" lists only the variants that rely on optional packages."""
-    known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
-    return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
-        {"relied_on": known} if known else {}
-    )

@@ -157,10 +157,9 @@ def sessions(comparison: Comparison) -> str:
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
-    several = any(each.benches > 1 for each in comparison.sessions)
-    others = " Benches less than an hour apart count as one session with all their rounds." if several else ""
-    if aside := comparison.sessions_set_aside:
-        others += f" Number of benches that are not used, because code, settings, data or machine differ: {aside:,}."
+    aside = comparison.sessions_set_aside
+    unused = f" Number of benches that are not used, because code, settings, data or machine differ: {aside:,}."
+    others = unused if aside else ""
     if most == 1:
         said = (
             "These ratios come from one session and may differ in other sessions by an unknown amount. To add a "
@@ -169,12 +168,10 @@ def sessions(comparison: Comparison) -> str:
         return said + others
     shown = comparison.bench.session.start_utc
     first, last, present = (each[:16].replace("T", " ") for each in (starts[0], starts[-1], shown))
-    boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
-    of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
-        f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC{of_boots}. A ratio is the "
-        "mean of the sessions' ratios, and its interval covers the differences between sessions. All other figures "
-        f"come from the session of {present}.{others}"
+        f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC. A ratio is the mean of "
+        "the sessions' ratios, and its interval covers the differences between sessions. All other figures come from "
+        f"the session of {present}.{others}"
     )
 
 
@@ -275,14 +272,10 @@ def remarks(each: Compared) -> list[str]:
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling changes this variant's job: the global batch is {each.batch_size:,} and the peak learning "
-            f"rate {each.learning_rate:g}. Its throughput can be compared with that of other variants; its step time "
-            "cannot."
+            f"rate {each.learning_rate:g}. Compare its throughput with that of other variants, not its step time."
         )
     if each.another_model:
-        found.append(
-            f"This variant trains another model than the baseline: {each.another_model}. So it differs from the "
-            "baseline by more than a technique."
-        )
+        found.append(f"This variant trains another model than the baseline: {each.another_model}.")
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
             "This variant learns from a teacher. Step figures include the teacher's forward passes; no figure includes "

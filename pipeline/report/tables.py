@@ -192,15 +192,12 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
             training,
         ),
         Column(
-            "Cold start",
-            "Time of the first seed from process start to the first step; later seeds start warm.",
-            lambda each: Cell(formats.number(each.startup_seconds, "s")),
-        ),
-        Column(
-            "First step",
-            "Time of the first seed's first step, with compilation, autotuning and allocation. No throughput includes "
-            "it.",
-            lambda each: Cell(formats.number(each.first_step_seconds, "s")),
+            "Cold start / first step",
+            "Time of the first seed from process start to the first step; time of this step, with compilation, "
+            "autotuning and allocation. No throughput includes these times.",
+            lambda each: Cell(
+                " / ".join(formats.number(s, "s") for s in (each.startup_seconds, each.first_step_seconds))
+            ),
         ),
     )
 
@@ -212,14 +209,13 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         beside = (f"{each.allocator_retries:,} retried",) if each.allocator_retries else ()
         return Cell(f"{formats.size(each.peak_reserved_bytes)} / {formats.size(each.driver_memory_bytes)}", beside)
 
-    def predicted(each: Compared) -> Cell:
-        ledger = each.ledgers and each.ledgers.predicted
-        return Cell(formats.size(ledger and ledger.peak_bytes))
-
     def tensors(each: Compared) -> Cell:
-        error = each.prediction_error_fraction
-        beside = () if error is None else (f"predicted {100 * error:+.1f}%".replace("-", formats.MINUS),)
-        return Cell(formats.size(each.ledgers and each.ledgers.measured.tensors_bytes), beside)
+        found, error = each.ledgers, each.prediction_error_fraction
+        beside: tuple[str, ...] = ()
+        if found and found.predicted and error is not None:
+            predicted = formats.size(found.predicted.peak_bytes)
+            beside = (f"predicted {predicted}, {100 * error:+.1f}%".replace("-", formats.MINUS),)
+        return Cell(formats.size(found and found.measured.tensors_bytes), beside)
 
     def flops(each: Compared) -> Cell:
         if each.flops is None:
@@ -227,6 +223,11 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         model, executed = each.flops.model_per_sample, each.flops.executed_per_sample
         beside = (f"{formats.times(executed / model)} executed",) if executed > model > 0 else ()
         return Cell(formats.scaled(model, "FLOP"), beside)
+
+    def achieved(each: Compared) -> Cell:
+        share = each.utilisation_fraction
+        beside = (f"{formats.percent(share, 1)} of the peak",) if share else ()
+        return Cell(formats.scaled(each.model_flops_per_second, "FLOP/s"), beside)
 
     each_process = Column(
         "Peak of each process",
@@ -244,15 +245,10 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         *([beside_the_peak] if on_gpu else []),
         *([each_process] if any(each.world_size > 1 for each in comparison.variants) else []),
         Column(
-            "Predicted",
-            "Peak memory of one process's tensors, predicted from fake tensors without running the job on a device.",
-            predicted,
-        ),
-        Column(
             "Tensors",
-            "Memory of the tensors at the largest process's measured peak, as the allocator counts it, and the "
-            "prediction's error. On a GPU this is the peak itself; on a CPU the peak also includes free blocks that "
-            "the allocator keeps.",
+            "Memory of the tensors at the largest process's measured peak, as the allocator counts it. On a GPU this "
+            "is the peak itself; on a CPU the peak also includes free blocks that the allocator keeps. Predicted: the "
+            "same memory from fake tensors, without running the job on a device.",
             tensors,
         ),
         Column(
@@ -263,14 +259,9 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Achieved",
-            "The model's operations for one sample times the throughput.",
-            lambda each: Cell(formats.scaled(each.model_flops_per_second, "FLOP/s")),
-        ),
-        Column(
-            "Utilisation",
-            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a peak is "
-            "unknown.",
-            lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
+            "The model's operations for one sample times the throughput, and their share of the devices' dense peak at "
+            "the variant's precision (none if a peak is unknown).",
+            achieved,
         ),
     )
 
@@ -301,7 +292,6 @@ def grids(comparison: Comparison) -> list[Grid]:
         setups.append((each.variant, sentences.setup(each), threads, each.placement, techniques))
     return [
         *found,
-        Grid("Every sample as numbers", _samples(comparison), words=(1, 2)),
         *([Grid("The memory ledger of the largest process", ledgers, words=(1,))] if len(ledgers) > 1 else []),
         Grid("Every training run", _runs(comparison)),
         Grid("How each variant ran", setups, words=(1, 4)),
@@ -338,18 +328,6 @@ def _of_session(ratio: Ratio | None, start: str) -> str:
     if found is None:
         return DASH
     return formats.times(found.estimate) if found.counts else f"[{formats.times(found.estimate)}]"
-
-
-def _samples(comparison: Comparison) -> list[tuple[str, ...]]:
-    def told(values: list[float | None]) -> str:
-        return "; ".join("rejected" if value is None else formats.number(value, digits=4) for value in values)
-
-    rows = [("Arm", "Samples/s, round by round", "Peak memory in MiB, round by round")]
-    for arm in comparison.bench.arms:
-        speeds = [each.samples_per_second for each in arm.samples]
-        sizes = [each.peak_memory_bytes and each.peak_memory_bytes / 2**20 for each in arm.samples]
-        rows.append((arm.name, told(speeds), told(sizes)))
-    return rows
 
 
 def _runs(comparison: Comparison) -> list[tuple[str, ...]]:
