@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
 from pipeline.benchmark.calibration import calibrate, steps_of
-from pipeline.benchmark.outlook import outlook
-from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
+from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.errors import count

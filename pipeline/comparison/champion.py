@@ -81,18 +81,19 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
     """
     starts = _shared(ratios)
     margin, sign = next(iter(ratios.values())).margin, 1 if quantity.higher_is_better else -1
-    told: tuple[SessionRatio, ...] = ()
+    if not starts:
+        return None
     if len(starts) > 1:
         table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
         found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
         interval = over_sessions([one.interval for one in told])
     else:
-        told = tuple(_in(ratios[first], start) for start in starts)
-        session = next((each for each in pooled if each.start_utc in starts), None)
-        rounds = session.rounds_of(*ratios) if session else None
-        figures = _figures(rounds, list(ratios), quantity) if rounds else np.empty((0, 0))
-        if session is None or rounds is None or figures.shape[1] < FEWEST_PAIRS:
+        told = (_in(ratios[first], starts[0]),)
+        session = next(each for each in pooled if each.start_utc in starts)
+        rounds = session.rounds_of(*ratios)
+        figures = _figures(rounds, list(ratios), quantity) if rounds else None
+        if rounds is None or figures is None or figures.shape[1] < FEWEST_PAIRS:
             return None
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)

@@ -47,6 +47,7 @@ def compare(
     bench, names = sessions[0], [each.variant for each in measured]
     consistency.check(measured, baseline, bench, environment)
     others = [result for result in measured if result is not baseline]
+    counted = 3 if settings.margins.energy else 2  # quantities of the bench that count for verdicts
 
     pooled = pooled_like(bench, sessions, settings.max_spread)
     own = next(each for each in pooled if any(one is bench for one in each.benches))
@@ -99,12 +100,7 @@ def compare(
         noise_energy=noises[2] if verdicts.tells_energy(bench.arms) else None,
         variants=tuple(map(compared, (baseline, *others))),
         champion=champion_of(
-            {
-                name: each[:3] if settings.margins.energy else each[:2]
-                for name, each in judgements.items()
-                if each.verdict == "pays"
-            },
-            pooled,
+            {name: each[:counted] for name, each in judgements.items() if each.verdict == "pays"}, pooled
         ),
         sessions=tuple(summary(each, names) for each in pooled),
         sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in pooled),

@@ -119,23 +119,17 @@ def time_to_target(
 def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
     """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. None if one of them is
     unknown, or if the throughput's ratio is unknown or untrusted."""
-    if not (throughput and throughput.estimate and throughput.low and throughput.high):
-        return None
     more = _quotient(time.samples, baseline.samples)
-    if more is None or throughput.decision == "untrusted":
+    if more is None or not throughput or throughput.low is None or throughput.decision == "untrusted":
         return None
-    return TimeRatio(estimate=more / throughput.estimate, low=more / throughput.high, high=more / throughput.low)
-
-
-def model_of(result: Result) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of the model that the variant trained."""
-    named = result.applied if result.applied.get("model") else result.config["train"]
-    return named.get("model", ""), named.get("model_options", {})
+    speed = throughput.interval
+    return TimeRatio(estimate=more / speed.estimate, low=more / speed.high, high=more / speed.low)
 
 
 def another_model(result: Result, baseline: Result) -> str | None:
-    """Describe the variant's model; None if it is the baseline's."""
-    (name, options), theirs = model_of(result), model_of(baseline)
+    """Describe the model that the variant trained; None if it is the baseline's."""
+    named = (each.applied if each.applied.get("model") else each.config["train"] for each in (result, baseline))
+    (name, options), theirs = ((each.get("model", ""), each.get("model_options", {})) for each in named)
     said = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""
     return None if (name, options) == theirs else f"{name}{said}, {result.parameter_count:,} parameters"
 

@@ -23,6 +23,7 @@ from tests.factories import (
     make_result,
     make_results,
     make_run,
+    with_samples,
 )
 from tests.report.conftest import REASON, Made, made
 from tests.report.reader import Page
@@ -65,7 +66,7 @@ def every_verdict() -> Made:
         "untrusted": dict.fromkeys(range(2, 10), REASON),
     }
     bench = make_bench(measured, throughput=throughput, rejected=refused, ablate=True)
-    arms = tuple(arm.model_copy(update={"samples": tuple(map(_on_gpu, arm.samples))}) for arm in bench.arms)
+    arms = with_samples(bench, lambda arm: map(_on_gpu, arm.samples)).arms
     ledgers = bench.ledgers | {"ddp": make_ledgers(predicted=None, why_not_predicted="DDP is not predicted.")}
     del ledgers["untrusted"]
     flops = {each.variant: make_flops(each.applied, 1e12) for each in measured} | {"costs": make_flops({})}
