@@ -197,6 +197,17 @@ def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
     assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # printed because there is no terminal
 
 
+def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
+    slow: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: dict[str, float | None] = {}
+    monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, text: totals.update({text.split(",")[0]: bar.total}))
+    reject(slow, {"a": [0, 2]})
+    measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1, fewest=6)
+    # A round takes 22 s. An arm that is rejected in every round so far does not count, so round 1 repeats only later.
+    assert [totals[f"round {number}"] for number in range(2, 9)] == [6 * 22, 7 * 22, *[8 * 22] * 5]
+
+
 MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 from pipeline.errors import count as count  # the report's other modules import it from here
@@ -79,19 +76,6 @@ def times(ratio: float | None, decimals: int = 2) -> str:
 
 def _bare(ratio: float, decimals: int) -> str:
     return f"{ratio:.{decimals if ratio >= 0.1 else decimals + 1}f}"
-
-
-def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping) and value:
-            rows += flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
-    return rows
 
 
 def heading(text: str) -> str:

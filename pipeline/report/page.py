@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jinja2
+import yaml
 from markupsafe import Markup, escape
 
 from pipeline.comparison.comparison_file import Comparison
@@ -38,11 +39,11 @@ def html(comparison: Comparison, histories: Histories) -> str:
         histories=histories,
         hues={each.variant: f"v{index % HUES}" for index, each in enumerate(comparison.variants)},
         dashes={each.variant: f"d{index % DASHES}" for index, each in enumerate(comparison.variants)},
-        facts=(
-            ("The job", formats.flat(comparison.train)),
-            ("The data", formats.flat(comparison.dataset.model_dump())),
-            ("The environment", formats.flat(comparison.environment)),
-        ),
+        facts={
+            "The job": yaml.safe_dump(comparison.train, sort_keys=False),
+            "The data": yaml.safe_dump(comparison.dataset.model_dump(), sort_keys=False),
+            "The environment": yaml.safe_dump(comparison.environment, sort_keys=False),
+        },
     )
 
 

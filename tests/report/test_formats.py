@@ -65,12 +65,3 @@ def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
     assert plain(formats.text(few)) == "1.42x undecided (too few rounds (4) for an interval)"
     assert plain(formats.text(ONE_SEED)) == "+0.03 points undecided (too few seeds (1) for an interval)"
-
-
-def test_lists_of_devices_are_shown_key_by_key() -> None:
-    assert formats.flat({"gpus": [{"model": "A"}, {"model": "B"}], "none": [], "flags": ["x"]}) == [
-        ("gpus.0.model", "A"),
-        ("gpus.1.model", "B"),
-        ("none", "[]"),
-        ("flags", '["x"]'),
-    ]
