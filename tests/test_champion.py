@@ -70,7 +70,7 @@ def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
 
 def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
     same = Ratio(estimate=1.0, low=0.99, high=1.01, pairs=8, margin=0.03, decision="same")
-    found = champion_of({"one": (same, same)}, [])
+    found = champion_of({"one": (same, same, None)}, [])
     assert found
     assert (found.variant, found.quantity, found.ratio) == ("one", None, None)
 

@@ -62,8 +62,8 @@ def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_
     assert memory.throughput
     assert memory.memory
     assert memory.accuracy
-    found = [(each.estimate, each.decision) for each in (memory.throughput, memory.memory)]
-    assert found == [(pytest.approx(0.8, rel=0.02), "worse"), (pytest.approx(0.55, rel=0.02), "better")]
+    assert [memory.throughput.estimate, memory.memory.estimate] == pytest.approx([0.8, 0.55], rel=0.02)
+    assert (memory.throughput.decision, memory.memory.decision) == ("worse", "better")
     assert memory.accuracy.mean_fraction == pytest.approx((-10 + 5 + 5) / 10_000 / 3)
     assert (memory.accuracy.decision, memory.reasons) == ("same", ())
 
@@ -178,8 +178,8 @@ def test_an_interrupted_bench_is_used_as_far_as_it_goes(rounds: int, verdicts: l
 
 
 def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
-    for changes in ({"throughput": 1.1}, {"noise": 0.5}):
-        control = make_arm("baseline", "aa_control", **changes)
+    for throughput, noise in ((1.1, 0.01), (1.0, 0.5)):
+        control = make_arm("baseline", "aa_control", throughput=throughput, noise=noise)
         bench = make_bench()
         bench = bench.model_copy(update={"arms": (*bench.arms[:-1], control)})
         comparison = make_comparison(bench=bench)

@@ -131,7 +131,8 @@ def measure(
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
                     why = "bench.hard_limit: true would prevent this"
                     bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
-                order, answers = order_of(running, len(rounds)), {}
+                order = order_of(running, len(rounds))
+                answers: dict[str, dict[str, Any]] = {}
                 for group in [order] if turns > 1 else [[spec] for spec in order]:
                     answers |= _in_turns(group, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})

@@ -29,7 +29,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
     ``paying``: variant -> its ratios in the order of ``QUANTITIES``. An undecided gain does not count.
     """
     for index, quantity in enumerate(QUANTITIES):
-        told = {name: each[index] for name, each in paying.items() if index < len(each)}
+        told = {name: each[index] for name, each in paying.items()}
         ratios = {name: each for name, each in told.items() if each and each.decision == "better"}
         if ratios:
             first, *others = sorted(

@@ -47,12 +47,16 @@ def compare(
     bench, names = sessions[0], [each.variant for each in measured]
     consistency.check(measured, baseline, bench, environment)
     others = [result for result in measured if result is not baseline]
-    counted = 3 if settings.margins.energy else 2  # quantities of the bench that count for verdicts
 
     pooled = pooled_like(bench, sessions, settings.max_spread)
     own = next(each for each in pooled if any(one is bench for one in each.benches))
     noises = [own.noise(quantity) for quantity in QUANTITIES]
     judgements = {each.variant: judge(each, baseline, pooled, own, settings.margins) for each in others}
+    paying = {
+        name: (each.throughput, each.memory, each.energy if settings.margins.energy else None)
+        for name, each in judgements.items()
+        if each.verdict == "pays"
+    }
     trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
     trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in noises)
     trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
@@ -99,9 +103,7 @@ def compare(
         noise_memory=noises[1],
         noise_energy=noises[2] if verdicts.tells_energy(bench.arms) else None,
         variants=tuple(map(compared, (baseline, *others))),
-        champion=champion_of(
-            {name: each[:counted] for name, each in judgements.items() if each.verdict == "pays"}, pooled
-        ),
+        champion=champion_of(paying, pooled),
         sessions=tuple(summary(each, names) for each in pooled),
         sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in pooled),
         shares=ablation.shares(

@@ -148,9 +148,9 @@ class PooledSession(NamedTuple):
         rounds = self.rounds_of(above, below)
         if rounds is None:
             return None
-        arms = (arm_of(rounds, "variant", name) for name in (above, below))
+        arm, reference = (arm_of(rounds, "variant", name) for name in (above, below))
         noise = noise_of(rounds, quantity, self.max_spread)
-        return verdicts.ratio(*arms, quantity, margin, noise, widen=True)
+        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
 
     def noise(self, quantity: Quantity, *variants: str) -> Noise:
         """Return the A/A noise of ``quantity`` in ``rounds_of(*variants)``."""

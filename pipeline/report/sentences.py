@@ -58,9 +58,8 @@ def _part(noun: str, each: Ratio | Accuracy) -> str:
     if each.decision == "untrusted":
         return f"{noun} {formats.text(each)}"
     if each.decision == "same":
-        of_points = isinstance(each, Accuracy)
-        margin = percentage_points(each.margin_fraction) if of_points else plain_percent(each.margin)
-        return f"{noun} unchanged within {margin} ({interval(each)})"
+        within = percentage_points(each.margin_fraction) if isinstance(each, Accuracy) else plain_percent(each.margin)
+        return f"{noun} unchanged within {within} ({interval(each)})"
     if each.decision == "undecided":
         return f"{noun} undecided at {estimate(each)} ({interval(each)})"
     shown = f"{noun} {estimate(each)}" if isinstance(each, Accuracy) else f"{estimate(each)} the {noun}"

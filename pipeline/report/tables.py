@@ -46,7 +46,7 @@ class Grid(NamedTuple):
     """A table of plain texts."""
 
     heading: str
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     """The first row holds the columns' headings. The first text of each other row is the row's name."""
     words: tuple[int, ...] = ()
     """Columns of words, which the page aligns left."""
@@ -215,7 +215,7 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         if found and found.predicted and error is not None:
             predicted = formats.size(found.predicted.peak_bytes)
             beside = (f"predicted {predicted}, {100 * error:+.1f}%".replace("-", formats.MINUS),)
-        return Cell(formats.size(found and found.measured.tensors_bytes), beside)
+        return Cell(formats.size(found.measured.tensors_bytes if found else None), beside)
 
     def flops(each: Compared) -> Cell:
         if each.flops is None:

@@ -77,8 +77,8 @@ def _mark(each: Ratio | Noise | Accuracy | None, caption: str = "") -> Mark:
     if each is None:
         return Mark(caption, "not measured")
     if isinstance(each, Accuracy):
-        ends = (each.mean_fraction, each.low_fraction, each.high_fraction)
-        return Mark(caption, formats.text(each), *(end and 100 * end for end in ends), each.decision)
+        low, high = (None if end is None else 100 * end for end in (each.low_fraction, each.high_fraction))
+        return Mark(caption, formats.text(each), 100 * each.mean_fraction, low, high, each.decision)
     look = each.decision if isinstance(each, Ratio) else UNTRUSTED if each.why_untrusted else "noise"
     return Mark(caption, formats.text(each), each.estimate, each.low, each.high, look)
 
