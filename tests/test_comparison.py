@@ -10,13 +10,12 @@ import pytest
 
 from pipeline import results
 from pipeline.comparison.compare import compare
-from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all
 from pipeline.comparison.figures import accuracy_difference, equal_time, time_to_target
 from pipeline.files import file_sha256
 from pipeline.params import Compare
 from pipeline.report import sentences
-from pipeline.results import Arm, Bench, HistoryRow, Result, Unit
+from pipeline.results import Arm, Bench, Result, Unit
 from tests.factories import (
     ENVIRONMENT,
     make_arm,
@@ -37,19 +36,6 @@ from tests.factories import (
 from tests.report.conftest import without_memory
 
 BASELINE = make_result("baseline")
-
-
-def compared(
-    *measured: Result, histories: dict[str, list[HistoryRow]] | None = None, target: float = 0.85
-) -> Comparison:
-    baseline = next((result for result in measured if result.variant == "baseline"), BASELINE)
-    bench = make_bench([baseline, *(result for result in measured if result is not baseline)])
-    known = {result.variant: make_history([run.seed for run in result.runs]) for result in measured}
-    return compare(measured, known | (histories or {}), [bench], Compare(target_accuracy=target), ENVIRONMENT)
-
-
-def by_name(comparison: Comparison) -> dict[str, Compared]:
-    return {each.variant: each for each in comparison.variants}
 
 
 # Verdicts
@@ -83,7 +69,7 @@ def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit:
         )
         for name in ("baseline", "other")
     )
-    found = by_name(compared(baseline, other))["other"].accuracy
+    found = make_comparison([baseline, other]).variants[1].accuracy
     assert found
     assert (found.mean_fraction, found.decision) == (0.0, decision)
 
@@ -259,7 +245,7 @@ def test_the_predictions_error_is_against_what_tensors_take() -> None:
 def test_figures_of_the_training_runs_keep_their_names() -> None:
     runs = [make_run(seed, samples_per_second=speed, peak_memory_bytes=memory * 2**20, train_seconds=6.0)
             for seed, speed, memory in ((0, 29_000.0, 60), (1, 30_000.0, 50), (2, 40_000.0, 40))]  # fmt: skip
-    baseline, fast = compared(BASELINE, make_result("fast", runs)).variants
+    baseline, fast = make_comparison([BASELINE, make_result("fast", runs)]).variants
     assert fast.training_samples_per_second == 30_000
     assert fast.training_peak_memory_bytes == 60 * 2**20
     assert fast.train_time_ratio == 6.0 / 9.0
@@ -273,7 +259,7 @@ def test_accuracy_is_paired_by_seed_not_by_position() -> None:
         "baseline", [make_run(seed, test_correct=n) for seed, n in ((0, 9000), (1, 9100), (2, 9200))]
     )
     other = make_result("other", [make_run(seed, test_correct=n) for seed, n in ((2, 9210), (0, 9030), (1, 9080))])
-    first, second = compared(baseline, other).variants
+    first, second = make_comparison([baseline, other]).variants
     difference = second.accuracy_difference
     assert difference is not None
     assert {each.seed: each.difference_fraction for each in difference.seeds} == {0: 0.003, 1: -0.002, 2: 0.001}
@@ -288,7 +274,7 @@ def test_accuracy_is_paired_by_seed_not_by_position() -> None:
 def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
     refused = make_run(1, rejections=("the GPU throttled",)).model_copy(update={field: None})
     other = make_result("other", [make_run(0), refused, make_run(2)])
-    baseline, found = compared(BASELINE, other).variants
+    baseline, found = make_comparison([BASELINE, other]).variants
     assert getattr(found, f"training_{field}") is None
     assert getattr(baseline, f"training_{field}") is not None
     assert found.train_time_ratio == 1.0  # other figures are still known
@@ -315,7 +301,8 @@ def test_time_to_target_is_the_median_of_the_first_evaluations_at_or_above_it_if
 
 def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
     histories = {"baseline": make_history(), "ddp": make_history(accuracies=(0.7, 0.8, 0.9))}
-    ddp = compared(BASELINE, make_result("ddp"), histories=histories).variants[1]
+    measured = [BASELINE, make_result("ddp")]
+    ddp = make_comparison(measured, histories=histories).variants[1]
     speed, found = ddp.throughput, ddp.time_to_target_ratio
     assert found
     assert speed
@@ -324,7 +311,7 @@ def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
     assert speed.high
     expected = [705 / 470 / each for each in (speed.estimate, speed.high, speed.low)]
     assert [found.estimate, found.low, found.high] == pytest.approx(expected)
-    assert compared(BASELINE, make_result("ddp"), target=0.95).variants[1].time_to_target_ratio is None
+    assert make_comparison(measured, target_accuracy=0.95).variants[1].time_to_target_ratio is None
 
 
 def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -> None:
@@ -372,7 +359,9 @@ def test_a_throughput_that_is_not_trusted_gives_no_time() -> None:
 
 
 def test_the_baseline_comes_first() -> None:
-    names = [each.variant for each in compared(make_result("b"), BASELINE, make_result("a")).variants]
+    measured = [make_result("b"), BASELINE, make_result("a")]
+    bench = make_bench([BASELINE, *measured[::2]])
+    names = [each.variant for each in make_comparison(measured, bench, baseline="baseline").variants]
     assert names == ["baseline", "b", "a"]
 
 

@@ -9,7 +9,6 @@ import threading
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal
 
 from tqdm import tqdm
@@ -45,9 +44,7 @@ class Server(AbstractContextManager["Server"]):
         self._listener.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
@@ -90,9 +90,10 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             print(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
-            calibrated = _Calibrated(earlier.steps, earlier.seconds / earlier.rounds, earlier.ledgers, earlier.flops)
+            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
+            ledgers, flops = earlier.ledgers, earlier.flops
         else:
-            calibrated = _calibrated(arms, settings.window_seconds, ledgers=not again)
+            steps, round_seconds, ledgers, flops = _calibrated(arms, settings.window_seconds, ledgers=not again)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
             "seconds": _left(60 * settings.max_minutes, spent),
@@ -113,8 +114,8 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 seconds=spent + rounds.seconds,
                 interrupted=rounds.interrupted,
                 arms=rounds.arms,
-                ledgers=calibrated.ledgers,
-                flops=calibrated.flops,
+                ledgers=ledgers,
+                flops=flops,
                 not_ablated=not_ablated,
                 session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
                 keys=keys,
@@ -124,8 +125,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             bench = bench_of(replace(rounds, interrupted=True))
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
-        steps = calibrated.steps
-        said = outlook(len(arms), steps, calibrated.round_seconds, before=before, **limits)
+        said = outlook(len(arms), steps, round_seconds, before=before, **limits)
         print(f"bench: {said}", flush=True)
         rounds = measure(
             arms,
@@ -140,18 +140,11 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     return bench_of(rounds)
 
 
-class _Calibrated(NamedTuple):
-    """What the short samples before the rounds show."""
-
-    steps: int
-    round_seconds: float
-    """Expected time of a round of all arms."""
-    ledgers: dict[str, Ledgers]
-    flops: dict[str, Flops]
-
-
-def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool) -> _Calibrated:
-    """Take a short sample of each variant. This also loads all files into the page cache.
+def _calibrated(
+    arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
+) -> tuple[int, float, dict[str, Ledgers], dict[str, Flops]]:
+    """Take a short sample of each variant; return the steps of a window, the expected time of a round of all arms, and
+    the variants' ledgers and FLOPs. This also loads all files into the page cache.
 
     ``arms``: the arms of the variants, then the arms of the ablation, and the baseline's control last.
     """
@@ -166,7 +159,7 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
-    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted)
+    return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted
 
 
 def _margins(margins: Margins) -> dict[str, float]:

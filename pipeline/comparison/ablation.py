@@ -83,11 +83,11 @@ def _ratios(
 ) -> tuple[Ratio | None, Ratio | None]:
     if not (arm and reference):
         return None, None
-
-    def ratio(quantity: Quantity, margin: float) -> Ratio:
-        return verdicts.ratio(arm, reference, quantity, margin, noise(quantity, len(arm.samples)), widen=True)
-
-    return ratio(THROUGHPUT, margins.throughput), ratio(MEMORY, margins.memory)
+    one, other = (
+        verdicts.ratio(arm, reference, quantity, margin, noise(quantity, len(arm.samples)), widen=True)
+        for quantity, margin in ((THROUGHPUT, margins.throughput), (MEMORY, margins.memory))
+    )
+    return one, other
 
 
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:

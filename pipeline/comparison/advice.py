@@ -83,10 +83,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     if ratio.session_count > 1:
         over = f"{said} over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
-            return [
-                f"{over}; how many more sessions a decision needs cannot be forecast; more rounds in each session may "
-                "help (bench.max_minutes)"
-            ]
+            return [f"{over}, and no forecast is possible; more rounds in each may help (bench.max_minutes)"]
         more = count(ratio.more_sessions, "more session")
         return [f"{over}: about {more} will suffice, {ODDS} (bench --again, on other days)"]
     another = f"after {ratio.pairs} rounds, another session helps most (bench --again)"

@@ -16,7 +16,7 @@ from pipeline.comparison.comparison_file import (
 )
 from pipeline.comparison.consistency import techniques
 from pipeline.comparison.verdicts import Ratio
-from pipeline.results import Arm, Bench, HistoryRow, Result
+from pipeline.results import Arm, Bench, HistoryRow, Result, Run
 
 
 def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
     ranks = [each.peak_memory_rank_bytes for each in arm.samples if each.peak_memory_bytes is not None and memory]
     speed = median("samples_per_second", speeds)
     retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
-    predicted = ledgers.predicted if ledgers else None
+    error = None
+    if ledgers and ledgers.predicted:
+        error = ledgers.predicted.peak_bytes / ledgers.measured.tensors_bytes - 1
     achieved = flops.model_per_sample * speed if flops and speed else None
     return {
         "samples_per_second": speed,
@@ -57,9 +59,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
         "allocator_retries": sum(retries) if retries else None,
         "rejected": sum(bool(sample.rejections) for sample in arm.samples),
         "ledgers": ledgers,
-        "prediction_error_fraction": (
-            predicted.peak_bytes / ledgers.measured.tensors_bytes - 1 if ledgers and predicted else None
-        ),
+        "prediction_error_fraction": error,
         "flops": flops,
         "model_flops_per_second": achieved,
         "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
@@ -167,20 +167,16 @@ def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
     It is 0 for a seed with equal weights in both results. The results must have the same seeds and the same test set.
     """
     theirs = {run.seed: run for run in baseline.runs}
-    differences = [
-        SeedDifference(
-            seed=run.seed,
-            difference_fraction=(
-                0.0
-                if run.model_sha256 == theirs[run.seed].model_sha256
-                else (run.test_correct - theirs[run.seed].test_correct) / run.test_count
-            ),
-        )
-        for run in result.runs
-    ]
-    values = [each.difference_fraction for each in differences]
+
+    def difference(run: Run) -> float:
+        other = theirs[run.seed]
+        same = run.model_sha256 == other.model_sha256
+        return 0.0 if same else (run.test_correct - other.test_correct) / run.test_count
+
+    found = {run.seed: difference(run) for run in result.runs}
+    values = list(found.values())
     return AccuracyDifference(
-        seeds=tuple(differences),
+        seeds=tuple(SeedDifference(seed=seed, difference_fraction=value) for seed, value in found.items()),
         mean_fraction=statistics.fmean(values),
         spread_fraction=statistics.stdev(values) if len(values) > 1 else None,
         min_fraction=min(values),

@@ -44,10 +44,8 @@ class RoundCost(NamedTuple):
         """Advise how to get ``rounds`` rounds in all: set a key to a value, make rounds cheaper, or bench again."""
         minutes = self.minutes_of(rounds)
         if rounds > self.affordable():
-            return (
-                f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
-                "bench.window_seconds make rounds shorter"
-            )
+            shorter = "fewer variants or a smaller bench.window_seconds make rounds shorter"
+            return f"{rounds} rounds would take {minutes:.0f} minutes here; {shorter}"
         value = rounds if self.key.endswith("rounds") else minutes
         if self.key.endswith("minutes") and value <= self.minutes:
             return "bench --again"

@@ -47,7 +47,7 @@ def scaled(value: float | None, unit: str) -> str:
     """
     if value is None:
         return UNKNOWN
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
         if value >= factor:
             return number(value / factor, prefix + unit)
     return number(value, unit)

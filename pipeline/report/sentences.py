@@ -207,10 +207,7 @@ def share_notes(comparison: Comparison) -> list[str]:
         if share.interaction:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
-        notes.append(
-            "The verdict on a technique that no variant trained alone does not include accuracy. A variant with only "
-            "this technique would show its accuracy."
-        )
+        notes.append("The verdict on a technique that no variant trained alone does not include accuracy.")
     return notes
 
 
@@ -277,13 +274,10 @@ def remarks(each: Compared) -> list[str]:
         found.append(f"This variant trains another model than the baseline: {each.another_model}.")
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
-            "This variant learns from a teacher. Step figures include the teacher's forward passes; no figure includes "
-            "the teacher's training."
+            "This variant learns from a teacher: its steps count the teacher's forward passes, not its training."
         )
     if "dataloader" in each.techniques:
-        found.append(
-            "Peak memory counts the training process only, not the DataLoader's worker processes (if it has any)."
-        )
+        found.append("Peak memory counts the training process only, not the DataLoader's worker processes (if any).")
     return found
 
 

@@ -105,35 +105,30 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     equal_times = Column(
         "At equal time",
         "Only for a variant with another model or a teacher: the scores of the variant and the baseline at the time "
-        "when the faster of their trainings ends. Times follow from the bench's throughputs. Each score is from the "
-        "last evaluation before this time, mean over seeds. At this time, the slower training has not finished its "
-        "learning-rate schedule. To finish both trainings in equal time, give the slower variant fewer epochs.",
+        "when the faster of their trainings ends, by the bench's throughputs; from the last evaluation before this "
+        "time, mean over seeds. The slower training has not finished its learning-rate schedule then. To finish both "
+        "in equal time, give the slower variant fewer epochs.",
         alongside,
     )
     energies = Column(
         "Energy a sample",
-        "Energy of all processes' devices, read from the devices' counters (NVML for GPUs, RAPL for CPU packages), in "
-        "the same windows and with the same statistics as the throughput. Idle power is included; fans, power supplies "
-        "and, for GPUs, the host are not included.",
-        lambda each: _against(
-            formats.number(each.joules_per_sample and 1e3 * each.joules_per_sample, "mJ"), each.energy
-        ),
+        "Energy of all processes' devices by their counters (NVML for GPUs, RAPL for CPU packages), in the windows and "
+        "with the statistics of the throughput; with idle power, without fans, power supplies and a GPU's host.",
+        lambda each: _against(formats.scaled(each.joules_per_sample, "J"), each.energy),
     )
     return (
         Column(
             "Throughput",
             f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
-            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios; the A/A "
-            "noise widens its 95% bootstrap interval. Over several sessions, the ratio is the mean of the sessions' "
-            "ratios, with a t interval.",
+            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios, with a "
+            "95% bootstrap interval that the A/A noise widens; over several sessions, their mean with a t interval.",
             lambda each: _against(formats.speed(each.samples_per_second, comparison.unit), each.throughput),
         ),
         Column(
             "Peak memory",
             "Measured in the same rounds as the throughput (on a CPU in an earlier window), with the same statistics. "
-            "On GPUs: the most bytes that PyTorch had allocated in one process, because each GPU has its own memory. "
-            "On a CPU: the peak resident set minus the resident set after the imports, summed over all processes, "
-            "because they share memory.",
+            "On GPUs: the most bytes that PyTorch had allocated in one process. On a CPU: the peak resident set minus "
+            "the resident set after the imports, summed over all processes.",
             lambda each: _against(formats.size(each.peak_memory_bytes), each.memory),
         ),
         *([energies] if comparison.noise_energy else []),

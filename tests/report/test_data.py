@@ -4,6 +4,7 @@ import csv
 import io
 
 from pipeline.report import accuracy_csv, loss_csv, metrics, ratios_csv
+from pipeline.report.data import verdicts
 from tests.report.conftest import Made
 
 
@@ -46,3 +47,11 @@ def test_the_ratios_file_has_only_trusted_ratios(mixed: Made) -> None:
     }
     row = found["pays", "throughput"]
     assert float(row["low"]) < float(row["estimate"]) < float(row["high"])
+
+
+def test_dvc_metrics_begin_with_the_verdicts_and_leave_out_what_is_untrusted(mixed: Made) -> None:
+    found = verdicts(mixed.comparison)
+    names = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
+    assert sorted(found) == list(found) == [f"{number}_{name}" for number, name in enumerate(names, 1)]  # DVC sorts
+    assert found["1_verdict"] == {each.variant: each.verdict for each in mixed.comparison.variants[1:]}
+    assert ["untrusted" in each for each in found.values()] == [True, False, True, True]

@@ -1,22 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from pipeline import report
 from pipeline.report import html, markdown
 from pipeline.results import Unit
 from pipeline.tracking import labels
-from tests.conftest import Clone
 from tests.factories import make_results
 from tests.report.conftest import Made, made, plain
 from tests.report.golden import alone
 from tests.report.reader import Page
-
-FIGURES = ("1_verdict", "2_throughput_ratio", "3_peak_memory_ratio", "4_accuracy_difference_mean_fraction")
 
 
 def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -> None:
@@ -71,26 +65,6 @@ def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
     for words in ("samples/s", "test accuracy", "Test accuracy"):
         assert words not in of_text
         assert words in of_images
-
-
-@pytest.mark.slow
-def test_dvc_metrics_diff_begins_with_verdicts_and_ratios(
-    usual: Made, mixed: Made, clone: Callable[..., Clone]
-) -> None:
-    tried = clone()
-    report.write(*usual, tried.path / "reports")
-    tried.commit()
-    report.write(*alone(), tried.path / "reports")
-    first, last = tried.run("dvc", "metrics", "diff").splitlines(), tried.run("dvc", "metrics", "show").split()
-    assert [row.split()[1] for row in first] == [
-        "Metric",
-        *(f"{figure}.{variant}" for figure in FIGURES for variant in ("ddp", "memory")),
-    ]
-    assert first[1].split() == ["reports/verdicts.json", "1_verdict.ddp", "pays", "-", "-"]
-    assert last == ["Path", "reports/verdicts.json"]
-    report.write(*mixed, tried.path / "reports")
-    untrusted = [row for row in tried.run("dvc", "metrics", "diff").splitlines() if ".untrusted" in row]
-    assert [row.split()[1].split(".")[0] for row in untrusted] == [FIGURES[0], *FIGURES[2:]]
 
 
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:

@@ -42,11 +42,6 @@ def charts(comparison: Comparison, histories: Histories) -> list[Chart]:
 
 
 def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
-    ends = [
-        f"{each.variant} ends at {formats.percent(each.test_accuracy_mean_fraction)} after "
-        f"{formats.number(each.train_seconds, 's')}"
-        for each in comparison.variants
-    ]
     disturbed = [f"{each.variant}: {text}" for each in comparison.variants for text in sentences.disturbed(each)]
     runs = _runs(comparison, histories, lambda row: (row.train_seconds, row.test_accuracy))
     target = comparison.target_accuracy_fraction
@@ -57,21 +52,17 @@ def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
     return _chart(
         f"{formats.heading(sentences.score(comparison))} over training time",
         "; ".join(["training seconds, without evaluation", *disturbed]), runs, y_scale,
-        f"the mean accuracy at the median time. {'; '.join(ends)}.",
+        "the mean accuracy at the median time",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
         Tick(y_scale.at(target), f"target {sentences.target(comparison)}"),
     )  # fmt: skip
 
 
 def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
-    ends = [
-        f"{each.variant} ends at {statistics.fmean(run.train_loss for run in each.runs):.3f}"
-        for each in comparison.variants
-    ]
     runs = _runs(comparison, histories, lambda row: (row.epoch, row.train_loss))
     highest = max((y for lines in runs.values() for line in lines for _, _, y in line), default=1.0)
     y_scale = Scale(0, 1.04 * highest or 1.0, down=True)
-    return _chart("Training loss", "epochs", runs, y_scale, f"the mean. {'; '.join(ends)}.", plain, None)
+    return _chart("Training loss", "epochs", runs, y_scale, "the mean", plain, None)
 
 
 def _runs(
@@ -98,18 +89,20 @@ def _chart(
     y_tick: Callable[[float, int], str],
     target: Tick | None,
 ) -> Chart:
-    """``thick``: what the thick line shows, and where the lines end."""
+    """``thick``: what the thick line shows."""
     furthest = max((x for lines in runs.values() for line in lines for _, x, _ in line), default=1.0)
     x_scale = Scale(0, 1.01 * furthest or 1.0)
 
     def polyline(line: Iterable[tuple[float, float]]) -> str:
         return " ".join(f"{x_scale.at(x):g},{y_scale.at(y):g}" for x, y in line)
 
-    drawn = []
+    drawn, ends = [], []
     for variant, lines in runs.items():
+        whole = _together(lines)
         drawn += [Line(variant, polyline((x, y) for _, x, y in line), thick=False) for line in lines if len(lines) > 1]
-        drawn.append(Line(variant, polyline(_together(lines)), thick=True))
-    alt = f"Line chart with a thin line for each seed and a thick line for {thick}"
+        drawn.append(Line(variant, polyline(whole), thick=True))
+        ends += [f"{variant} ends at {y_tick(y, 4)}" for _, y in whole[-1:]]
+    alt = f"Line chart with a thin line for each seed and a thick line for {thick}. {'; '.join(ends)}."
     return Chart(title, alt, x_label, tuple(drawn), x_scale.ticks(plain), y_scale.ticks(y_tick), target)
 
 
