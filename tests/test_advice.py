@@ -60,14 +60,11 @@ def said_of(*quantities: Outcomes | Decision) -> list[str]:
 
 
 def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
-    told = [
-        SessionRatio(start_utc=f"2026-11-2{day}", estimate=1.0, low=0.9, high=1.1, pairs=8, trusted=True)
-        for day in range(3)
-    ]
-    over = ratio(UNDECIDED, [1000.0] * 6).model_copy(update={"sessions": tuple(told), "more_sessions": 2})
-    assert reason(over).startswith(
-        f"throughput is undecided over 3 sessions: about 2 more sessions will suffice, {ODDS} (bench --again"
-    )
+    undecided = ratio(UNDECIDED, [1000.0] * 6)
+    told = [SessionRatio(start_utc=f"2026-11-2{day}", low=0.9, high=1.1, trusted=True) for day in range(3)]
+    over = undecided.model_copy(update={"sessions": tuple(told), "more_sessions": 2})
+    expected = f"throughput is undecided over 3 sessions: about 2 more sessions will suffice, {ODDS} (bench --again"
+    assert reason(over).startswith(expected)
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
 

@@ -361,31 +361,28 @@ def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
 
 
 @pytest.mark.parametrize(
-    ("changes", "minute", "goes_on"),
+    ("changes", "start", "goes_on"),
     [
-        ({}, 50, True),
-        ({"interrupted": True, "rounds": 2}, 50, True),
-        ({}, 34, True),
-        ({}, 99, False),  # more than an hour after the bench ended at 12:33
-        ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, 50, False),
-        ({"ablate": True}, 50, False),  # other arms
-        ({"settled": True}, 50, False),  # nothing is open
+        ({}, "12:50", True),
+        ({"interrupted": True, "rounds": 2}, "12:50", True),
+        ({}, "13:40", False),  # more than an hour after the bench ended at 12:33
+        ({"boot_id": "another"}, "12:50", False),
+        ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, "12:50", False),
+        ({"ablate": True}, "12:50", False),  # other arms
+        ({"settled": True}, "12:50", False),  # nothing is open
     ],
 )
 def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
-    changes: dict[str, Any], minute: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], start: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settled = changes.pop("settled", False)
+    settled, boot_id = changes.pop("settled", False), changes.pop("boot_id", "b")
     bench = kept(1, **changes)
     bench = bench.model_copy(update={"arms": tuple(arm.model_copy(update={"settled": settled}) for arm in bench.arms)})
     files.write_text(results.KEPT_BENCHES / "20261101T123000.json", bench.to_json())
-    start = f"2026-11-01T{12 + minute // 60 + (minute == 99)}:{minute % 60}:00+00:00"
-    now, names = bench.session.model_copy(update={"start_utc": start}), [arm.name for arm in make_bench().arms]
-    found = stage.unfinished(now, make_bench().keys, bench.dataset, names)
-    assert found == (bench if goes_on else None)
-    other_boot = now.model_copy(update={"boot_id": "another"})
-    assert stage.unfinished(other_boot, make_bench().keys, bench.dataset, names) is None
+    now = bench.session.model_copy(update={"start_utc": f"2026-11-01T{start}:00+00:00", "boot_id": boot_id})
+    names = [arm.name for arm in make_bench().arms]
+    assert stage.unfinished(now, make_bench().keys, bench.dataset, names) == (bench if goes_on else None)
 
 
 def test_earlier_rounds_count_and_their_settled_variants_are_not_measured_again(slow: FakeServer) -> None:
@@ -618,7 +615,6 @@ def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
     ("placement", "chosen", "replays", "limit"),
     [
         ("resident", None, False, 0.5),
-        ("streamed", None, False, 0.5),
         ("streamed", "streamed", False, None),
         ("resident", None, True, None),
         ("streamed", None, True, 0.5),
@@ -631,10 +627,8 @@ def test_the_wait_for_input_is_not_limited_if_it_is_compared(
     plan = make_plan(data_loading=chosen or "auto")
     setup, batches = SimpleNamespace(replays=replays), SimpleNamespace(placement=placement)
     training: Any = SimpleNamespace(plan=plan, batches=batches, setup=setup)
-    assert (
-        _allowed_wait(training, parse(PARAMS | {"bench": {"max_input_wait": 0.5}, "variants": {"baseline": {}}}))
-        == limit
-    )
+    config = parse({"bench": {"max_input_wait": 0.5}, "variants": {"baseline": {}}})
+    assert _allowed_wait(training, config) == limit
 
 
 def test_a_server_measures_windows_rejects_disturbed_ones_and_names_what_it_cannot_measure(workspace: Path) -> None:
