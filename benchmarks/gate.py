@@ -327,7 +327,7 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
         {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not control}
         for each in ("base", side)
     )
-    cost = RoundCost("gate.max_minutes", len(control.samples), None)
+    cost = RoundCost("gate.max_minutes", len(control.samples), 1.0)
     machine = noises(of_base[control.variant], control, settings.max_spread, cost)
     return judge(of_base, of_head, machine, settings.margins, {}, Gate().must_see, confidence)
 

@@ -118,7 +118,7 @@ def _table(variants: Mapping[str, Any]) -> Iterator[str]:
     yield "| variant | processes | throughput | peak memory |"
     yield "| --- | --- | --- | --- |"
     for name, each in variants.items():
-        cells = (formats.ratio_text(verdicts.Ratio.model_validate(each[field])) for field in FIELDS)
+        cells = (formats.text(verdicts.Ratio.model_validate(each[field])) for field in FIELDS)
         yield f"| `{name}` | {each['world_size']} | {' | '.join(cells)} |"
 
 

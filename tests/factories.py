@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,25 @@ def make_bench(
         "keys": {each.variant: "k" for each in measured},
     }
     return Bench(**values | changes)
+
+
+def with_samples(bench: Bench, samples_of: Callable[[Arm], Iterable[Window]]) -> Bench:
+    """Return ``bench`` with other samples for each arm."""
+    arms = (arm.model_copy(update={"samples": tuple(samples_of(arm))}) for arm in bench.arms)
+    return bench.model_copy(update={"arms": tuple(arms)})
+
+
+def with_speeds(bench: Bench, factor: Callable[[Arm, int], float]) -> Bench:
+    """Return ``bench`` with each speed multiplied by ``factor(arm, round)``. An arm ends at its first factor of 0."""
+
+    def samples_of(arm: Arm) -> Iterable[Window]:
+        factors = itertools.takewhile(bool, (factor(arm, index) for index in range(len(arm.samples))))
+        for each, times in zip(arm.samples, factors, strict=False):
+            yield each.model_copy(
+                update={"samples_per_second": each.samples_per_second and each.samples_per_second * times}
+            )
+
+    return with_samples(bench, samples_of)
 
 
 def make_ledgers(memory: float = 1.0, **changes: Any) -> Ledgers:

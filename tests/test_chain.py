@@ -157,15 +157,16 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("content under an old hash", HERE, at("software.torch", "9.9"), "was measured in environment"),
     ("a data set", DATA, of_other_classes, "not on the data set of data/prepared/dataset.json"),
     ("a data set's sum", DATA, at("sha256", "0" * 64), "dataset.json was changed after it was written"),
-    ("a data set's mean", DATA, at("statistics.inputs.mean.0", 0.4), "dataset.json was changed after it was written"),
     ("a data set in the result", RESULT, at("dataset.sha256", "0" * 64), "SHA-256 000000000000"),
+    ("a data set's mean", DATA, at("statistics.inputs.mean.0", 0.4), "dataset.json was changed after it was written"),
+    ("words for a section", RESULT, at("config.train", "accuracy"), "config.train"),
+    ("an older schema", RESULT, at("schema", 1), "schema"),
     ("no data set", DATA, at("sha256", None), "dataset.json is not a description"),
     ("a history", RESULT, at("history_sha256", "0" * 64), "history.csv is not the history that was written together"),
     ("an accuracy", RESULT, more_right, "seed 1: test_accuracy is 0.9061, but its history ends with 0.9011"),
     ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, but its history ends with 0.28"),
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
     ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
-    ("an older schema", RESULT, at("schema", 1), "schema"),
     ("equal weights", RESULT, 
      lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed, although no steps were measured"),
@@ -179,9 +180,6 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a negative speed", RESULT, at("runs.0.samples_per_second", -1.0), "runs.0.samples_per_second"),
     ("a huge speed", RESULT, at("runs.0.samples_per_second", 1e14), "1e+14 samples/s, although half of the steps"),
     ("an endless speed", RESULT, at("runs.0.samples_per_second", 1e300), "runs.0.samples_per_second"),
-    ("a negative memory", RESULT, at("runs.0.peak_memory_bytes", -5), "runs.0.peak_memory_bytes"),
-    ("negative seconds", RESULT, at("runs.0.train_seconds", -5.0), "runs.0.train_seconds"),
-    ("words for a section", RESULT, at("config.train", "accuracy"), "config.train"),
     ("no run", RESULT, at("runs", []), "runs of the seeds []"),
 ]  # fmt: skip
 OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
@@ -191,8 +189,7 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("code", BENCH, at("keys.ddp", "0" * 64), "(stages.bench, variants.ddp)"),
     ("no keys", BENCH, at("keys", {}), "(stages.bench, variants.baseline)"),
     ("environment", BENCH, at("environment", "0" * 64), "measured in environment 000000000000"),
-    ("data set", BENCH, at("dataset.sha256", "0" * 64), "bench.json: the bench trained on"),
-    ("no parameters", BENCH, at("config", {}), "the bench trained with train."),
+    ("data set", BENCH, at("dataset.sha256", "0" * 64), "bench.json was measured on"),
     ("a control that is a copy", BENCH, copied(0, -1), "are equal in every sample"),
     ("a round twice", BENCH, repeated, "rounds 1 and 13 are equal in every figure, so one is a copy"),
     ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal in every sample"),
@@ -233,40 +230,28 @@ def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(
-    ("file", "change", "named"), [pytest.param(*case, id=name) for name, *case in OF_OTHERS]
-)  # fmt: skip
-def test_results_are_of_this_job_and_can_have_been_measured(
-    file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit(file, change)
-    record(Path())
-    for command in ("compare", "publish"):
-        refused(command, named, capsys)
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(
-    ("file", "change", "named"), [pytest.param(*case, id=name) for name, *case in OF_BENCH]
-)  # fmt: skip
-def test_a_bench_is_of_this_job_and_can_have_been_measured(
-    file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "file", "change", "named"), [*OF_OTHERS, *OF_BENCH])
+def test_results_and_bench_are_of_this_job_and_can_have_been_measured(
+    name: str, file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(file, change)
     record(Path())
     refused("compare", named, capsys)
+    if (name, file, change, named) in OF_OTHERS:  # the store holds no bench
+        refused("publish", named, capsys)
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("file", [RESULT, HISTORY, BENCH, REPORT])
+@pytest.mark.parametrize("file", [RESULT, HISTORY, BENCH, REPORT, PAGE])
 def test_what_dvc_recorded_is_as_it_was(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(file).open("a", encoding="utf-8") as opened:
         opened.write("\n")
-    refused("publish", f"{file} differs from the version that DVC recorded in dvc.lock", capsys)
-    if file == REPORT:  # which it writes
+    named = f"{file} differs from the version that DVC recorded in dvc.lock"
+    refused("publish", named, capsys)
+    if file in (REPORT, PAGE):  # compare writes them again
         assert cli.main(["compare"]) == 0
     else:
-        refused("compare", f"{file} differs from the version that DVC recorded in dvc.lock", capsys)
+        refused("compare", named, capsys)
 
 
 @pytest.mark.usefixtures("job")
@@ -334,20 +319,7 @@ def test_a_data_set_and_a_history_that_cannot_be_read_hide_no_other_problem(caps
     Path(DATA).write_text("[]", encoding="utf-8")
     Path(HISTORY).write_text("seed,epoch\n0,one\n", encoding="utf-8")
     edit(RESULT, at("history_sha256", file_sha256(Path(HISTORY))))
-    capsys.readouterr()
     for command in ("compare", "publish"):
-        assert cli.main([command]) == 2
-        said = capsys.readouterr().err
-        named = (
-            "dataset.json is not a description",
-            "is not a history",
-            f"{RESULT} differs from the version that DVC recorded",
-        )
-        assert [said.count(each) for each in named] == [1, 1, 1]
-
-
-def test_an_edited_page_is_not_published(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (job / PAGE).open("a", encoding="utf-8") as page:
-        page.write("<p>9.86 times as fast</p>")
-    assert cli.main(["publish"]) == 2
-    assert f"{PAGE} differs from the version that DVC recorded" in capsys.readouterr().err
+        refused(command, "dataset.json is not a description", capsys)
+        refused(command, "is not a history", capsys)
+        refused(command, f"{RESULT} differs from the version that DVC recorded", capsys)

@@ -17,7 +17,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.environment import machine
 from pipeline.errors import ConfigError
-from pipeline.params import CATALOGUE, Config, Entry, Machine, entry, exclusions, parse
+from pipeline.params import CATALOGUE, Config, Entry, Machine, exclusions, parse
 from pipeline.plans import Plan, plan
 from pipeline.training.counting import Work
 from tests.factories import alone, setting_of
@@ -110,31 +110,15 @@ def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | st
 
 
 def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slice(None)) -> None:
-    """Train the variants of ``covering`` that ``sets`` selects. If one fails, train each of its pairs alone and fail
-    the test with the errors of these pairs."""
-    here = machine()
+    """Train the variants of ``covering`` that ``sets`` selects, and fail the test with their errors."""
     few = replace(digits, train=digits.train[: STEPS * 32], test=digits.test[:33])
-    tries = list(itertools.islice(covering(here, device), sets.start, sets.stop))
-    if failed := _failures(tries, few, device):
-        pairs = [
-            plan(config, "tried", here)
-            for index in failed
-            for one, other in itertools.combinations([entry(name) for name in sorted(_applied(tries[index]))], 2)
-            if not setting_of(one).keys() & setting_of(other).keys()
-            for config in [_possible(one, other, device, tries[index].processes)]
-        ]
-        alone = _failures(pairs, few, device).values()
-        pytest.fail("\n".join(alone or ["no pair fails alone, but:", *failed.values()]))
-
-
-def _failures(tries: list[Plan], dataset: Dataset, device: Literal["cpu", "cuda"]) -> dict[int, str]:
-    """Train the plans; return the index of each that failed -> its error."""
-    found: dict[int, str] = {}
+    tries = list(itertools.islice(covering(machine(), device), sets.start, sets.stop))
+    failed: list[str] = []
     for size in sorted({made.processes for made in tries}):
-        of_size = {index: each for index, each in enumerate(tries) if each.processes == size}
-        for failures in run_ranks(_train, of_size, dataset, size=size, device=device):
-            found |= failures
-    return found
+        of_size = [each for each in tries if each.processes == size]
+        for failures in run_ranks(_train, of_size, few, size=size, device=device):
+            failed += failures
+    assert not failed, "\n".join(failed)
 
 
 def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
@@ -177,15 +161,15 @@ def _applied(made: Plan) -> frozenset[str]:
     return frozenset(each.name for each in CATALOGUE if each.requested_by(made.applied))
 
 
-def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, str]:
-    """Train each plan a few steps and evaluate it; return the index of each that failed -> its error."""
+def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
+    """Train each plan a few steps and evaluate it; return the errors."""
     from pipeline.data.batches import Placement
     from pipeline.params.catalogue import acting
     from pipeline.techniques import of_plan
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # never undone: no other test uses this process
-    failures = {}
-    for index, each in tries.items():
+    failures = []
+    for each in tries:
         try:
             for technique in of_plan(each):
                 technique.prepare_process()
@@ -200,7 +184,7 @@ def _train(world: World, tries: dict[int, Plan], dataset: Dataset) -> dict[int, 
                 assert training.score.count == len(dataset.test)
                 assert len(training.model_state.read()) > 0
         except Exception:
-            failures[index] = f"{each.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}"
+            failures.append(f"{each.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}")
     return failures
 
 

@@ -1,20 +1,9 @@
 from __future__ import annotations
 
-import math
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.comparison.pareto import pareto_front
-
-
-def test_the_front_is_what_nothing_beats() -> None:
-    #         fast and small, fast, small, beaten by the first, equal to the second
-    points = [(100.0, 4.0), (120.0, 8.0), (50.0, 2.0), (90.0, 4.0), (120.0, 8.0)]
-    assert pareto_front(points, [True, False]) == [0, 1, 2, 4]
-    assert pareto_front(points, [True, True]) == [1, 4]
-    assert pareto_front([], [True, False]) == []
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=12), st.tuples(*[st.booleans()] * 3))
@@ -29,8 +18,3 @@ def test_every_point_off_the_front_is_beaten_by_one_on_it(
     for index, point in enumerate(points):
         beaten = any(beats(points[best], point) for best in front)
         assert beaten == (index not in front)
-
-
-def test_an_unknown_coordinate_has_no_place_on_the_front() -> None:
-    with pytest.raises(ValueError, match="points: found a coordinate that is not a number"):
-        pareto_front([(1.0, math.nan)], [True, False])

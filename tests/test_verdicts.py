@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats as scipy_stats
 
 from pipeline.comparison import verdicts
 from pipeline.comparison.advice import accuracy_reasons
@@ -19,7 +16,6 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Decision
 from pipeline.comparison.verdicts import ANY, MEMORY, THROUGHPUT, Noise, Outcomes, Quantity, Ratio, verdict
 from pipeline.results import Arm
-from tests.conftest import ROOT
 from tests.factories import make_arm, make_window
 
 TEN_IN_TEN_MINUTES = RoundCost("bench.max_minutes", 10, 600.0)
@@ -49,12 +45,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert (found.more_pairs, found.why_untrusted) == (None, None)
 
 
-def test_each_round_has_its_own_ratio() -> None:
-    drift = [1000.0, 10.0, 400.0, 90.0, 5.0, 700.0, 33.0, 61.0]
-    found = ratio([1.2 * each for each in drift], drift)
-    assert (found.low, found.estimate, found.high) == pytest.approx((1.2, 1.2, 1.2))
-
-
 def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
     """Half of the A/A interval's width and the A/A ratio's distance from 1 are added in quadrature. So if the A/A ratio
     is 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
@@ -69,38 +59,13 @@ def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
     assert found.decision == "undecided"
 
 
-def recorded_parts() -> list[tuple[Arm, Arm, Arm]]:
-    """Return recorded peaks: of the baseline, of its control under the same server, and of an equal checkout under
-    another server."""
-    file = ROOT / "benchmarks" / "figures" / "gate-pool-amd-epyc-avx2-2-cores.json"
-    recorded = json.loads(file.read_text(encoding="utf-8"))
-    peaks = [recorded["arms"][name]["peak_memory_bytes"]
-             for name in ("base baseline", "base baseline again", "head baseline")]  # fmt: skip
-    ends = list(accumulate(recorded["rounds"], initial=0))
-    return [tuple(arm(each[start:end], MEMORY) for each in peaks) for start, end in pairwise(ends)]  # type: ignore[misc]
-
-
-def test_the_memory_of_equal_code_under_two_servers_is_the_same_within_its_interval(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held = [0, 0]
-    for base, control, head in recorded_parts():
-        noise = verdicts.noise_between(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)
-        widened = verdicts.ratio(head, base, MEMORY, 0.03, noise, widen=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(verdicts, "HEAP_BYTES", 0)
-            plain = verdicts.ratio(head, base, MEMORY, 0.03, noise, widen=True)
-        assert widened.decision == "same"
-        for index, found in enumerate((plain, widened)):
-            held[index] += (found.low or math.inf) <= 1 <= (found.high or 0)
-    assert held == [6, 11]
-
-
 def test_two_processes_may_differ_by_two_heaps_and_on_a_gpu_there_is_none() -> None:
     one = arm([2.0**25] * 8, MEMORY)
     two = one.model_copy(update={"world_size": 2})
     doubts = [verdicts.doubt_of(CALM, MEMORY, each, one) for each in (one, two)]
     assert doubts == pytest.approx([math.hypot(CALM.doubt, math.log1p(heaps / 64)) for heaps in (1, 2)])
+    found = verdicts.ratio(one, one, MEMORY, 0.03, CALM, widen=True)
+    assert math.log(found.interval.high) == pytest.approx(doubts[0])
     on_gpu = [each.model_copy(update={"peak_reserved_bytes": 1}) for each in one.samples]
     assert verdicts.doubt_of(CALM, MEMORY, one.model_copy(update={"samples": tuple(on_gpu)})) == CALM.doubt
     assert verdicts.doubt_of(CALM, THROUGHPUT, two) == CALM.doubt
@@ -111,25 +76,6 @@ def test_more_memory_is_worse_and_more_throughput_better() -> None:
     assert ratio(more, less, THROUGHPUT).decision == "better"
     assert ratio(more, less, MEMORY).decision == "worse"
     assert ratio(less, more, MEMORY).decision == "better"
-
-
-def test_what_is_inside_the_margin_is_the_same_and_what_straddles_it_is_undecided() -> None:
-    assert ratio([1020.0] * 6, [1000.0] * 6).decision == "same"
-    straddling = ratio([1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0], [1000.0] * 6)
-    assert straddling.decision == "undecided"
-    assert straddling.more_pairs is not None
-    assert straddling.more_pairs > 0
-
-
-def test_a_rejected_sample_takes_only_its_round_along() -> None:
-    over = [11.0, 12.0, "throttled", 13.0, 11.5, 12.5, 11.2, 12.1, 11.7]
-    under = [10.0, 10.5, 10.2, "throttled", 10.1, 10.3, 9.9, 10.0, None]
-    found = ratio(over, under)
-    kept = [index for index in range(9) if index not in (2, 3, 8)]
-    alone = ratio([over[index] for index in kept], [under[index] for index in kept])
-    assert found.rejected == 3
-    assert found.model_copy(update={"rejected": 0}) == alone
-    assert found.decision == "better"
 
 
 def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() -> None:
@@ -186,7 +132,6 @@ QUIET = "let nothing else run here"
     ("control", "baseline", "why", "remedy"),
     [
         ([1.05 * each for each in STEADY], STEADY, "which excludes 1", QUIET),
-        ([1.05 * each for each in STEADY[:6]], STEADY[:6], "which excludes 1", QUIET),
         (
             [each * (1.1 if index % 2 else 0.92) for index, each in enumerate(STEADY)],
             STEADY,
@@ -206,10 +151,9 @@ QUIET = "let nothing else run here"
             "5 rounds, but at least 6 are needed",
             f"5 of 10 rounds had to be rejected, most often because {THROTTLED}; or set bench.max_minutes: 13",
         ),
-        ([*[THROTTLED] * 6, *STEADY[6:]], STEADY, "6 of 10 rounds had to be rejected", THROTTLED),
         ([THROTTLED] * 10, STEADY, "10 of 10 rounds had to be rejected", THROTTLED),
     ],
-    ids=["biased", "biased in few", "spread", "wide spread", "few", "half rejected", "most rejected", "all rejected"],
+    ids=["biased", "spread", "wide spread", "few", "half rejected", "all rejected"],
 )
 def test_a_noisy_machine_makes_every_ratio_untrusted(
     control: list[Any], baseline: list[Any], why: str, remedy: str
@@ -242,12 +186,6 @@ def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
     assert (found.why_untrusted is None) is trusted
 
 
-def test_the_allowed_spread_is_the_settings() -> None:
-    control = [each * (1.04 if index % 2 else 0.96) for index, each in enumerate(STEADY)]
-    assert noise(control, STEADY, 0.15).why_untrusted is None
-    assert noise(control, STEADY, 0.05).why_untrusted is not None
-
-
 # Properties
 
 figure = st.floats(10.0, 1000.0)
@@ -256,9 +194,9 @@ quantities = st.sampled_from([THROUGHPUT, MEMORY])
 MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
 
 
-def of(drawn: Sequence[tuple[float, float]], quantity: Quantity, scale: float = 1.0) -> Ratio:
+def of(drawn: Sequence[tuple[float, float]], quantity: Quantity) -> Ratio:
     whole = round if quantity is MEMORY else float  # bytes are whole numbers
-    over, under = ([whole(1e6 * scale * each) for each in side] for side in zip(*drawn, strict=True))
+    over, under = ([whole(1e6 * each) for each in side] for side in zip(*drawn, strict=True))
     return ratio(over, under, quantity, margin=0.1)
 
 
@@ -267,24 +205,6 @@ def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Qua
     shuffled = list(drawn)
     random.shuffle(shuffled)
     assert of(shuffled, quantity) == of(drawn, quantity)
-
-
-@given(rounds, quantities, st.floats(0.5, 1000.0))
-def test_the_unit_does_not_matter(drawn: list[Any], quantity: Quantity, scale: float) -> None:
-    plain, scaled = of(drawn, quantity), of(drawn, quantity, scale)
-    assert (scaled.estimate, scaled.low, scaled.high) == pytest.approx((plain.estimate, plain.low, plain.high))
-    assert (scaled.pairs, scaled.rejected) == (plain.pairs, plain.rejected)
-
-
-@given(rounds, quantities)
-def test_swapping_the_arms_mirrors_the_decision(drawn: list[Any], quantity: Quantity) -> None:
-    plain, swapped = of(drawn, quantity), of([(b, a) for a, b in drawn], quantity)
-    assert swapped.estimate == pytest.approx(1 / (plain.estimate or math.nan))
-    if plain.low is None or plain.high is None:
-        assert swapped.low is None
-    else:
-        assert (swapped.low, swapped.high) == pytest.approx((1 / plain.high, 1 / plain.low))
-    assert swapped.decision == MIRRORED.get(plain.decision, plain.decision)
 
 
 @given(rounds, quantities, st.data())
@@ -306,25 +226,6 @@ def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], 
         assert found.decision == "untrusted"
 
 
-def simulated(random: np.random.Generator, true: float, count: int) -> tuple[list[float], list[float]]:
-    """Return speeds of paired rounds. Both arms share a drift of tens of percent; each arm has its own noise of 2% with
-    outliers."""
-
-    def own() -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.exp(0.02 * random.normal(size=count) * np.where(random.random(count) < 0.1, 6, 1))
-
-    drift = 1000 * np.exp(np.cumsum(0.1 * random.normal(size=count)))
-    return (true * drift * own()).tolist(), (drift * own()).tolist()
-
-
-def test_a_difference_at_the_margin_itself_is_seldom_called_one() -> None:
-    random, trials = np.random.default_rng(6), 300
-    found = [ratio(*simulated(random, 1.1, 12), margin=0.1).decision for _ in range(trials)]
-    assert found.count("worse") == 0
-    assert found.count("better") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
-    assert found.count("same") <= scipy_stats.binom.ppf(0.999, trials, 0.025)
-
-
 def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
     noisy = CALM.model_copy(update={"why_untrusted": "throughput: noise"})
     throttled = arm([*["it throttled"] * 5, 9.0])
@@ -337,19 +238,7 @@ def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
     )
 
 
-def test_a_calm_machine_is_seldom_distrusted() -> None:
-    random, trials = np.random.default_rng(8), 300
-    distrusted = sum(noise(*simulated(random, 1.0, 12)).why_untrusted is not None for _ in range(trials))
-    assert distrusted <= scipy_stats.binom.ppf(0.999, trials, 0.015)
-
-
 # Accuracy
-
-
-def test_accuracy_of_equal_differences() -> None:
-    found = verdicts.accuracy([0.004, 0.004, 0.004], 0.01, 0.9)
-    assert (found.decision, found.seeds, found.margin_fraction, found.more_seeds) == ("same", 3, 0.01, None)
-    assert (found.mean_fraction, found.low_fraction, found.high_fraction) == pytest.approx((0.004, 0.004, 0.004))
 
 
 @pytest.mark.parametrize(
@@ -359,33 +248,16 @@ def test_accuracy_of_equal_differences() -> None:
         ([0.02, 0.021, 0.019], "better"),
         ([-0.001, 0.002, 0.0], "same"),
         ([-0.02, 0.02, 0.0], "undecided"),
-        ([-0.009, -0.012, -0.007], "undecided"),
-        ([0.0], "undecided"),
         ([-0.5], "undecided"),
-        ([0.19, 0.2], "undecided"),
         ([-0.2, -0.2], "undecided"),
-        ([0.0, 0.0], "undecided"),
     ],
 )
 def test_accuracy_is_decided_at_the_margin(differences: list[float], decision: Decision) -> None:
-    found = verdicts.accuracy(differences, 0.01, 0.9)
-    assert found.decision == decision
+    found, one = verdicts.accuracy(differences, 0.01, 0.9), len(differences) == 1
+    assert (found.decision, found.seeds) == (decision, len(differences))
     assert found.mean_fraction == pytest.approx(statistics.fmean(differences))
-    assert (found.more_seeds is None) == (decision != "undecided" or len(differences) == 1)
-
-
-def test_the_interval_lies_inside_the_margins_exactly_if_it_is_the_same() -> None:
-    differences = [-0.002, 0.001, 0.004]
-    half = 2.919986 * statistics.stdev(differences) / math.sqrt(3)  # t's 95% quantile with two degrees of freedom
-    for margin, decision in ((0.001 + half + 1e-6, "same"), (0.001 + half - 1e-6, "undecided")):
-        found = verdicts.accuracy(differences, margin, 0.9)
-        assert (found.low_fraction, found.high_fraction) == pytest.approx((0.001 - half, 0.001 + half), abs=1e-8)
-        assert found.decision == decision
-
-
-def test_one_seed_has_no_interval() -> None:
-    found = verdicts.accuracy([0.0], 0.01, 0.9)
-    assert (found.low_fraction, found.high_fraction, found.seeds, found.more_seeds) == (None, None, 1, None)
+    assert (found.more_seeds is None) == (decision != "undecided" or one)
+    assert ((found.low_fraction, found.high_fraction) == (None, None)) == one
 
 
 def test_the_baselines_weights_have_its_accuracy_whatever_the_number_of_seeds() -> None:
@@ -403,13 +275,6 @@ def test_no_bound_lies_beyond_what_is_possible() -> None:
     assert (mirrored.low_fraction, mirrored.high_fraction) == pytest.approx((-0.3, half - 0.125))
     advice = (accuracy_reasons(each.model_copy(update={"more_seeds": None})) for each in (found, mirrored))
     assert len({text for (text,) in advice}) == 1  # the advice uses the whole interval, not the part that is shown
-
-
-@given(st.lists(st.floats(-0.05, 0.05), min_size=1, max_size=8), st.floats(0.001, 0.05))
-def test_accuracy_lost_and_gained_mirror_each_other(differences: list[float], margin: float) -> None:
-    plain, mirrored = (verdicts.accuracy([sign * each for each in differences], margin, 0.5) for sign in (1, -1))
-    assert mirrored.decision == MIRRORED.get(plain.decision, plain.decision)
-    assert mirrored.mean_fraction == pytest.approx(-plain.mean_fraction)
 
 
 # The verdict of all decisions
@@ -446,10 +311,7 @@ def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outco
 def test_an_undecided_ratio_can_turn_out_as_its_interval_allows(
     low: float | None, high: float | None, faster: Outcomes, smaller: Outcomes
 ) -> None:
-    found = verdicts.Ratio(
-        estimate=1.0, low=low, high=high, pairs=6, rejected=0, margin=0.02, decision="undecided", more_pairs=None,
-        why_untrusted=None,
-    )  # fmt: skip
+    found = verdicts.Ratio(estimate=1.0, low=low, high=high, pairs=6, margin=0.02, decision="undecided")
     assert set(found.outcomes(verdicts.THROUGHPUT)) == set(faster)
     assert set(found.outcomes(verdicts.MEMORY)) == set(smaller)
 

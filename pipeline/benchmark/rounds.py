@@ -132,7 +132,9 @@ def measure(
                     why = "bench.hard_limit: true would prevent this"
                     bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
                 order = order_of(running, len(rounds))
-                answers = _one_by_one(order, steps, show) if turns == 1 else _in_turns(order, steps, turns, show)
+                answers: dict[str, dict[str, Any]] = {}
+                for group in [order] if turns > 1 else [[spec] for spec in order]:
+                    answers |= _in_turns(group, steps, turns, show)
                 rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
@@ -193,14 +195,6 @@ def _missing(rounds: Sequence[dict[str, Window]], fewest: int) -> int:
     return max(0, min(fewest - sum(each <= always for each in rejected), 2 * fewest - len(rounds)))
 
 
-def _one_by_one(arms: Sequence[ArmSpec], steps: int, show: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    answers = {}
-    for spec in arms:
-        show(spec.name)
-        answers[spec.name] = spec.server.measure(spec.name, spec.plan, steps)
-    return answers
-
-
 def _in_turns(
     arms: Sequence[ArmSpec], steps: int, turns: int, show: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
@@ -224,3 +218,20 @@ def fewest_rounds(settings: BenchSettings) -> int:
 def turns_on(device: str, settings: BenchSettings) -> int:
     """Return the number of turns per sample. It is 1 on a GPU, because a waiting arm would occupy the GPU's memory."""
     return settings.turns if device == "cpu" else 1
+
+
+def outlook(
+    arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int, before: int = 0
+) -> str:
+    """Return a sentence on what ``measure`` will do, and when it will end.
+
+    ``seconds``, ``max_rounds``, ``fewest``: as in ``measure``. ``round_seconds``: estimated time of a round.
+    ``before``: the number of rounds that exist already.
+    """
+    rounds = max(1, int(seconds / round_seconds), fewest - before)
+    if max_rounds is not None:
+        rounds = min(rounds, max_rounds - before)
+    ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
+    remark = f" (a decision would need at least {FEWEST_ROUNDS})" if before + rounds < FEWEST_ROUNDS else ""
+    cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
+    return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}"

@@ -9,7 +9,6 @@ import threading
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal
 
 from tqdm import tqdm
@@ -45,9 +44,7 @@ class Server(AbstractContextManager["Server"]):
         self._listener.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
@@ -59,23 +56,23 @@ class Server(AbstractContextManager["Server"]):
     def describe(self) -> dict[str, Any]:
         """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout, and
         the requests that its code answers."""
-        return self._ask(do="describe")
+        return self._ask("describe")
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         """Return the plan that the checkout's code makes for the variant ``name`` with the settings ``values``."""
-        return self._ask_of(name, do="plan", values=values)
+        return self._ask("plan", name=name, values=values)
 
     def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
         """Start an arm from its plan in fresh processes and warm it up. Its turns will have ``steps`` steps in all."""
-        self._ask_of(name, do="open", plan=plan, steps=steps, ledgers=ledgers)
+        self._ask("open", name=name, plan=plan, steps=steps, ledgers=ledgers)
 
     def turn(self, name: str, steps: int) -> None:
         """Let an open arm take ``steps`` steps."""
-        self._ask_of(name, do="turn", steps=steps)
+        self._ask("turn", name=name, steps=steps)
 
     def close(self, name: str) -> dict[str, Any]:
         """End an open arm and return its ``arm.Measured`` as plain values."""
-        return self._ask_of(name, do="close")
+        return self._ask("close", name=name)
 
     def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
         """Open an arm, let it take ``steps`` steps in one turn, and return what ``close`` returns."""
@@ -83,18 +80,13 @@ class Server(AbstractContextManager["Server"]):
         self.turn(name, steps)
         return self.close(name)
 
-    def _ask_of(self, name: str, **request: Any) -> dict[str, Any]:
-        try:
-            return self._ask(name=name, **request)
-        except BenchError as error:
-            raise BenchError(f"{name} cannot be measured: {error}") from None
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
+    def _ask(self, do: str, **request: Any) -> dict[str, Any]:
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None
         assert answers is not None
+        about = f"{request['name']} cannot be measured: " if "name" in request else ""
         try:
-            questions.write(json.dumps(request) + "\n")
+            questions.write(json.dumps({"do": do, **request}) + "\n")
             questions.flush()
             line = answers.readline()
         except BrokenPipeError:
@@ -102,10 +94,11 @@ class Server(AbstractContextManager["Server"]):
         if not line:
             status = self._process.wait()
             self._listener.join(LAST_WORDS_SECONDS)
-            raise BenchError(f"the process that measures {self.root.resolve()} ended ({status}); its output is above.")
+            where = self.root.resolve()
+            raise BenchError(f"{about}the process that measures {where} ended ({status}); its output is above.")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise BenchError(answer["error"])
+            raise BenchError(f"{about}{answer['error']}")
         return answer
 
 

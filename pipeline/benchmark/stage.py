@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pipeline import environment, files
 from pipeline.benchmark import ablation_arms, machine_state
-from pipeline.benchmark.calibration import Calibration, calibrate, steps_of
-from pipeline.benchmark.outlook import deviation_of, outlook
-from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, turns_on
+from pipeline.benchmark.calibration import calibrate, steps_of
+from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.errors import count
@@ -26,7 +25,6 @@ from pipeline.results import (
     Dataset,
     Flops,
     Ledgers,
-    R,
     Session,
     read_sessions,
     rejections,
@@ -92,9 +90,10 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             print(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
-            calibrated = _Calibrated(earlier.steps, earlier.seconds / earlier.rounds, earlier.ledgers, earlier.flops)
+            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
+            ledgers, flops = earlier.ledgers, earlier.flops
         else:
-            calibrated = _calibrated(arms, settings.window_seconds, ledgers=not again)
+            steps, round_seconds, ledgers, flops = _calibrated(arms, settings.window_seconds, ledgers=not again)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
             "seconds": _left(60 * settings.max_minutes, spent),
@@ -115,8 +114,8 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 seconds=spent + rounds.seconds,
                 interrupted=rounds.interrupted,
                 arms=rounds.arms,
-                ledgers=calibrated.ledgers,
-                flops=calibrated.flops,
+                ledgers=ledgers,
+                flops=flops,
                 not_ablated=not_ablated,
                 session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
                 keys=keys,
@@ -126,10 +125,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             bench = bench_of(replace(rounds, interrupted=True))
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
-        known = [each for each in read_sessions(KEPT_BENCHES) if each.keys.get(baseline) == keys[baseline]]
-        deviation = next(filter(None, map(deviation_of, reversed(known))), None)
-        steps = calibrated.steps
-        said = outlook(len(arms), steps, calibrated.round_seconds, before=before, deviation=deviation, **limits)
+        said = outlook(len(arms), steps, round_seconds, before=before, **limits)
         print(f"bench: {said}", flush=True)
         rounds = measure(
             arms,
@@ -144,18 +140,11 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
     return bench_of(rounds)
 
 
-class _Calibrated(NamedTuple):
-    """What the short samples before the rounds show."""
-
-    steps: int
-    round_seconds: float
-    """Expected time of a round of all arms."""
-    ledgers: dict[str, Ledgers]
-    flops: dict[str, Flops]
-
-
-def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool) -> _Calibrated:
-    """Take a short sample of each variant. This also loads all files into the page cache.
+def _calibrated(
+    arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
+) -> tuple[int, float, dict[str, Ledgers], dict[str, Flops]]:
+    """Take a short sample of each variant; return the steps of a window, the expected time of a round of all arms, and
+    the variants' ledgers and FLOPs. This also loads all files into the page cache.
 
     ``arms``: the arms of the variants, then the arms of the ablation, and the baseline's control last.
     """
@@ -163,12 +152,14 @@ def _calibrated(arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
     for number, spec in enumerate(specs, 1):
         print(f"bench: short first sample of {spec.name}, {number} of {len(specs)}", flush=True)
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
-    known = _known(samples, "ledgers", Ledgers), _known(samples, "flops", Flops)
+    known = {key: {name: each.answer[key] for name, each in samples.items()} for key in ("ledgers", "flops")}
+    found = {name: Ledgers.model_validate(each) for name, each in known["ledgers"].items() if each}
+    counted = {name: Flops.model_validate(each) for name, each in known["flops"].items() if each}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
-    return _Calibrated(steps, sum(samples[arm.variant].seconds(steps) for arm in arms), *known)
+    return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted
 
 
 def _margins(margins: Margins) -> dict[str, float]:
@@ -223,9 +214,3 @@ def recalled(bench: Bench) -> list[Path]:
 def _name(bench: Bench) -> str:
     """Return the name of the bench's file: the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
-
-
-def _known(samples: Mapping[str, Calibration], key: str, record: type[R]) -> dict[str, R]:
-    """Return variant -> record under ``key``, for the variants that have such a record."""
-    found = {name: sample.answer[key] for name, sample in samples.items()}
-    return {name: record.model_validate(values) for name, values in found.items() if values is not None}

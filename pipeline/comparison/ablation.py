@@ -83,11 +83,11 @@ def _ratios(
 ) -> tuple[Ratio | None, Ratio | None]:
     if not (arm and reference):
         return None, None
-
-    def ratio(quantity: Quantity, margin: float) -> Ratio:
-        return verdicts.ratio(arm, reference, quantity, margin, noise(quantity, len(arm.samples)), widen=True)
-
-    return ratio(THROUGHPUT, margins.throughput), ratio(MEMORY, margins.memory)
+    one, other = (
+        verdicts.ratio(arm, reference, quantity, margin, noise(quantity, len(arm.samples)), widen=True)
+        for quantity, margin in ((THROUGHPUT, margins.throughput), (MEMORY, margins.memory))
+    )
+    return one, other
 
 
 def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str | None:
@@ -111,22 +111,14 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):
         if alone is None or beside is None or "untrusted" in (alone.decision, beside.decision):
             continue
-        one, other = _logarithms(alone), _logarithms(beside)
-        if one is None or other is None:
-            continue
-        overlap = one[0] <= other[2] and other[0] <= one[2]
-        if overlap or abs(one[1] - other[1]) <= math.log1p(alone.margin):
+        one, other = alone.interval, beside.interval
+        before, after = math.log(one.estimate), math.log(other.estimate)
+        overlap = one.low <= other.high and other.low <= one.high
+        if overlap or abs(before - after) <= math.log1p(alone.margin):
             continue
         if {alone.decision, beside.decision} == {"better", "worse"}:
             how = "is reversed"
         else:
-            how = "is larger" if abs(other[1]) > abs(one[1]) else "is smaller"
+            how = "is larger" if abs(after) > abs(before) else "is smaller"
         sentences.append(f"The effect on {quantity.noun} {how} together with the other techniques.")
     return " ".join(sentences) or None
-
-
-def _logarithms(ratio: Ratio) -> tuple[float, float, float] | None:
-    """Return the logarithms of low, estimate and high; None if the ratio has no bounds."""
-    if ratio.low is None or ratio.estimate is None or ratio.high is None:
-        return None
-    return math.log(ratio.low), math.log(ratio.estimate), math.log(ratio.high)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Outcomes, Quantity, Ratio
+from pipeline.comparison.verdicts import Accuracy, Outcomes, Quantity, Ratio
 from pipeline.errors import count
 from pipeline.results import Bench
 
@@ -21,15 +21,11 @@ FULL_ROUNDS = 8
 """After this many rounds, the advice is another session first: more rounds would narrow the interval, but say nothing
 about differences between sessions."""
 
-_CERTAIN: dict[tuple[str, Outcomes], str] = {
-    ("throughput", ("better",)): "faster",
-    ("throughput", ("worse",)): "slower",
-    ("memory", ("better",)): "saves memory",
-    ("memory", ("worse",)): "needs more memory",
-    ("energy", ("better",)): "saves energy",
-    ("energy", ("worse",)): "needs more energy",
-    ("accuracy", ("better",)): "more accurate",
-    ("accuracy", ("worse",)): "less accurate",
+_CERTAIN: dict[str, dict[Outcomes, str]] = {
+    "throughput": {("better",): "faster", ("worse",): "slower"},
+    "peak memory": {("better",): "saves memory", ("worse",): "needs more memory"},
+    "energy a sample": {("better",): "saves energy", ("worse",): "needs more energy"},
+    "accuracy": {("better",): "more accurate", ("worse",): "less accurate"},
 }
 
 
@@ -39,12 +35,12 @@ def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
     For an undecided verdict, the text ends with the possible verdicts. The list is empty if no quantity is better or
     worse, or if the verdict is decided.
 
-    >>> certain({"throughput": ("better", "same", "worse"), "accuracy": ("same",), "memory": ("better",)})
+    >>> certain({"throughput": ("better", "same", "worse"), "accuracy": ("same",), "peak memory": ("better",)})
     ['saves memory; pays or trades']
-    >>> certain({"throughput": ("untrusted",), "accuracy": ("same", "worse"), "memory": ("better",)})
+    >>> certain({"throughput": ("untrusted",), "accuracy": ("same", "worse"), "peak memory": ("better",)})
     ['decided nevertheless: saves memory']
     """
-    said = [_CERTAIN[each] for name, outcomes in quantities.items() if (each := (name, outcomes)) in _CERTAIN]
+    said = [_CERTAIN[noun][each] for noun, each in quantities.items() if each in _CERTAIN[noun]]
     verdict = verdicts.verdict(list(quantities.values()))
     if not said or verdict not in ("undecided", "untrusted"):
         return []
@@ -54,7 +50,7 @@ def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
 
 
 def reasons(
-    throughput: Ratio, memory: Ratio, accuracy: Accuracy, bench: Bench, *, stopped: bool = False
+    ratios: Mapping[Quantity, Ratio], accuracy: Accuracy, bench: Bench, *, stopped: bool = False
 ) -> tuple[str, ...]:
     """Return why quantities of one variant are untrusted or undecided, and what would help.
 
@@ -62,13 +58,11 @@ def reasons(
     """
     cost = planning.cost_of(bench)
     found = [
-        *ratio_reasons(throughput, THROUGHPUT, cost, stopped=stopped),
-        *ratio_reasons(memory, MEMORY, cost, stopped=stopped),
-        *accuracy_reasons(accuracy),
+        reason for quantity, ratio in ratios.items() for reason in ratio_reasons(ratio, quantity, cost, stopped=stopped)
     ]
-    if bench.interrupted and {throughput.decision, memory.decision} & {"undecided", "untrusted"}:
+    if bench.interrupted and found:
         found.append(interrupted(bench))
-    return tuple(found)
+    return (*found, *accuracy_reasons(accuracy))
 
 
 def interrupted(bench: Bench) -> str:
@@ -76,52 +70,41 @@ def interrupted(bench: Bench) -> str:
 
 
 def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped: bool = False) -> list[str]:
-    """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided.
+    """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided, or if
+    there is no margin to decide at.
 
     If a decision would take longer than ``LONGEST_MINUTES``, the advice names a margin for which this time suffices.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
-    if ratio.decision != "undecided" or ratio.estimate is None:
+    if ratio.decision != "undecided" or not ratio.margin:
         return []
+    said = f"{quantity.noun} is undecided"
     if ratio.session_count > 1:
-        over = f"{quantity.noun} is undecided over {ratio.session_count} sessions"
+        over = f"{said} over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
-            return [
-                f"{over}; how many more sessions a decision needs cannot be forecast; more rounds in each session may "
-                "help (bench.max_minutes)"
-            ]
-        return [
-            f"{over}: about {count(ratio.more_sessions, 'more session')} will suffice, {ODDS} "
-            "(bench --again, on other days)"
-        ]
+            return [f"{over}, and no forecast is possible; more rounds in each may help (bench.max_minutes)"]
+        more = count(ratio.more_sessions, "more session")
+        return [f"{over}: about {more} will suffice, {ODDS} (bench --again, on other days)"]
+    another = f"after {ratio.pairs} rounds, another session helps most (bench --again)"
     if stopped:
-        return [
-            f"{quantity.noun} is undecided, although its rounds lay on one side of the margin; add a session "
-            "(bench --again)"
-        ]
+        return [f"{said}: {another}"]
     measured = ratio.pairs + ratio.rejected
-    if ratio.low is None or ratio.high is None:
+    if ratio.low is None:
         lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
-        return [f"{quantity.noun} is undecided: at least {stats.FEWEST_PAIRS} rounds are needed{lost} ({remedy})"]
-    session = f"after {ratio.pairs} rounds, another session helps most (bench --again); "
-    first = session if ratio.pairs >= FULL_ROUNDS else ""
+        return [f"{said}: at least {stats.FEWEST_PAIRS} rounds are needed{lost} ({remedy})"]
+    first = f"{another}; " if ratio.pairs >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
-            enough = f"about {cost.duration(rounds)} in all will suffice, {ODDS} ({cost.remedy(rounds)})"
-            return [f"{quantity.noun} is undecided: {first}{enough}"]
-    undecided = f"{quantity.noun} is undecided at the margin of {ratio.margin:.1%}; {first}"
-    if math.isinf(cost.affordable()):
-        return [f"{undecided}how many rounds a decision needs cannot be forecast"]
+            enough = f"about {cost.minutes_of(rounds):g} min of rounds in all will suffice, {ODDS}"
+            return [f"{said}: {first}{enough} ({cost.remedy(rounds)})"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
-    margin = planning.margin_decided(
-        stats.Interval(ratio.estimate, ratio.low, ratio.high, ratio.pairs), pairs, ratio.fixed
-    )
+    margin = planning.margin_decided(ratio.interval, pairs, ratio.fixed)
     return [
-        f"{undecided}with {LONGEST_MINUTES} minutes of rounds, a margin of {margin:.1%} allows a decision "
-        "(compare.margins)"
+        f"{said} at the margin of {ratio.margin:.1%}; {first}with {LONGEST_MINUTES} minutes of rounds, a margin of "
+        f"{margin:.1%} allows a decision (compare.margins)"
     ]
 
 

@@ -6,7 +6,6 @@ to gain about 8%. So the gain comes from other measurements than the choice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
     ``paying``: variant -> its ratios in the order of ``QUANTITIES``. An undecided gain does not count.
     """
     for index, quantity in enumerate(QUANTITIES):
-        told = {name: each[index] for name, each in paying.items() if index < len(each)}
+        told = {name: each[index] for name, each in paying.items()}
         ratios = {name: each for name, each in told.items() if each and each.decision == "better"}
         if ratios:
             first, *others = sorted(
@@ -45,9 +44,10 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
             )
-    for first in paying:  # these variants pay only because they are more accurate
-        return Champion(variant=first, quantity=None, among=len(paying), ratio=None, runner_up=None, head_to_head=None)
-    return None
+    if not paying:
+        return None
+    # These variants pay only because they are more accurate.
+    return Champion(variant=next(iter(paying)), among=len(paying))
 
 
 def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
@@ -81,53 +81,38 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
     """
     starts = _shared(ratios)
     margin, sign = next(iter(ratios.values())).margin, 1 if quantity.higher_is_better else -1
-    told: tuple[SessionRatio, ...] = ()
+    if not starts:
+        return None
     if len(starts) > 1:
         table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
         found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
         told = tuple(table[chosen][part] for part, chosen in enumerate(found))
-        interval = over_sessions([_interval(one) for one in told])
+        interval = over_sessions([one.interval for one in told])
     else:
-        told = tuple(_in(ratios[first], start) for start in starts)
-        session = next((each for each in pooled if each.start_utc in starts), None)
-        rounds = session.rounds_of(*ratios) if session else None
-        figures = _figures(rounds, list(ratios), quantity) if rounds else np.empty((0, 0))
-        if session is None or rounds is None or figures.shape[1] < FEWEST_PAIRS:
+        told = (_in(ratios[first], starts[0]),)
+        session = next(each for each in pooled if each.start_utc in starts)
+        rounds = session.rounds_of(*ratios)
+        figures = _figures(rounds, list(ratios), quantity) if rounds else None
+        if rounds is None or figures is None or figures.shape[1] < FEWEST_PAIRS:
             return None
         reference, candidates = figures[0], figures[1:]
         found = choices(sign * np.log(candidates / reference), middle=np.median)
         above = [candidates[chosen, part] for part, chosen in enumerate(found)]
         doubt = verdicts.doubt_of(session.noise(quantity, *ratios), quantity, *rounds.arms)
         interval = stats.widened(stats.paired_ratio(above, reference), doubt)
-    interval = no_narrower(interval, _interval(ratios[first]))
-    return Ratio(
-        estimate=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        pairs=interval.count,
-        rejected=0,
-        margin=margin,
-        decision=stats.decide(interval, margin, higher_is_better=quantity.higher_is_better),
-        more_pairs=None,
-        why_untrusted=None,
-        sessions=told,
-    )
+    interval = no_narrower(interval, ratios[first].interval)
+    decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
+    return Ratio(**verdicts.estimated(interval), margin=margin, decision=decision, sessions=told)
 
 
 def _head_to_head(
     first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
 ) -> Ratio | None:
     """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session has both."""
-    starts = _shared({name: ratios[name] for name in (first, second)})
-
-    def of(session: PooledSession, rounds: Bench) -> Ratio:
-        above, below = (arm_of(rounds, "variant", name) for name in (first, second))
-        noise = session.noise(quantity, first, second)
-        return verdicts.ratio(above, below, quantity, ratios[first].margin, noise, widen=True)
-
-    shared = [(each, each.rounds_of(first, second)) for each in pooled if each.start_utc in starts]
-    found = [(each.start_utc, of(each, rounds)) for each, rounds in shared if rounds]
-    return combined(found, found[-1][1], quantity) if found else None
+    shared = set(_shared({name: ratios[name] for name in (first, second)}))
+    told = {each.start_utc: each.ratio(first, second, quantity, ratios[first].margin) for each in pooled}
+    found = {start: ratio for start, ratio in told.items() if ratio and start in shared}
+    return combined(found, [*found.values()][-1], quantity) if found else None
 
 
 def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
@@ -135,11 +120,6 @@ def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
     return sorted(
         set.intersection(*({one.start_utc for one in each.sessions if one.counts} for each in ratios.values()))
     )
-
-
-def _interval(ratio: Ratio | SessionRatio) -> Interval:
-    """Return the ratio's interval. A missing bound becomes 0 or infinity."""
-    return Interval(ratio.estimate or 1.0, ratio.low or 0.0, ratio.high or math.inf, ratio.pairs)
 
 
 def _in(ratio: Ratio, start: str) -> SessionRatio:

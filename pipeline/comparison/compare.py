@@ -7,13 +7,13 @@ not estimated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.comparison import ablation, consistency, figures, pareto, verdicts
 from pipeline.comparison.champion import champion_of
-from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.consistency import ComparisonError
+from pipeline.comparison.comparison_file import Compared, Comparison, TimeToTarget
 from pipeline.comparison.judging import Judgement, judge
 from pipeline.comparison.sessions import PooledSession, arm_of, distinct, noise_of, pooled_like, summary
 from pipeline.comparison.verdicts import QUANTITIES, Ratio
@@ -42,7 +42,8 @@ def compare(
     Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
     """
-    baseline = _baseline_of(measured, settings.baseline)
+    baseline = next(each for each in measured if each.variant == settings.baseline)
+    sessions = _accepting_one_load(sessions)
     bench, names = sessions[0], [each.variant for each in measured]
     consistency.check(measured, baseline, bench, environment)
     others = [result for result in measured if result is not baseline]
@@ -51,6 +52,11 @@ def compare(
     own = next(each for each in pooled if any(one is bench for one in each.benches))
     noises = [own.noise(quantity) for quantity in QUANTITIES]
     judgements = {each.variant: judge(each, baseline, pooled, own, settings.margins) for each in others}
+    paying = {
+        name: (each.throughput, each.memory, each.energy if settings.margins.energy else None)
+        for name, each in judgements.items()
+        if each.verdict == "pays"
+    }
     trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
     trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in noises)
     trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
@@ -59,21 +65,29 @@ def compare(
 
     benched = {name: figures.of_bench(bench, arm_of(bench, "variant", name), *trusted[name]) for name in names}
     speeds = {name: each["samples_per_second"] for name, each in benched.items()}
-    target = settings.target_accuracy
-    times = {
-        each.variant: figures.time_to_target(each, histories[each.variant], target, speeds[each.variant])
-        for each in measured
-    }
-    reached = times[baseline.variant]
-    equal_times = {
-        each.variant: figures.equal_time(each, baseline, histories, speeds)
-        for each in others
-        if each.applied.get("distillation") or figures.another_model(each, baseline)
-    }
-    time_ratios = {name: figures.time_ratio(times[name], reached, each.throughput) for name, each in judgements.items()}
+
+    def time_of(each: Result) -> TimeToTarget:
+        history, speed = histories[each.variant], speeds[each.variant]
+        return figures.time_to_target(each, history, settings.target_accuracy, speed)
+
+    def compared(each: Result) -> Compared:
+        judged, time, another = judgements.get(each.variant), time_of(each), figures.another_model(each, baseline)
+        differs = judged and (another or each.applied.get("distillation"))
+        return Compared(
+            variant=each.variant,
+            on_front=each.variant in front,
+            **(judged._asdict() if judged else _NOT_JUDGED),
+            **benched[each.variant],
+            **figures.of_training(each, baseline),
+            time_to_target=time,
+            time_to_target_ratio=figures.time_ratio(time, time_of(baseline), judged and judged.throughput),
+            another_model=another,
+            equal_time=figures.equal_time(each, baseline, histories, speeds) if differs else None,
+        )
+
     return Comparison(
         baseline=baseline.variant,
-        target_accuracy_fraction=target,
+        target_accuracy_fraction=settings.target_accuracy,
         margins=settings.margins,
         made_of=made_of or {},
         settings=settings,
@@ -88,28 +102,8 @@ def compare(
         noise_throughput=noises[0],
         noise_memory=noises[1],
         noise_energy=noises[2] if verdicts.tells_energy(bench.arms) else None,
-        variants=tuple(
-            Compared(
-                variant=each.variant,
-                on_front=each.variant in front,
-                **(_NOT_JUDGED if each is baseline else judgements[each.variant]._asdict()),
-                **benched[each.variant],
-                **figures.of_training(each, baseline),
-                time_to_target=times[each.variant],
-                time_to_target_ratio=time_ratios.get(each.variant),
-                another_model=figures.another_model(each, baseline),
-                equal_time=equal_times.get(each.variant),
-            )
-            for each in (baseline, *others)
-        ),
-        champion=champion_of(
-            {
-                name: each[:3] if settings.margins.energy else each[:2]
-                for name, each in judgements.items()
-                if each.verdict == "pays"
-            },
-            pooled,
-        ),
+        variants=tuple(map(compared, (baseline, *others))),
+        champion=champion_of(paying, pooled),
         sessions=tuple(summary(each, names) for each in pooled),
         sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in pooled),
         shares=ablation.shares(
@@ -122,16 +116,11 @@ def compare(
     )
 
 
-def _baseline_of(measured: Sequence[Result], name: str) -> Result:
-    """Return the result of the variant ``name``. Raises ComparisonError if there is none."""
-    for result in measured:
-        if result.variant == name:
-            return result
-    there = ", ".join(result.variant for result in measured) or "none"
-    raise ComparisonError(
-        f"compare.baseline: there is no result of variant {name!r}; variants with a result: {there}. "
-        "Name one of these variants as the baseline, or run `dvc repro`."
-    )
+def _accepting_one_load(benches: Sequence[Bench]) -> Sequence[Bench]:
+    """Let all rejections advise the same ``bench.max_foreign_load``: the largest, which accepts all these samples."""
+    advised, texts = re.compile(r"(?<=bench\.max_foreign_load: )\d\.\d"), [each.to_json() for each in benches]
+    values = [value for text in texts for value in advised.findall(text)]
+    return [Bench.model_validate_json(advised.sub(max(values), text)) for text in texts] if values else benches
 
 
 def _trusts(own: PooledSession, ratio: Ratio | None) -> bool:

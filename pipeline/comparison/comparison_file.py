@@ -176,16 +176,16 @@ class Champion(Record):
     """The best of the variants that pay."""
 
     variant: VariantName
-    quantity: str | None
+    quantity: str | None = None
     """The quantity by which the champion was chosen. None if it pays by accuracy alone; then the ratios are None."""
     among: int
     """Number of variants that pay by this quantity."""
-    ratio: Ratio | None
+    ratio: Ratio | None = None
     """Ratio to the baseline. With several candidates, it comes from other sessions than the choice or, with a
     single session, from other rounds (``champion``). None also if no session has enough rounds of all candidates."""
-    runner_up: VariantName | None
+    runner_up: VariantName | None = None
     """The second best."""
-    head_to_head: Ratio | None
+    head_to_head: Ratio | None = None
     """Ratio of the champion to the runner-up, from the rounds that have both. None if no session has both."""
 
 

@@ -12,11 +12,11 @@ import yaml
 from pipeline import environment as environments
 from pipeline import params, results
 from pipeline.data.prepared import described
-from pipeline.environment import ENVIRONMENT_FILE, hash_of, optional_versions, stages
+from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED, file_sha256
-from pipeline.params import Config, Train, Variant
-from pipeline.results import RESULTS, Arm, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
+from pipeline.params import Config, Variant
+from pipeline.results import RESULTS, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -32,7 +32,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
     found: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
     problems = []
-    for variant, settings in params.variants.items():
+    for variant in params.variants:
         result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
         try:
             found.append(results.read(result_file, params))
@@ -41,10 +41,7 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
         try:
             histories[variant] = results.read_history(history_file)
         except FileNotFoundError:
-            problems.append(
-                f"{history_file} is missing, so variant {variant!r} cannot be compared: run `dvc repro`, or "
-                f"`dvc repro {results.stage_of(settings)}@{variant}` for this variant alone."
-            )
+            problems.append(f"{history_file} is missing: run `dvc repro`.")
         except ValueError as error:
             problems.append(str(error))
     problems += broken_links(found, root.parent)
@@ -64,8 +61,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
     here = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
-    problems = [_environment_problem(each, here) for each in measured if here]
-    data = None
+    problems, data = [], None
     try:
         data = described((root / DATASET).parent) if (root / DATASET).exists() else None
     except PipelineError as error:
@@ -75,6 +71,10 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     for result in measured:
         file, history = results.result_file(result.variant), results.history_file(result.variant)
         files += [file, history]
+        if here:
+            elsewhere = _elsewhere(f"variant {result.variant!r}", result.environment, here, result.variant)
+            if problem := elsewhere or _key_problem(result.key, here, "train", result.variant):
+                problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
         problems += [f"{file} {each}. {again}" for each in _taught_by_others(result, weights)]
         if (root / history).exists() and file_sha256(root / history) != result.history_sha256:
@@ -91,16 +91,12 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             )
     recorded = _recorded(root / LOCK)
     for file in files:
-        if (
-            str(file) in recorded
-            and (root / file).exists()
-            and hashlib.md5((root / file).read_bytes(), usedforsecurity=False).hexdigest() != recorded[str(file)]
-        ):
+        if str(file) in recorded and (root / file).exists() and _md5(root / file) != recorded[str(file)]:
             problems.append(
                 f"{file} differs from the version that DVC recorded in {LOCK}. Run `dvc repro`, or restore the "
                 f"recorded version with `dvc checkout {file}`. If you ran the file's stage by hand, run `dvc commit`."
             )
-    return [problem for problem in problems if problem]
+    return problems
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
@@ -108,11 +104,12 @@ def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) 
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
-    return (
-        [f"holds runs that learned from weights that {teacher} no longer has, with seed {', '.join(others)}"]
-        if others
-        else []
-    )
+    said = f"holds runs that learned from weights that {teacher} no longer has, with seed {', '.join(others)}"
+    return [said] if others else []
+
+
+def _md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
@@ -160,19 +157,24 @@ def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
     return [name for name, sha in then.items() if not (root / name).is_file() or file_sha256(root / name) != sha]
 
 
-def check(
-    measured: Sequence[Result],
-    baseline: Result,
-    bench: Bench,
-    environment: Mapping[str, Any],
-) -> None:
-    """Raise ComparisonError, naming every contradiction, unless all arguments are from one job in one environment."""
-    problems = [
-        *(_environment_problem(result, environment) for result in measured),
-        *(problem for result in measured for problem in _job_problems(result, baseline)),
-        *_bench_problems(bench, measured, baseline, environment),
+def check(measured: Sequence[Result], baseline: Result, bench: Bench, environment: Mapping[str, Any]) -> None:
+    """Raise ComparisonError, naming every contradiction, unless all arguments are from one job in one environment.
+
+    ``read_all`` has checked already that each result is of the present job and environment.
+    """
+    runs = {"the baseline": baseline}
+    runs |= {f"variant {each.variant!r}": each for each in measured if each is not baseline}
+    problems = [f"{problem}. Run `dvc repro`." for problem in _thread_problems(runs)]
+    for name, dataset in {**{name: run.dataset for name, run in runs.items()}, "bench.json": bench.dataset}.items():
+        if dataset != baseline.dataset:
+            problems.append(
+                f"{name} was measured on {_described(dataset)}, but the baseline on {_described(baseline.dataset)}. "
+                "Run `dvc repro`."
+            )
+    problems += [
+        f"bench.json: {problem}. Run `dvc repro bench`."
+        for problem in _bench_problems(bench, measured, baseline, environment)
     ]
-    problems = [problem for problem in problems if problem]
     if problems:
         raise ComparisonError("\n".join(problems))
 
@@ -182,15 +184,14 @@ def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(params.techniques(Variant.model_validate(applied)))
 
 
-def _environment_problem(result: Result, environment: Mapping[str, Any]) -> str:
-    here = hash_of(environment, "variants", result.variant)
-    if result.environment == here:
-        problem = _key_problem(result.key, environment, "train", result.variant)
-        return problem and f"{problem}. Run `dvc repro`, which trains the variant as it is now."
+def _elsewhere(what: str, there: str, environment: Mapping[str, Any], *variants: str) -> str:
+    """Return a message if the environment's hash ``there`` is not that of ``environment``; else an empty text."""
+    here = hash_of(environment, "variants", *variants)
+    if there == here:
+        return ""
     return (
-        f"variant {result.variant!r} was measured in environment {result.environment[:12]}, but environment.json "
-        f"describes environment {here[:12]}{_relied_on(environment, result.variant)}: numbers of different machines or "
-        "software are not compared. Run `dvc repro` to measure the variant here."
+        f"{what} was measured in environment {there[:12]}, but environment.json describes environment "
+        f"{here[:12]}: numbers of different machines or software are not compared"
     )
 
 
@@ -208,36 +209,6 @@ def _key_problem(
         f"variant {variant!r} ran with other code, another plan or other settings than environment.json records "
         f"(stages.{stage}, variants.{variant})"
     )
-
-
-def _relied_on(environment: Mapping[str, Any], *variants: str) -> str:
-    """Name the optional packages in the hash of ``variants``, and the variants that environment.json lacks."""
-    known = optional_versions(environment, "variants")
-    parts = [f"{name} {version}" for each in variants for name, version in known.get(each, {}).items()]
-    parts += [f"no variant {each!r}" for each in variants if known and each not in known]
-    return f" (with {', '.join(dict.fromkeys(parts))})" if parts else ""
-
-
-def _job_problems(result: Result, baseline: Result) -> list[str]:
-    """Return a message for each part of the job in which ``result`` differs from the baseline."""
-    name, base = f"variant {result.variant!r}", f"the baseline {baseline.variant!r}"
-    again = "Run `dvc repro`, which trains every variant with the present params.yaml."
-    problems = []
-    seeds, base_seeds = sorted(run.seed for run in result.runs), sorted(run.seed for run in baseline.runs)
-    if seeds != base_seeds or not seeds:
-        problems.append(f"{name} ran seeds {seeds}, but {base} ran {base_seeds}: accuracy is paired by seed. {again}")
-    if result.dataset != baseline.dataset:
-        problems.append(
-            f"{name} trained on {_described(result.dataset)}, but {base} on {_described(baseline.dataset)}. {again}"
-        )
-    problems += [f"{each}." for each in _thread_problems({base: baseline, name: result})]
-    ours, theirs = result.config.get("train", {}), baseline.config.get("train", {})
-    for key in sorted(ours.keys() | theirs.keys()):
-        if key not in {"seeds", *Train.OF_RESUMING} and ours.get(key) != theirs.get(key):
-            problems.append(
-                f"{name} trained with train.{key} {ours.get(key)!r}, but {base} with {theirs.get(key)!r}. {again}"
-            )
-    return problems
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
@@ -259,65 +230,31 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """Return a message for each difference, in job or variants, between the bench and the training runs."""
-    again = "Run `dvc repro bench`, which measures with the present params.yaml."
+    """Return a message for each difference between the bench and the training runs. Code, plan, job and settings are
+    compared by their digests (``stages.key``)."""
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
-    here = hash_of(environment, "variants", *variants)
-    problems = []
-    if bench.environment != here:
-        problems.append(
-            f"the bench was measured in environment {bench.environment[:12]}, but environment.json describes "
-            f"environment {here[:12]}{_relied_on(environment, *variants)}"
-        )
-    else:
-        problems += [
-            problem
-            for each in measured
-            if (problem := _key_problem(bench.keys.get(each.variant), environment, "bench", each.variant))
-        ]
-    if bench.baseline != baseline.variant:
-        problems.append(f"the bench's baseline is {bench.baseline!r}, but compare.baseline is {baseline.variant!r}")
-    elif not bench.arm("aa_control", baseline.variant):
+    keys = (_key_problem(bench.keys.get(each.variant), environment, "bench", each.variant) for each in measured)
+    elsewhere = _elsewhere("the bench", bench.environment, environment, *variants)
+    problems = [elsewhere] if elsewhere else [problem for problem in keys if problem]
+    if bench.baseline != baseline.variant or not bench.arm("aa_control", baseline.variant):
         problems.append(f"the bench did not measure the baseline {baseline.variant!r} against itself")
-    if bench.dataset != baseline.dataset:
-        problems.append(
-            f"the bench trained on {_described(bench.dataset)}, but the variants on {_described(baseline.dataset)}"
-        )
-    ours, theirs = bench.config.get("train", {}), baseline.config.get("train", {})
-    problems += [
-        f"the bench trained with train.{key} {ours.get(key)!r}, but the variants with {theirs.get(key)!r}"
-        for key in sorted(ours.keys() | theirs.keys())
-        if key not in Train.OF_RUNS | Train.OF_RESUMING and ours.get(key) != theirs.get(key)
-    ]
     for result in measured:
         arm = bench.arm("variant", result.variant)
         if arm is None:
             problems.append(f"the bench did not measure variant {result.variant!r}")
-        elif _run_of(arm) != _run_of(result):
-            problems.append(
-                f"the bench measured variant {result.variant!r} with {_ran(arm)}, but {_ran(result)} was trained"
-            )
-        elif (arm.parameter_count, arm.placement) != (result.parameter_count, result.placement):
-            problems.append(
-                f"the bench measured variant {result.variant!r} with {arm.parameter_count:,} parameters and the data "
-                f"set {arm.placement}, but it was trained with {result.parameter_count:,} and the data set "
-                f"{result.placement}: the model's code has changed, or memory was short (then set train.placement)"
-            )
+            continue
+        for key in ("world_size", "micro_batches", "parameter_count", "placement"):
+            found, wanted = getattr(arm, key), getattr(result, key)
+            if found != wanted:
+                problems.append(
+                    f"the bench measured variant {result.variant!r} with {key} {found!r}, but it was trained with "
+                    f"{wanted!r}{' (set train.placement if memory was short)' if key == 'placement' else ''}"
+                )
     problems += _thread_problems({arm.name: arm for arm in bench.arms})
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
     if set(counts.values()) != {bench.rounds}:
         problems.append(f"the bench has fewer samples of the baseline than {bench.rounds} rounds give: {counts}")
-    return [f"bench.json: {problem}. {again}" for problem in problems]
-
-
-def _run_of(one: Arm | Result) -> tuple[object, ...]:
-    """Return the values in which equal runs of a variant agree. Techniques that a file lacks get their defaults."""
-    return Variant().model_dump(mode="json") | one.applied, one.world_size, one.batch_size, one.micro_batches
-
-
-def _ran(one: Arm | Result) -> str:
-    decided = f" and {count(one.micro_batches, 'micro-batch')}" if "auto_micro_batch" in one.decided else ""
-    return f"{', '.join(techniques(one.applied)) or 'no technique'} in {count(one.world_size, 'process')}{decided}"
+    return problems
 
 
 def _described(dataset: Dataset) -> str:

@@ -16,7 +16,7 @@ from pipeline.comparison.comparison_file import (
 )
 from pipeline.comparison.consistency import techniques
 from pipeline.comparison.verdicts import Ratio
-from pipeline.results import Arm, Bench, HistoryRow, Result
+from pipeline.results import Arm, Bench, HistoryRow, Result, Run
 
 
 def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
     ranks = [each.peak_memory_rank_bytes for each in arm.samples if each.peak_memory_bytes is not None and memory]
     speed = median("samples_per_second", speeds)
     retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
-    predicted = ledgers.predicted if ledgers else None
+    error = None
+    if ledgers and ledgers.predicted:
+        error = ledgers.predicted.peak_bytes / ledgers.measured.tensors_bytes - 1
     achieved = flops.model_per_sample * speed if flops and speed else None
     return {
         "samples_per_second": speed,
@@ -57,9 +59,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
         "allocator_retries": sum(retries) if retries else None,
         "rejected": sum(bool(sample.rejections) for sample in arm.samples),
         "ledgers": ledgers,
-        "prediction_error_fraction": (
-            predicted.peak_bytes / ledgers.measured.tensors_bytes - 1 if ledgers and predicted else None
-        ),
+        "prediction_error_fraction": error,
         "flops": flops,
         "model_flops_per_second": achieved,
         "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
@@ -78,15 +78,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     told = [name for name in result.directions if all(name in run.findings for run in runs)]
     return {
         "techniques": techniques(result.applied),
-        "skipped": result.skipped,
-        "decided": result.decided,
-        "batch_size": result.batch_size,
-        "learning_rate": result.learning_rate,
-        "micro_batches": result.micro_batches,
-        "backend": result.backend,
-        "world_size": result.world_size,
-        "threads_per_process": result.threads_per_process,
-        "placement": result.placement,
+        **{name: getattr(result, name) for name in _OF_RESULT},
         "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
         "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
         "test_correct_count": sum(run.test_correct for run in runs),
@@ -98,8 +90,14 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
         "first_step_seconds": runs[0].first_step_seconds,
         "train_seconds": summary.train_seconds,
         "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
-        "runs": runs,
     }
+
+
+_OF_RESULT = (
+    *("skipped", "decided", "batch_size", "learning_rate", "micro_batches"),
+    *("backend", "world_size", "threads_per_process", "placement", "runs"),
+)
+"""The fields of Compared that a result has under the same names."""
 
 
 def time_to_target(
@@ -121,23 +119,17 @@ def time_to_target(
 def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
     """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. None if one of them is
     unknown, or if the throughput's ratio is unknown or untrusted."""
-    if not (throughput and throughput.estimate and throughput.low and throughput.high):
-        return None
     more = _quotient(time.samples, baseline.samples)
-    if more is None or throughput.decision == "untrusted":
+    if more is None or not throughput or throughput.low is None or throughput.decision == "untrusted":
         return None
-    return TimeRatio(estimate=more / throughput.estimate, low=more / throughput.high, high=more / throughput.low)
-
-
-def model_of(result: Result) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of the model that the variant trained."""
-    named = result.applied if result.applied.get("model") else result.config["train"]
-    return named.get("model", ""), named.get("model_options", {})
+    speed = throughput.interval
+    return TimeRatio(estimate=more / speed.estimate, low=more / speed.high, high=more / speed.low)
 
 
 def another_model(result: Result, baseline: Result) -> str | None:
-    """Describe the variant's model; None if it is the baseline's."""
-    (name, options), theirs = model_of(result), model_of(baseline)
+    """Describe the model that the variant trained; None if it is the baseline's."""
+    named = (each.applied if each.applied.get("model") else each.config["train"] for each in (result, baseline))
+    (name, options), theirs = ((each.get("model", ""), each.get("model_options", {})) for each in named)
     said = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""
     return None if (name, options) == theirs else f"{name}{said}, {result.parameter_count:,} parameters"
 
@@ -175,20 +167,16 @@ def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
     It is 0 for a seed with equal weights in both results. The results must have the same seeds and the same test set.
     """
     theirs = {run.seed: run for run in baseline.runs}
-    differences = [
-        SeedDifference(
-            seed=run.seed,
-            difference_fraction=(
-                0.0
-                if run.model_sha256 == theirs[run.seed].model_sha256
-                else (run.test_correct - theirs[run.seed].test_correct) / run.test_count
-            ),
-        )
-        for run in result.runs
-    ]
-    values = [each.difference_fraction for each in differences]
+
+    def difference(run: Run) -> float:
+        other = theirs[run.seed]
+        same = run.model_sha256 == other.model_sha256
+        return 0.0 if same else (run.test_correct - other.test_correct) / run.test_count
+
+    found = {run.seed: difference(run) for run in result.runs}
+    values = list(found.values())
     return AccuracyDifference(
-        seeds=tuple(differences),
+        seeds=tuple(SeedDifference(seed=seed, difference_fraction=value) for seed, value in found.items()),
         mean_fraction=statistics.fmean(values),
         spread_fraction=statistics.stdev(values) if len(values) > 1 else None,
         min_fraction=min(values),

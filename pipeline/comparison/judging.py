@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeline.comparison import advice, figures, planning, verdicts
+from pipeline.comparison import advice, figures, verdicts
 from pipeline.comparison.comparison_file import AccuracyDifference
 from pipeline.comparison.sessions import PooledSession, arm_of, combined
 from pipeline.comparison.verdicts import ENERGY, MEMORY, THROUGHPUT, Accuracy, Quantity, Ratio, Verdict
@@ -35,19 +35,15 @@ def judge(
     ``own``: the session in ``pooled`` that has the present bench's rounds.
     """
 
-    def in_session(session: PooledSession, quantity: Quantity, margin: float) -> Ratio | None:
-        rounds = session.rounds_of(result.variant)
-        if rounds is None:
-            return None
-        arm, reference = (arm_of(rounds, "variant", each.variant) for each in (result, baseline))
-        noise = session.noise(quantity, result.variant)
-        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
-
     def over_sessions(quantity: Quantity, margin: float) -> Ratio:
-        found = {each.start_utc: ratio for each in pooled if (ratio := in_session(each, quantity, margin))}
-        return combined(list(found.items()), found[own.start_utc], quantity)
+        ratios = {each.start_utc: each.ratio(result.variant, baseline.variant, quantity, margin) for each in pooled}
+        found = {start: ratio for start, ratio in ratios.items() if ratio}
+        return combined(found, found[own.start_utc], quantity)
 
-    throughput, memory = over_sessions(THROUGHPUT, margins.throughput), over_sessions(MEMORY, margins.memory)
+    arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
+    at = {THROUGHPUT: margins.throughput, MEMORY: margins.memory}
+    at |= {ENERGY: margins.energy or 0.0} if verdicts.tells_energy(own.compared.arms) else {}
+    ratios = {quantity: over_sessions(quantity, margin) for quantity, margin in at.items()}
     difference = figures.accuracy_difference(result, baseline)
     accuracy = verdicts.accuracy(
         [each.difference_fraction for each in difference.seeds],
@@ -56,17 +52,22 @@ def judge(
         1 / (baseline.dataset.test_count * baseline.unit.per_sample),
         identical=_weights(result) == _weights(baseline),
     )
-    outcomes = {"throughput": throughput.outcomes(THROUGHPUT), "accuracy": accuracy.outcomes}
-    arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
-    outcomes |= {} if verdicts.unmeasurable(arms, MEMORY) else {"memory": memory.outcomes(MEMORY)}
-    reasons = advice.reasons(throughput, memory, accuracy, own.compared, stopped=arms[0].settled)
-    energy = over_sessions(ENERGY, margins.energy or 0.0) if verdicts.tells_energy(own.compared.arms) else None
-    if energy and margins.energy and not verdicts.unmeasurable(arms, ENERGY):
-        outcomes["energy"] = energy.outcomes(ENERGY)
-    if energy and (margins.energy or energy.decision == "untrusted"):
-        reasons += tuple(advice.ratio_reasons(energy, ENERGY, planning.cost_of(own.compared), stopped=arms[0].settled))
-    verdict = verdicts.verdict(list(outcomes.values()))
-    return Judgement(throughput, memory, energy, accuracy, difference, verdict, (*advice.certain(outcomes), *reasons))
+    outcomes = {
+        quantity.noun: ratio.outcomes(quantity)
+        for quantity, ratio in ratios.items()
+        if ratio.margin and not verdicts.unmeasurable(arms, quantity)
+    }
+    outcomes["accuracy"] = accuracy.outcomes
+    reasons = advice.reasons(ratios, accuracy, own.compared, stopped=arms[0].settled)
+    return Judgement(
+        ratios[THROUGHPUT],
+        ratios[MEMORY],
+        ratios.get(ENERGY),
+        accuracy,
+        difference,
+        verdicts.verdict(list(outcomes.values())),
+        (*advice.certain(outcomes), *reasons),
+    )
 
 
 def _weights(result: Result) -> dict[int, str]:

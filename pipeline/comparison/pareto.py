@@ -13,13 +13,9 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
     """Return the indices, ascending, of the points that no other point beats.
 
     A point beats another if it is as good in every coordinate and better in one; equal points do not beat each other.
-    ``higher_is_better`` has one entry per coordinate. Raises ValueError if a coordinate is NaN.
+    ``higher_is_better`` has one entry per coordinate.
     """
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
-    if np.isnan(values).any():
-        raise ValueError(
-            "points: found a coordinate that is not a number; leave out points with an unknown coordinate."
-        )
     values *= np.where(higher_is_better, 1.0, -1.0)
     as_good = (values[:, None] >= values[None]).all(axis=2)
     better = (values[:, None] > values[None]).any(axis=2)

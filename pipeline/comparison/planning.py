@@ -24,37 +24,28 @@ class RoundCost(NamedTuple):
     key: str
     """The key of params.yaml that limited the number of rounds."""
     rounds: int
-    seconds: float | None
-    """Time of all rounds together; None if it is not known."""
+    seconds: float
+    """Time of all rounds together."""
     minutes: float = 0.0
     """The allowed minutes. If the wanted rounds fit into this time, something else limited the number of rounds."""
 
     def affordable(self) -> float:
-        """Return how many rounds fit into ``LONGEST_MINUTES``; infinite if the time of a round is not known.
+        """Return how many rounds fit into ``LONGEST_MINUTES``.
 
         One round is subtracted, because the last round must fit too and some rounds take longer than the mean.
         """
-        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1 if self.seconds else math.inf
+        return 60 * LONGEST_MINUTES * self.rounds // self.seconds - 1
 
-    def duration(self, rounds: int) -> str:
-        """Say how long ``rounds`` rounds in all take; if the time of a round is not known, say their number."""
-        minutes = self._minutes(rounds)
-        return f"{minutes:g} minute{'' if minutes == 1 else 's'} of rounds" if self.seconds else f"{rounds} rounds"
-
-    def _minutes(self, rounds: int) -> float:
+    def minutes_of(self, rounds: int) -> float:
         """Return the minutes for ``rounds`` rounds and one more, rounded up to half minutes."""
-        return math.ceil((rounds + 1) * (self.seconds or 0.0) / self.rounds / 30) / 2
+        return math.ceil((rounds + 1) * self.seconds / self.rounds / 30) / 2
 
     def remedy(self, rounds: int) -> str:
         """Advise how to get ``rounds`` rounds in all: set a key to a value, make rounds cheaper, or bench again."""
-        if not self.seconds:
-            return f"raise {self.key}"
-        minutes = self._minutes(rounds)
+        minutes = self.minutes_of(rounds)
         if rounds > self.affordable():
-            return (
-                f"{rounds} rounds would take {minutes:.0f} minutes here; fewer variants or a smaller "
-                "bench.window_seconds make rounds shorter"
-            )
+            shorter = "fewer variants or a smaller bench.window_seconds make rounds shorter"
+            return f"{rounds} rounds would take {minutes:.0f} minutes here; {shorter}"
         value = rounds if self.key.endswith("rounds") else minutes
         if self.key.endswith("minutes") and value <= self.minutes:
             return "bench --again"
@@ -63,9 +54,10 @@ class RoundCost(NamedTuple):
 
 def cost_of(bench: Bench) -> RoundCost:
     """Return the time that the bench's rounds took, and the setting that limited their number."""
-    rounds, limit = bench.rounds, bench.config["bench"]["max_rounds"]
+    settings, rounds = bench.config.get("bench", {}), bench.rounds
+    limit = settings.get("max_rounds")
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
-    return RoundCost(key, rounds, bench.seconds, bench.config["bench"]["max_minutes"])
+    return RoundCost(key, rounds, bench.seconds, settings.get("max_minutes", 0.0))
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
@@ -132,11 +124,9 @@ def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
 
     This assumes that the estimate r stays the same, and that the interval shrinks from n to N pairs as in
     ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ sqrt((w^2 - f^2) n / N + f^2), where w is the
-    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. Raises
-    ValueError for an interval without bounds.
+    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. The
+    interval must have bounds.
     """
-    if interval.low <= 0:
-        raise ValueError("interval: found an interval without bounds, which allows no forecast.")
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
 
     def shrunk(width: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scipy.special import stdtrit
@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from pipeline.comparison import figures, planning, stats, verdicts
 from pipeline.comparison.comparison_file import SessionSummary
 from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Noise, Quantity, Ratio, SessionRatio
+from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Estimated, Noise, Quantity, Ratio, SessionRatio, estimated
 from pipeline.results import Arm, Bench, Window, sessions_of
 
 MOST_SESSIONS = 20
@@ -26,13 +26,11 @@ MOST_SESSIONS = 20
 def over_sessions(intervals: Sequence[Interval]) -> Interval:
     """Return the equally weighted geometric mean of the sessions' ratios with its 95% interval.
 
-    The interval of a single session is returned unchanged. Each session is an independent draw of the conditions. So
-    the interval of S sessions is a t interval with S - 1 degrees of freedom on the logarithms of the ratios. On each
-    side it is at least as wide as the median of the sessions' own intervals, because a few sessions can agree by
-    chance. Raises ValueError if there is no interval, or if an interval has no bounds.
+    Every interval must have bounds. The interval of a single session is returned unchanged. Each session is an
+    independent draw of the conditions. So the interval of S sessions is a t interval with S - 1 degrees of freedom on
+    the logarithms of the ratios. On each side it is at least as wide as the median of the sessions' own intervals,
+    because a few sessions can agree by chance.
     """
-    if not intervals or any(each.low <= 0 for each in intervals):
-        raise ValueError("sessions: expected at least one interval, and bounds in every interval.")
     if len(intervals) == 1:
         return intervals[0]
     logs = [math.log(each.estimate) for each in intervals]
@@ -69,46 +67,35 @@ def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
     )
 
 
-def combined(found: Sequence[tuple[str, Ratio]], own: Ratio, quantity: Quantity) -> Ratio:
+def combined(found: Mapping[str, Ratio], own: Ratio, quantity: Quantity) -> Ratio:
     """Combine the ratios of several sessions into one ratio.
 
-    ``found``: pairs of a session's start and its ratio. ``own``: the ratio of the bench's own session.
+    ``found``: start of a session -> its ratio. ``own``: the ratio of the bench's own session.
 
     An untrusted ratio does not count. If only one ratio is trusted, return it; if none is trusted, return ``own``.
     """
-    shown, trusted = [], []
-    intervals: list[Interval] = []
-    for start, each in found:
-        shown.append(
-            SessionRatio(
-                start_utc=start,
-                estimate=each.estimate,
-                low=each.low,
-                high=each.high,
-                pairs=each.pairs,
-                trusted=each.decision != "untrusted",
-            )
+    shown = tuple(
+        SessionRatio(
+            **{key: getattr(each, key) for key in Estimated.model_fields},
+            start_utc=start,
+            trusted=each.decision != "untrusted",
         )
-        if shown[-1].counts and each.estimate and each.low and each.high:
-            trusted.append(each)
-            intervals.append(Interval(each.estimate, each.low, each.high, each.pairs))
+        for start, each in found.items()
+    )
+    trusted = [found[each.start_utc] for each in shown if each.counts]
     if len(trusted) < 2:
-        return (trusted or [own])[0].model_copy(update={"sessions": tuple(shown)})
+        return (trusted or [own])[0].model_copy(update={"sessions": shown})
+    intervals = [each.interval for each in trusted]
     interval, margin = over_sessions(intervals), trusted[0].margin
     decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
     needed = sessions_needed(intervals, margin)
     return Ratio(
-        estimate=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        pairs=interval.count,
+        **estimated(interval),
         rejected=sum(each.rejected for each in trusted),
         margin=margin,
         decision=decision,
-        more_pairs=None,
-        why_untrusted=None,
         more_sessions=needed if decision == "undecided" else None,
-        sessions=tuple(shown),
+        sessions=shown,
     )
 
 
@@ -155,6 +142,15 @@ class PooledSession(NamedTuple):
         """
         found = [each for each in self.benches if alike(self.compared, each, *variants)]
         return _pooled(found, variants) if found else None
+
+    def ratio(self, above: str, below: str, quantity: Quantity, margin: float) -> Ratio | None:
+        """Return the ratio of two variants in the session's rounds that have both; None if there are no such rounds."""
+        rounds = self.rounds_of(above, below)
+        if rounds is None:
+            return None
+        arm, reference = (arm_of(rounds, "variant", name) for name in (above, below))
+        noise = noise_of(rounds, quantity, self.max_spread)
+        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
 
     def noise(self, quantity: Quantity, *variants: str) -> Noise:
         """Return the A/A noise of ``quantity`` in ``rounds_of(*variants)``."""

@@ -10,7 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
@@ -74,15 +74,36 @@ ENERGY = Quantity("joules_per_sample", "energy a sample", higher_is_better=False
 QUANTITIES = (THROUGHPUT, MEMORY, ENERGY)
 
 
-class SessionRatio(Record):
+class Estimated(Record):
+    """A ratio of figures with its interval."""
+
+    estimate: float | None = None
+    """None if no round has both figures."""
+    low: float | None = None
+    high: float | None = None
+    """``low`` and ``high`` are None if there are too few pairs for bounds."""
+    pairs: int = 0
+    """Rounds in which neither figure was rejected."""
+
+    @property
+    def interval(self) -> stats.Interval:
+        """The interval; a missing bound is 0 or infinite."""
+        return stats.Interval(self.estimate or 1.0, self.low or 0.0, self.high or math.inf, self.pairs)
+
+
+def estimated(interval: stats.Interval | None) -> dict[str, Any]:
+    """Return the fields of ``Estimated``."""
+    if interval is None:
+        return {}
+    bounds = {"low": interval.low, "high": interval.high} if interval.low > 0 else {}
+    return {"estimate": interval.estimate, "pairs": interval.count, **bounds}
+
+
+class SessionRatio(Estimated):
     """The ratio of one session of the bench."""
 
     start_utc: str
     """Start of the session's first bench."""
-    estimate: float | None
-    low: float | None
-    high: float | None
-    pairs: int
     trusted: bool
 
     @property
@@ -91,27 +112,20 @@ class SessionRatio(Record):
         return self.trusted and self.low is not None
 
 
-class Ratio(Record):
+class Ratio(Estimated):
     """An arm's figure divided by the reference's figure, with a 95% interval.
 
     In one session, it is the median of the rounds' ratios, and the A/A noise widens the interval. Over several
     sessions, it is the mean of the sessions' ratios (``sessions.combined``).
     """
 
-    estimate: float | None
-    """None if no round has both figures."""
-    low: float | None
-    high: float | None
-    """``low`` and ``high`` are None if there are too few pairs for bounds."""
-    pairs: int
-    """Rounds in which neither figure was rejected."""
-    rejected: int
+    rejected: int = 0
     """Rounds in which a figure was rejected."""
     margin: float
     decision: Decision
-    more_pairs: int | None
+    more_pairs: int | None = None
     """About how many more pairs a decision from one session needs. None if it is decided or there is no forecast."""
-    why_untrusted: str | None
+    why_untrusted: str | None = None
     fixed: float = 0.0
     """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
     more_sessions: int | None = None
@@ -123,10 +137,8 @@ class Ratio(Record):
         """Return the possible decisions on ``quantity``, which must be the quantity of this ratio."""
         if self.decision != "undecided":
             return (self.decision,)
-        if self.low is None or self.high is None:
-            return ANY
-        bound = 1 + self.margin
-        return stats.outcomes(self.low, self.high, 1 / bound, bound, higher_is_better=quantity.higher_is_better)
+        low, high, bound = self.interval.low, self.interval.high, 1 + self.margin
+        return stats.outcomes(low, high, 1 / bound, bound, higher_is_better=quantity.higher_is_better)
 
     @property
     def session_count(self) -> int:
@@ -160,13 +172,9 @@ class Accuracy(Record):
         return stats.outcomes(self.low_fraction, self.high_fraction, -self.margin_fraction, self.margin_fraction)
 
 
-class Noise(Record):
+class Noise(Estimated):
     """The baseline measured against itself: the difference that the machine produces between two equal arms."""
 
-    estimate: float | None
-    low: float | None
-    high: float | None
-    pairs: int
     max_spread: float
     """Largest accepted relative width of the interval. If the interval is wider, the machine is not trusted."""
     why_untrusted: str | None
@@ -207,12 +215,8 @@ def ratio(
     decision: Decision = "untrusted"
     if interval and not why_untrusted:
         decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    low, high = _bounds(interval)
     return Ratio(
-        estimate=interval.estimate if interval else None,
-        low=low,
-        high=high,
-        pairs=len(pairs.above),
+        **estimated(interval),
         rejected=pairs.rejected,
         margin=margin,
         decision=decision,
@@ -262,15 +266,7 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
         if noisy := stats.distrust(interval, wide, max_spread, negligible):
             remedies = planning.remedies(interval, max_spread, pairs.rejected, pairs.why_rejected, cost)
             why_untrusted = f"{quantity.noun}: {noisy}; {remedies}"
-    low, high = _bounds(interval)
-    return Noise(
-        estimate=interval.estimate if interval else None,
-        low=low,
-        high=high,
-        pairs=len(pairs.above),
-        max_spread=max_spread,
-        why_untrusted=why_untrusted,
-    )
+    return Noise(**estimated(interval), max_spread=max_spread, why_untrusted=why_untrusted)
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
@@ -339,7 +335,3 @@ def _most_common(reasons: Sequence[str]) -> str | None:
     """Return the first reason of the most common kind; None if there are no reasons."""
     kinds = [kind_of(reason) for reason in reasons]
     return reasons[kinds.index(Counter(kinds).most_common(1)[0][0])] if reasons else None
-
-
-def _bounds(interval: stats.Interval | None) -> tuple[float | None, float | None]:
-    return (interval.low, interval.high) if interval and interval.low > 0 else (None, None)

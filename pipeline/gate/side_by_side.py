@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from pipeline import environment, results
 from pipeline.benchmark import calibration
-from pipeline.benchmark.outlook import outlook
-from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, turns_on
+from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.verdicts import Noise, Ratio
+from pipeline.comparison.verdicts import QUANTITIES, Ratio
 from pipeline.report.pictures import Histories
 
 VERDICTS = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
@@ -28,31 +28,31 @@ def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
     """Return a variant's figures for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
-    difference, accuracy = each.accuracy_difference, each.accuracy
+    difference, accuracy, joules = each.accuracy_difference, each.accuracy, each.joules_per_sample
     return {
         "verdict": each.verdict,
         "samples_per_second": each.samples_per_second,
         **_ratio("throughput", each.throughput),
         "peak_memory_bytes": each.peak_memory_bytes,
         **_ratio("peak_memory", each.memory),
-        **(
-            {"joules_per_sample": joules, **_ratio("energy", each.energy)} if (joules := each.joules_per_sample) else {}
-        ),
+        **({"joules_per_sample": joules, **_ratio("energy", each.energy)} if joules else {}),
         "rejected_samples": each.rejected,
         "test_accuracy_mean_fraction": each.test_accuracy_mean_fraction,
         "accuracy_difference_mean_fraction": difference.mean_fraction if difference else None,
         "accuracy_difference_low_fraction": accuracy.low_fraction if accuracy else None,
         "accuracy_difference_high_fraction": accuracy.high_fraction if accuracy else None,
         "accuracy_more_seeds": accuracy.more_seeds if accuracy else None,
-        "step_p50_ms": each.step_p50_ms,
-        "model_flops_per_second": each.model_flops_per_second,
-        "utilisation_fraction": each.utilisation_fraction,
         "memory_prediction_error_fraction": each.prediction_error_fraction,
-        "training_samples_per_second": each.training_samples_per_second,
-        "training_peak_memory_bytes": each.training_peak_memory_bytes,
-        "train_seconds": each.train_seconds,
         "time_to_target_seconds": each.time_to_target.train_seconds,
+        **{name: getattr(each, name) for name in _AS_IN_FILE},
     }
+
+
+_AS_IN_FILE = (
+    *("step_p50_ms", "model_flops_per_second", "utilisation_fraction", "training_samples_per_second"),
+    *("training_peak_memory_bytes", "train_seconds"),
+)
+"""The figures whose names are those of ``Compared``."""
 
 
 def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
@@ -71,15 +71,12 @@ def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:
 def ratios_csv(comparison: Comparison) -> str:
     """Return the intervals of the ratios to the baseline, and of the baseline against itself (A/A). Untrusted ratios
     and ratios without an interval are left out."""
-    control = f"{comparison.baseline} (A/A)"
-    rows: list[tuple[str, str, Ratio | Noise | None]] = []
-    for each in comparison.variants[1:]:
-        rows += [(each.variant, "throughput", each.throughput), (each.variant, "peak memory", each.memory)]
-        rows += [(each.variant, "energy a sample", each.energy)]
-    rows += [
-        (control, "throughput", comparison.noise_throughput),
-        (control, "peak memory", comparison.noise_memory),
-        (control, "energy a sample", comparison.noise_energy),
+    noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
+    told = {each.variant: (each.throughput, each.memory, each.energy) for each in comparison.variants[1:]}
+    rows = [
+        (variant, quantity.noun, ratio)
+        for variant, ratios in {**told, f"{comparison.baseline} (A/A)": noises}.items()
+        for quantity, ratio in zip(QUANTITIES, ratios, strict=True)
     ]
     return _csv(
         ("variant", "quantity", "estimate", "low", "high"),
@@ -93,25 +90,23 @@ def ratios_csv(comparison: Comparison) -> str:
 
 def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
     """Return one row per evaluation, for all variants and seeds. No field is blank."""
-    return _csv(
-        ("variant", "seed", "epoch", "step", "train_seconds", "test_accuracy"),
-        (
-            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.test_accuracy)
-            for each in comparison.variants
-            for row in histories[each.variant]
-            if row.test_accuracy is not None
-        ),
-    )
+    return _history_csv(comparison, histories, "test_accuracy")
 
 
 def loss_csv(comparison: Comparison, histories: Histories) -> str:
     """Return the training loss of each row of the histories, for all variants and seeds. No field is blank."""
+    return _history_csv(comparison, histories, "train_loss")
+
+
+def _history_csv(comparison: Comparison, histories: Histories, field: str) -> str:
+    columns = ("seed", "epoch", "step", "train_seconds", field)
     return _csv(
-        ("variant", "seed", "epoch", "step", "train_seconds", "train_loss"),
+        ("variant", *columns),
         (
-            (each.variant, row.seed, row.epoch, row.step, row.train_seconds, row.train_loss)
+            (each.variant, *(getattr(row, column) for column in columns))
             for each in comparison.variants
             for row in histories[each.variant]
+            if getattr(row, field) is not None
         ),
     )
 

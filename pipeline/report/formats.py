@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
 from pipeline.errors import count as count  # the report's other modules import it from here
@@ -50,7 +47,7 @@ def scaled(value: float | None, unit: str) -> str:
     """
     if value is None:
         return UNKNOWN
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
         if value >= factor:
             return number(value / factor, prefix + unit)
     return number(value, unit)
@@ -73,11 +70,6 @@ def points(fraction: float | None) -> str:
     return "0.00" if float(text) == 0 else text.replace("-", MINUS)
 
 
-def plain_points(fraction: float) -> str:
-    value = f"{100 * fraction:g}"
-    return f"{value}{JOINED}point{'' if value == '1' else 's'}"
-
-
 def times(ratio: float | None, decimals: int = 2) -> str:
     return UNKNOWN if ratio is None else f"{_bare(ratio, decimals)}{TIMES}"
 
@@ -86,38 +78,32 @@ def _bare(ratio: float, decimals: int) -> str:
     return f"{ratio:.{decimals if ratio >= 0.1 else decimals + 1}f}"
 
 
-def flat(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested mappings, and lists of mappings, as pairs of a dotted key and its value as text."""
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping) and value:
-            rows += flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
-    return rows
-
-
 def heading(text: str) -> str:
     """Return ``text`` with a capital as its first letter."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def estimate(ratio: Ratio | Noise) -> str:
-    return times(ratio.estimate, _decimals(ratio))
+def estimate(each: Ratio | Noise | Accuracy) -> str:
+    """Return a ratio, or a difference in accuracy, without its interval."""
+    if isinstance(each, Accuracy):
+        return f"{points(each.mean_fraction)}{JOINED}points"
+    return times(each.estimate, _decimals(each))
 
 
-def interval(ratio: Ratio | Noise) -> str:
-    """Return the ends of the ratio's interval, or the reason why the ratio has no interval."""
-    if ratio.low is None or ratio.high is None:
-        return f"too few rounds ({ratio.pairs}) for an interval"
-    return _to(*(_bare(end, _decimals(ratio)) for end in (ratio.low, ratio.high)))
+def interval(each: Ratio | Noise | Accuracy) -> str:
+    """Return the ends of the interval, or the reason why there is none."""
+    if isinstance(each, Accuracy):
+        if each.low_fraction is None or each.high_fraction is None:
+            return f"too few seeds ({each.seeds}) for an interval"
+        return _to(points(each.low_fraction), points(each.high_fraction))
+    if each.low is None or each.high is None:
+        return f"too few rounds ({each.pairs}) for an interval"
+    return ends(each.low, each.high, _decimals(each))
 
 
-def ends(low: float, high: float) -> str:
-    """Return the ends of an interval on which no decision depends, with two decimals."""
-    return _to(_bare(low, 2), _bare(high, 2))
+def ends(low: float, high: float, decimals: int = 2) -> str:
+    """Return the ends of a ratio's interval."""
+    return _to(_bare(low, decimals), _bare(high, decimals))
 
 
 def _decimals(ratio: Ratio | Noise) -> int:
@@ -125,41 +111,22 @@ def _decimals(ratio: Ratio | Noise) -> int:
     return 3 if ratio.low and ratio.high and ratio.high / ratio.low < 1.02 else 2
 
 
-def points_interval(accuracy: Accuracy) -> str:
-    if accuracy.low_fraction is None or accuracy.high_fraction is None:
-        return f"too few seeds ({accuracy.seeds}) for an interval"
-    return _to(points(accuracy.low_fraction), points(accuracy.high_fraction))
-
-
 def _to(low: str, high: str) -> str:
     return f"{low}{JOINED}to{JOINED}{high}"
 
 
-def ratio_lines(ratio: Ratio | None) -> tuple[str, ...]:
-    """Return a ratio as the lines of a table cell: the estimate and its interval, in brackets if it is untrusted."""
-    if ratio is None:
+def lines(each: Ratio | Noise | Accuracy | None) -> tuple[str, ...]:
+    """Return the lines of a table cell: the estimate and its interval, in brackets if they are untrusted. The page
+    shows brackets in grey."""
+    if each is None:
         return ()
-    if ratio.decision == "untrusted":
-        return unbelieved(ratio)
-    marked = " undecided" if ratio.decision == "undecided" else ""
-    return (f"{estimate(ratio)}{marked}", interval(ratio))
+    if not isinstance(each, Accuracy) and each.why_untrusted:
+        return (UNTRUSTED,) if each.estimate is None else (UNTRUSTED, f"[{estimate(each)}, {interval(each)}]")
+    undecided = not isinstance(each, Noise) and each.decision == "undecided"
+    return f"{estimate(each)}{' undecided' if undecided else ''}", interval(each)
 
 
-def ratio_text(ratio: Ratio | None) -> str:
-    """Return a ratio on one line: the estimate and its interval, in brackets if the ratio is untrusted."""
-    if ratio is None:
-        return DASH
-    lines = ratio_lines(ratio)
-    return " ".join(lines) if ratio.decision == "untrusted" else f"{lines[0]} ({lines[1]})"
-
-
-def unbelieved(ratio: Ratio | Noise) -> tuple[str, ...]:
-    """Return the word "untrusted" and, if it is known, the ratio in brackets. The page shows brackets in grey."""
-    return (UNTRUSTED,) if ratio.estimate is None else (UNTRUSTED, f"[{estimate(ratio)}, {interval(ratio)}]")
-
-
-def accuracy_lines(accuracy: Accuracy | None) -> tuple[str, ...]:
-    if accuracy is None:
-        return ()
-    marked = " undecided" if accuracy.decision == "undecided" else ""
-    return (f"{points(accuracy.mean_fraction)} points{marked}", points_interval(accuracy))
+def text(each: Ratio | Noise | Accuracy) -> str:
+    """Return ``lines`` on one line."""
+    first, *others = lines(each)
+    return " ".join([first, *(other if first == UNTRUSTED else f"({other})" for other in others)])

@@ -5,18 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.report import formats, sentences
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.report import formats, sentences, tables
 from pipeline.report.formats import CODE
-from pipeline.report.tables import (
-    Column,
-    decided_first,
-    session_headings,
-    session_rows,
-    share_headings,
-    share_rows,
-    tables,
-)
+from pipeline.report.tables import Row, Table
 
 LIMIT = 65_536
 """Maximum number of characters of a comment on GitHub."""
@@ -25,30 +17,32 @@ CUT = "\n*This comment is cut short: comparison.html has the whole report.*\n"
 
 def markdown(comparison: Comparison) -> str:
     """Return the report as one comment. If it is too long, whole blocks are cut from its end."""
-    comparison = decided_first(comparison)
-    headline, *others = tables(comparison)
+    comparison = tables.decided_first(comparison)
+    headline, *others = found = tables.tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
     told = (sentences.sessions(comparison), sentences.champion(comparison))
     said = [line for text in told if text for line in (escaped(text), "")]
     blocks = [
         "\n".join([title, "", *_first(comparison), *said, *_answers(comparison)]),
-        "\n".join(_table(comparison, headline.columns)),
+        "\n".join(_table(headline)),
         _folded(
             "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]
         ),
     ]
-    known = [f"- **{escaped(name)}**: {escaped(text)}" for name, text in sentences.notes(comparison)]
     if len(comparison.sessions) > 1:
-        rows = [[escaped(cell) for cell in row] for row in session_rows(comparison)]
-        blocks.append(_folded("The sessions", _drawn([escaped(each) for each in session_headings(comparison)], rows)))
+        sessions = tables.sessions(comparison)
+        rows = [[escaped(cell) for cell in row] for row in sessions.rows]
+        blocks.append(_folded(sessions.heading, _drawn(rows)))
     if comparison.shares:
-        blocks.append(_folded("Each technique's own share", _shares(comparison)))
-    if known:
+        shares = tables.shares(comparison)
+        notes = [f"- {escaped(text)}" for text in sentences.share_notes(comparison)]
+        blocks.append(_folded(shares.heading, [*_table(shares), *(["", *notes] if notes else [])]))
+    if known := [f"- **{escaped(name)}**: {escaped(text)}" for name, text in sentences.notes(comparison)]:
         blocks.append(_folded("Skipped, rejected, resumed", known))
-    blocks += [_folded(table.heading, _table(comparison, table.columns)) for table in others]
-    columns = [column for table in (headline, *others) for column in table.columns]
-    blocks.append(_folded("What each number is", [f"- **{each.heading}**: {each.definition}" for each in columns]))
+    blocks += [_folded(table.heading, _table(table)) for table in others]
+    definitions = [f"- **{heading}**: {text}" for table in found for heading, text in table.columns]
+    blocks.append(_folded("What each number is", definitions))
 
     text = ""
     for block in blocks:
@@ -68,8 +62,7 @@ def _answers(comparison: Comparison) -> list[str]:
     lines = []
     for each in others:
         said = escaped(sentences.sentence(each, comparison))
-        decided = f" ({text})" if (text := sentences.decided(each)) else ""
-        lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}{decided}: {said}")
+        lines.append(f"- **{escaped(each.variant)}** {_verdict(each.verdict)}: {said}")
         lines += [
             f"  - {escaped(reason)}" for reason in [*sentences.reasons(each, comparison), *sentences.remarks(each)]
         ]
@@ -81,36 +74,20 @@ def _verdict(verdict: str | None) -> str:
     return f"{'' if verdict in ('pays', 'trades', 'costs') else 'is '}**{verdict}**"
 
 
-def _table(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
-    rows = [[_name(each), *(_cell(column, each) for column in columns)] for each in comparison.variants]
-    return _drawn(["Variant", *(column.heading for column in columns)], rows)
+def _table(table: Table) -> list[str]:
+    return _drawn([[table.first, *(heading for heading, _ in table.columns)], *map(_row, table.rows)])
 
 
-def _name(each: Compared) -> str:
-    verdict = f" {formats.DOT} {each.verdict}" if each.verdict else ""
-    return f"**{escaped(each.variant)}**{verdict}<br>{escaped(sentences.techniques(each))}"
+def _row(row: Row) -> list[str]:
+    verdict = f" {formats.DOT} {row.verdict}" if row.verdict else ""
+    cells = ["<br>".join(map(escaped, (cell.value, *cell.beside))) for cell in row.cells]
+    return [f"**{escaped(row.name)}**{verdict}<br>{escaped(row.about)}", *cells]
 
 
-def _cell(column: Column, each: Compared) -> str:
-    cell = column.cell(each)
-    return "<br>".join(map(escaped, (cell.value, *cell.beside)))
-
-
-def _shares(comparison: Comparison) -> list[str]:
-    rows = [
-        [
-            f"**{escaped(technique)}**<br>in {escaped(variant)}",
-            verdict or formats.DASH,
-            *("<br>".join(map(escaped, lines)) for _, lines in cells),
-        ]
-        for variant, technique, verdict, cells in share_rows(comparison)
-    ]
-    notes = [f"- {escaped(text)}" for text in sentences.share_notes(comparison)]
-    return [*_drawn(share_headings(), rows), *(["", *notes] if notes else [])]
-
-
-def _drawn(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [headings, [":--", *("--:" for _ in headings[1:])], *rows]
+def _drawn(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table whose first row is its heading."""
+    heading, *others = rows
+    lines = [heading, [":--", *("--:" for _ in heading[1:])], *others]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 

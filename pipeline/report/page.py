@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jinja2
+import yaml
 from markupsafe import Markup, escape
 
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.environment import optional_versions
 from pipeline.report import formats, pictures, sentences, tables
 from pipeline.report.pictures import Histories
 
@@ -29,53 +28,22 @@ def html(comparison: Comparison, histories: Histories) -> str:
     environment.filters["marked"] = _marked
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     comparison = tables.decided_first(comparison)
-    baseline, *others = comparison.variants
     return page.render(
         comparison=comparison,
         formats=formats,
         words=sentences,
-        title=sentences.title(comparison),
-        count=formats.count(len(comparison.variants), "variant"),
-        job=sentences.job(comparison),
-        banner=" ".join(sentences.banner(comparison)),
-        advice=sentences.advice(comparison),
-        baseline={"each": baseline, "sentence": sentences.sentence(baseline, comparison)},
-        answers=[
-            {
-                "each": each,
-                "sentence": sentences.sentence(each, comparison),
-                "reasons": sentences.reasons(each, comparison),
-                "notes": sentences.remarks(each),
-            }
-            for each in others
-        ],
-        sessions=sentences.sessions(comparison),
-        champion=sentences.champion(comparison),
-        session_headings=tables.session_headings(comparison),
-        session_rows=tables.session_rows(comparison),
-        basis=sentences.basis(comparison),
         tables=tables.tables(comparison),
+        shares=tables.shares(comparison),
+        grids=tables.grids(comparison),
+        pictures=pictures,
+        histories=histories,
         hues={each.variant: f"v{index % HUES}" for index, each in enumerate(comparison.variants)},
         dashes={each.variant: f"d{index % DASHES}" for index, each in enumerate(comparison.variants)},
-        forests=pictures.forests(comparison) if others else [],
-        bars=pictures.bars(comparison),
-        front=pictures.front(comparison),
-        charts=pictures.charts(comparison, histories),
-        share_forests=pictures.share_forests(comparison),
-        share_headings=tables.share_headings(),
-        share_rows=tables.share_rows(comparison),
-        share_notes=sentences.share_notes(comparison),
-        strips=pictures.strips(comparison),
-        score=sentences.score(comparison),
-        samples=_samples(comparison),
-        ledger_rows=tables.ledger_rows(comparison),
-        notes=sentences.notes(comparison),
-        run_rows={each.variant: tables.run_rows(each) for each in comparison.variants},
-        facts=(
-            ("The job", formats.flat(comparison.train)),
-            ("The data", formats.flat(comparison.dataset.model_dump())),
-            ("The environment", formats.flat(_environment(comparison))),
-        ),
+        facts={
+            "The job": yaml.safe_dump(comparison.train, sort_keys=False),
+            "The data": yaml.safe_dump(comparison.dataset.model_dump(), sort_keys=False),
+            "The environment": yaml.safe_dump(comparison.environment, sort_keys=False),
+        },
     )
 
 
@@ -83,27 +51,3 @@ def _marked(text: str) -> Markup:
     """Return ``text`` as HTML: figures in brackets, which are untrusted, in grey, and words in backticks as code."""
     coded = formats.CODE.sub(r"<code>\1</code>", str(escape(text)))
     return Markup(re.sub(r"\[[^]]*\]", r'<span class="unbelieved">\g<0></span>', coded))
-
-
-def _environment(comparison: Comparison) -> dict[str, Any]:
-    """Return the environment's fingerprint. "relied_on" lists only the variants that rely on optional packages."""
-    known = {name: each for name, each in optional_versions(comparison.environment, "variants").items() if each}
-    return {key: value for key, value in comparison.environment.items() if key != "relied_on"} | (
-        {"relied_on": known} if known else {}
-    )
-
-
-def _samples(comparison: Comparison) -> list[tuple[str, list[str], list[str]]]:
-    """Return each arm's name, its throughputs in samples a second and its peak memories in MiB, round by round."""
-    return [
-        (
-            arm.name,
-            [_or_rejected(each.samples_per_second) for each in arm.samples],
-            [_or_rejected(each.peak_memory_bytes and each.peak_memory_bytes / 2**20) for each in arm.samples],
-        )
-        for arm in comparison.bench.arms
-    ]
-
-
-def _or_rejected(value: float | None) -> str:
-    return "rejected" if value is None else formats.number(value, digits=4)

@@ -5,28 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.comparison.ablation import Share
-from pipeline.comparison.advice import interrupted
+from pipeline.comparison.advice import interrupted, percentage_points
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.verdicts import Accuracy, Noise, Ratio
-from pipeline.report.formats import (
-    JOINED,
-    UNKNOWN,
-    UNTRUSTED,
-    accuracy_lines,
-    count,
-    estimate,
-    heading,
-    interval,
-    percent,
-    plain_percent,
-    plain_points,
-    points,
-    points_interval,
-    size,
-    speed,
-    unbelieved,
-)
-from pipeline.results import Bench, Dataset, ScoreName, rejected, rejections
+from pipeline.comparison.verdicts import Accuracy, Ratio
+from pipeline.errors import count
+from pipeline.report import formats
+from pipeline.report.formats import UNKNOWN, UNTRUSTED, estimate, heading, interval, plain_percent
+from pipeline.results import Bench, Dataset, Ledger, ScoreName, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
 """With fewer test samples than this, the accuracy depends strongly on which samples were chosen. An interval over seeds
@@ -40,51 +25,45 @@ LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "co
 """Fields of ``results.Ledger``, in the order in which they are shown."""
 
 
-# Sentences
+def ledgers(comparison: Comparison) -> list[tuple[str, str, Ledger]]:
+    """Return each variant's memory ledgers: the variant, "measured" or "predicted", and the ledger."""
+    return [
+        (each.variant, kind, ledger)
+        for each in comparison.variants
+        if each.ledgers
+        for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
+        if ledger
+    ]
 
 
 def sentence(each: Compared, comparison: Comparison) -> str:
     """Return the figures behind a variant's verdict in one sentence; for the baseline, its own figures."""
-    if each.throughput is None or each.memory is None or each.accuracy is None:
-        pace = speed(each.samples_per_second, comparison.unit) if each.samples_per_second else "throughput unknown"
-        memory = f"{size(each.peak_memory_bytes)} of peak memory" if each.peak_memory_bytes else "peak memory unknown"
-        accuracy = percent(each.test_accuracy_mean_fraction)
-        seeds = count(len(each.runs), "seed")
-        return f"The reference: {pace}, {memory}, {accuracy} {score(comparison)} (mean of {seeds})."
-    parts = [
-        _ratio_part(each.throughput, "throughput"),
-        _ratio_part(each.memory, "peak memory"),
-        *([_ratio_part(each.energy, "energy a sample")] if each.energy and each.energy.margin else []),
-        _accuracy_part(each.accuracy),
-    ]
-    text = ", ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
+    if not (judged := quantities(each)):
+        return (
+            f"The reference: throughput {formats.speed(each.samples_per_second, comparison.unit)}, peak memory "
+            f"{formats.size(each.peak_memory_bytes)}, {score(comparison)} "
+            f"{formats.percent(each.test_accuracy_mean_fraction)} (mean of {count(len(each.runs), 'seed')})."
+        )
+    return sentences([", ".join(_part(noun, one) for noun, one in judged.items())])[0]
 
 
-def decided(each: Compared) -> str:
-    """Name the decided quantities of an untrusted verdict: "memory and accuracy decided". Empty for other verdicts."""
-    if each.verdict != UNTRUSTED:
-        return ""
-    found = {"throughput": each.throughput, "memory": each.memory, "accuracy": each.accuracy}
-    names = [name for name, one in found.items() if one and one.decision in ("better", "same", "worse")]
-    return f"{' and '.join(names)} decided" if names else ""
+def quantities(each: Compared) -> dict[str, Ratio | Accuracy]:
+    """Return the differences from the baseline on which a variant's verdict depends, by their names."""
+    energy = each.energy if each.energy and each.energy.margin else None
+    found = {"throughput": each.throughput, "peak memory": each.memory, "energy a sample": energy}
+    return {noun: one for noun, one in {**found, "accuracy": each.accuracy}.items() if one}
 
 
-def _ratio_part(ratio: Ratio, noun: str) -> str:
-    if ratio.decision == "untrusted":
-        return f"{noun} {' '.join(unbelieved(ratio))}"
-    if ratio.decision == "same":
-        return f"{noun} unchanged within {plain_percent(ratio.margin)} ({interval(ratio)})"
-    if ratio.decision == "undecided":
-        return f"{noun} undecided at {estimate(ratio)} ({interval(ratio)})"
-    return f"{estimate(ratio)} the {noun} ({interval(ratio)})"
-
-
-def _accuracy_part(accuracy: Accuracy) -> str:
-    if accuracy.decision == "same":
-        return f"accuracy unchanged within {plain_points(accuracy.margin_fraction)} ({points_interval(accuracy)})"
-    shown = f"{points(accuracy.mean_fraction)}{JOINED}points ({points_interval(accuracy)})"
-    return f"accuracy undecided at {shown}" if accuracy.decision == "undecided" else f"accuracy {shown}"
+def _part(noun: str, each: Ratio | Accuracy) -> str:
+    if each.decision == "untrusted":
+        return f"{noun} {formats.text(each)}"
+    if each.decision == "same":
+        within = percentage_points(each.margin_fraction) if isinstance(each, Accuracy) else plain_percent(each.margin)
+        return f"{noun} unchanged within {within} ({interval(each)})"
+    if each.decision == "undecided":
+        return f"{noun} undecided at {estimate(each)} ({interval(each)})"
+    shown = f"{noun} {estimate(each)}" if isinstance(each, Accuracy) else f"{estimate(each)} the {noun}"
+    return f"{shown} ({interval(each)})"
 
 
 def advice(comparison: Comparison) -> str:
@@ -92,6 +71,10 @@ def advice(comparison: Comparison) -> str:
     anything."""
     others = comparison.variants[1:]
     judged = [each for each in others if each.verdict != UNTRUSTED]
+    if not judged:
+        known = {each.variant: _figures(each, "better") + _figures(each, "worse") for each in others}
+        parts = [f"`{name}` has {' and '.join(text for _, text in found)}" for name, found in known.items() if found]
+        return sentences([f"decided nevertheless: {'; '.join(parts)}"])[0] if parts else ""
     take, best = [], comparison.champion
     if best:
         gain = f": {interval(best.ratio)} times the {best.quantity}" if best.ratio else ""
@@ -106,9 +89,6 @@ def advice(comparison: Comparison) -> str:
         unclear = [f"`{each.variant}`" for each in others if each.verdict == verdict and each.variant not in saving]
         if unclear:
             parts.append(f"{', '.join(unclear)} {'is' if len(unclear) == 1 else 'are'} {words}")
-    if not judged:
-        parts = [part for each in others if (part := _despite(each))]
-        return sentences([f"decided nevertheless: {'; '.join(parts)}"])[0] if parts else ""
     return sentences(["; ".join(parts) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
 
 
@@ -126,26 +106,19 @@ def _saving(each: Compared) -> str:
     return f"`{each.variant}` if {need}: {gain} at {' and '.join(text for _, text in price)}"
 
 
-def _despite(each: Compared) -> str:
-    """Name the decided gains and losses of a variant whose verdict is untrusted. Empty if there are none."""
-    said = [text for decision in ("better", "worse") for _, text in _figures(each, decision)]
-    return f"`{each.variant}` has {' and '.join(said)}" if said else ""
+_NEEDS = {
+    "throughput": ("speed counts most", "times the speed"),
+    "peak memory": ("memory is short", "times the memory"),
+    "energy a sample": ("energy counts most", "times the energy"),
+    "accuracy": ("accuracy counts most", "points of accuracy"),
+}
+"""Quantity -> when it matters, and the unit of its interval."""
 
 
 def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
     """Return, for each quantity with this ``decision``, when the quantity matters and how large the difference is."""
-    found = []
-    if each.throughput and each.throughput.decision == decision:
-        found.append(("speed counts most", f"{interval(each.throughput)} times the speed"))
-    if each.memory and each.memory.decision == decision:
-        found.append(("memory is short", f"{interval(each.memory)} times the memory"))
-    if each.energy and each.energy.margin and each.energy.decision == decision:
-        found.append(("energy counts most", f"{interval(each.energy)} times the energy"))
-    if each.accuracy and each.accuracy.decision == decision:
-        of = each.accuracy
-        shown = points_interval(of) if decision == "undecided" else points(of.mean_fraction)
-        found.append(("accuracy counts most", f"{shown}{JOINED}points of accuracy"))
-    return found
+    found = {noun: interval(one) for noun, one in quantities(each).items() if one.decision == decision}
+    return [(_NEEDS[noun][0], f"{shown} {_NEEDS[noun][1]}") for noun, shown in found.items()]
 
 
 def banner(comparison: Comparison) -> list[str]:
@@ -153,18 +126,11 @@ def banner(comparison: Comparison) -> list[str]:
     bench was interrupted. The report shows these sentences once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
-    noises = {"throughput": comparison.noise_throughput, "memory": comparison.noise_memory}
-    noises |= {"energy": comparison.noise_energy} if comparison.noise_energy else {}
-    for field, noise in noises.items():
-        if judged and all(getattr(each, field).decision != "untrusted" for each in judged):
+    for field in ("throughput", "memory", "energy"):
+        noise = getattr(comparison, f"noise_{field}")
+        if not noise or (judged and all(getattr(each, field).decision != "untrusted" for each in judged)):
             continue  # other sessions make all these ratios trusted
         noun, _, why = (noise.why_untrusted or "").partition(": ")
-        doubts = [getattr(each, f"noise_{field}").why_untrusted for each in comparison.sessions if field != "energy"]
-        if len(doubts) > 1 and all(doubts):
-            noun, why = (
-                f"{noun} in all {len(doubts)} sessions",
-                f"in the latest session, {doubts[-1].partition(': ')[2]}",
-            )
         nouns.setdefault(why, []).append(noun)
     found = [f"untrusted {' and '.join(each)}: {why}" for why, each in nouns.items() if why]
     stopped = interrupted(comparison.bench)
@@ -182,7 +148,7 @@ def reasons(each: Compared, comparison: Comparison) -> list[str]:
 
 def sentences(fragments: Sequence[str]) -> list[str]:
     """Return each fragment as a sentence, with a capital and a full stop."""
-    return [f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in fragments]
+    return [f"{heading(text).rstrip('.')}." for text in fragments]
 
 
 def sessions(comparison: Comparison) -> str:
@@ -190,10 +156,9 @@ def sessions(comparison: Comparison) -> str:
     ratios = [ratio for each in comparison.variants for ratio in (each.throughput, each.memory) if ratio]
     starts = sorted({each.start_utc for ratio in ratios for each in ratio.sessions if each.counts})
     most = max((ratio.session_count for ratio in ratios), default=1)
-    several = any(each.benches > 1 for each in comparison.sessions)
-    others = " Benches less than an hour apart count as one session with all their rounds." if several else ""
-    if aside := comparison.sessions_set_aside:
-        others += f" Number of benches that are not used, because code, settings, data or machine differ: {aside:,}."
+    aside = comparison.sessions_set_aside
+    unused = f" Number of benches that are not used, because code, settings, data or machine differ: {aside:,}."
+    others = unused if aside else ""
     if most == 1:
         said = (
             "These ratios come from one session and may differ in other sessions by an unknown amount. To add a "
@@ -202,22 +167,16 @@ def sessions(comparison: Comparison) -> str:
         return said + others
     shown = comparison.bench.session.start_utc
     first, last, present = (each[:16].replace("T", " ") for each in (starts[0], starts[-1], shown))
-    boots = {each.boot_id for each in comparison.sessions if each.start_utc in starts and each.boot_id}
-    of_boots = f", of {count(len(boots), 'boot')}" if boots else ""
     return (
-        f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC{of_boots}. A ratio is the "
-        "mean of the sessions' ratios, and its interval covers the differences between sessions. All other figures "
-        f"come from the session of {present}.{others}"
+        f"These ratios come from up to {count(most, 'session')}, from {first} to {last} UTC. A ratio is the mean of "
+        "the sessions' ratios, and its interval covers the differences between sessions. All other figures come from "
+        f"the session of {present}.{others}"
     )
 
 
-_BETWEEN = {"better": "ahead", "worse": "behind"}
-"""Decision between two variants -> the word to print. Other decisions are printed as they are."""
-
-
 def champion(comparison: Comparison) -> str:
-    """Name the best of the variants that pay, its gain, and whether it is ahead of the second best. Return an empty
-    text if fewer than two variants pay."""
+    """Name the best of the variants that pay, its gain, and how it compares with the second best. Return an empty text
+    if fewer than two variants pay."""
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
@@ -231,10 +190,9 @@ def champion(comparison: Comparison) -> str:
         )
     found = f"The best of the {best.among} variants that pay by {best.quantity} is {best.variant}: {said}."
     if pair := best.head_to_head:
-        between = _BETWEEN.get(pair.decision, pair.decision)
         found += (
             f" In the rounds that measured both, its ratio to {best.runner_up}, the second best, is {estimate(pair)} "
-            f"({interval(pair)}): {between}."
+            f"({interval(pair)}): {pair.decision}."
         )
     return found
 
@@ -249,18 +207,16 @@ def share_notes(comparison: Comparison) -> list[str]:
         if share.interaction:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
-        notes.append(
-            "The verdict on a technique that no variant trained alone does not include accuracy. A variant with only "
-            "this technique would show its accuracy."
-        )
+        notes.append("The verdict on a technique that no variant trained alone does not include accuracy.")
     return notes
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
-    """Return the accuracy of a technique alone and the variant that trained it; "not trained alone" if none did."""
+    """Return the accuracy of a technique alone and the variant that trained it; "not trained alone" if none did. Empty
+    if the technique was not measured alone."""
     if share.accuracy is None:
-        return ("not trained alone",)
-    return (*accuracy_lines(share.accuracy), f"variant {share.accuracy_from}")
+        return ("not trained alone",) if share.verdict else ()
+    return (*formats.lines(share.accuracy), f"variant {share.accuracy_from}")
 
 
 def basis(comparison: Comparison) -> list[str]:
@@ -273,7 +229,8 @@ def basis(comparison: Comparison) -> list[str]:
     ended = {arm.variant: len(arm.samples) for arm in bench.arms if len(arm.samples) < rounds}
     early = ", ".join(f"{variant} after {count(each, 'round')}" for variant, each in ended.items())
     energy = f", {plain_percent(margins.energy)} of energy a sample" if margins.energy else ""
-    energy_noise = f", {_calm(noise, 'energy a sample')}" if (noise := comparison.noise_energy) else ""
+    noises = {"throughput": comparison.noise_throughput, "peak memory": comparison.noise_memory}
+    noises |= {"energy a sample": comparison.noise_energy} if comparison.noise_energy else {}
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns that alternate with the other variants"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
@@ -284,9 +241,10 @@ def basis(comparison: Comparison) -> list[str]:
         f"{0.9 ** len(comparison.seeds):.0%} of all comparisons with {seeds} do not show it.",
         *_not_new(comparison.dataset),
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
-        f"throughput, {plain_percent(margins.memory)} of memory, {plain_points(margins.accuracy)} of accuracy{energy}.",
-        f"A/A, {comparison.baseline} against itself: {_calm(comparison.noise_throughput, 'throughput')}, "
-        f"{_calm(comparison.noise_memory, 'peak memory')}{energy_noise}.",
+        f"throughput, {plain_percent(margins.memory)} of memory, {percentage_points(margins.accuracy)} of "
+        f"accuracy{energy}.",
+        f"A/A, {comparison.baseline} against itself: "
+        f"{', '.join(f'{noun} {formats.text(noise)}' for noun, noise in noises.items())}.",
     ]
 
 
@@ -302,18 +260,6 @@ def _not_new(dataset: Dataset) -> list[str]:
     ]
 
 
-def _calm(noise: Noise, noun: str) -> str:
-    if noise.why_untrusted:
-        return f"{noun} {' '.join(unbelieved(noise))}"
-    return f"{estimate(noise)} the {noun} ({interval(noise)})"
-
-
-def noise_text(noise: Noise) -> str:
-    if noise.why_untrusted:
-        return " ".join(unbelieved(noise))
-    return f"{estimate(noise)} ({interval(noise)})"
-
-
 def remarks(each: Compared) -> list[str]:
     """Return remarks on skipped techniques, on the techniques' automatic choices, and on everything that makes the
     variant hard to compare: another job, another model, a teacher, or processes whose memory is not counted."""
@@ -322,23 +268,16 @@ def remarks(each: Compared) -> list[str]:
     if "weak_scaling" in each.techniques:
         found.append(
             f"Weak scaling changes this variant's job: the global batch is {each.batch_size:,} and the peak learning "
-            f"rate {each.learning_rate:g}. Its throughput can be compared with that of other variants; its step time "
-            "cannot."
+            f"rate {each.learning_rate:g}. Compare its throughput with that of other variants, not its step time."
         )
     if each.another_model:
-        found.append(
-            f"This variant trains another model than the baseline: {each.another_model}. So it differs from the "
-            "baseline by more than a technique."
-        )
+        found.append(f"This variant trains another model than the baseline: {each.another_model}.")
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
-            "This variant learns from a teacher. Step figures include the teacher's forward passes; no figure includes "
-            "the teacher's training."
+            "This variant learns from a teacher: its steps count the teacher's forward passes, not its training."
         )
     if "dataloader" in each.techniques:
-        found.append(
-            "Peak memory counts the training process only, not the DataLoader's worker processes (if it has any)."
-        )
+        found.append("Peak memory counts the training process only, not the DataLoader's worker processes (if any).")
     return found
 
 
@@ -395,11 +334,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-# The job
-
-
 def title(comparison: Comparison) -> str:
-    return f"{comparison.train.get('model', 'model')} on {comparison.dataset.name}"
+    return f"{comparison.train['model']} on {comparison.dataset.name}"
 
 
 def target(comparison: Comparison) -> str:
@@ -419,7 +355,7 @@ def counted(comparison: Comparison) -> str:
 
 def metric(comparison: Comparison) -> str:
     """Describe the job's metric, for use before "over all test samples"."""
-    name = comparison.train.get("metric", "accuracy")
+    name = comparison.train["metric"]
     return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 
@@ -440,14 +376,12 @@ def job(comparison: Comparison) -> list[str]:
         comparison.device,
         count(comparison.parameter_count, "parameter"),
         f"{data.train_count:,} training and {data.test_count:,} test samples",
+        count(train["epochs"], "epoch"),
+        f"global batch {train['batch_size']}",
     ]
-    if "epochs" in train:
-        parts.append(count(train["epochs"], "epoch"))
-    if "batch_size" in train:
-        parts.append(f"global batch {train['batch_size']}")
-    if train.get("loss", "cross_entropy") != "cross_entropy":
+    if train["loss"] != "cross_entropy":
         parts.append(f"loss {train['loss']}")
-    if train.get("metric", "accuracy") != "accuracy":
+    if train["metric"] != "accuracy":
         parts.append(f"accuracy is the mean of {train['metric']}")
     return [*parts, f"seed{'s' if len(comparison.seeds) > 1 else ''} {_listed(comparison.seeds)}"]
 

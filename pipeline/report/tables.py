@@ -1,12 +1,12 @@
-"""The tables' columns: each number of a variant with its heading, its definition and its cell."""
+"""The tables: the numbers of each variant with their definitions, and the evidence behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.verdicts import Ratio
+from pipeline.comparison.verdicts import Accuracy, Ratio
 from pipeline.report import formats, sentences
 from pipeline.report.formats import DASH, UNKNOWN, UNTRUSTED
 
@@ -25,9 +25,31 @@ class Column(NamedTuple):
     cell: Callable[[Compared], Cell]
 
 
+class Row(NamedTuple):
+    name: str
+    verdict: str | None
+    about: str
+    """What the row's name stands for, in a few words."""
+    cells: tuple[Cell, ...]
+
+
 class Table(NamedTuple):
     heading: str
-    columns: tuple[Column, ...]
+    columns: tuple[tuple[str, str], ...]
+    """Pairs of a heading and the definition of the column's numbers."""
+    rows: tuple[Row, ...]
+    first: str = "Variant"
+    """The heading of the rows' names."""
+
+
+class Grid(NamedTuple):
+    """A table of plain texts."""
+
+    heading: str
+    rows: Sequence[tuple[str, ...]]
+    """The first row holds the columns' headings. The first text of each other row is the row's name."""
+    words: tuple[int, ...] = ()
+    """Columns of words, which the page aligns left."""
 
 
 def decided_first(comparison: Comparison) -> Comparison:
@@ -38,36 +60,30 @@ def decided_first(comparison: Comparison) -> Comparison:
 
 
 def tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Return all tables, the comparison first."""
-    return (
-        Table("The comparison", _headline(comparison)),
-        Table("Where the time goes", _time(comparison)),
-        Table("Memory and arithmetic", _work(comparison)),
-    )
+    """Return the tables of all variants, the comparison first."""
+    found = {
+        "The comparison": _headline(comparison),
+        "Where the time goes": _time(comparison),
+        "Memory and arithmetic": _work(comparison),
+    }
+    return tuple(_of_variants(heading, columns, comparison) for heading, columns in found.items())
+
+
+def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison) -> Table:
+    rows = [
+        Row(each.variant, each.verdict, sentences.techniques(each), tuple(column.cell(each) for column in columns))
+        for each in comparison.variants
+    ]
+    return Table(heading, tuple((column.heading, column.definition) for column in columns), tuple(rows))
+
+
+def _against(value: str, difference: Ratio | Accuracy | None) -> Cell:
+    return Cell(value, formats.lines(difference), difference.decision if difference else "")
 
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = sentences.target(comparison)
     few = ", on these test samples" if comparison.dataset.test_count < sentences.FEW_TEST_SAMPLES else ""
-
-    def throughput(each: Compared) -> Cell:
-        value = formats.speed(each.samples_per_second, comparison.unit)
-        decision = each.throughput.decision if each.throughput else ""
-        return Cell(value, formats.ratio_lines(each.throughput), decision)
-
-    def memory(each: Compared) -> Cell:
-        decision = each.memory.decision if each.memory else ""
-        return Cell(formats.size(each.peak_memory_bytes), formats.ratio_lines(each.memory), decision)
-
-    def energy(each: Compared) -> Cell:
-        ratio, value = each.energy, formats.number(each.joules_per_sample and 1e3 * each.joules_per_sample, "mJ")
-        if ratio and not ratio.margin and ratio.decision != "untrusted":  # without a margin nothing is decided
-            return Cell(value, (formats.estimate(ratio), formats.interval(ratio)))
-        return Cell(value, formats.ratio_lines(ratio), ratio.decision if ratio else "")
-
-    def accuracy(each: Compared) -> Cell:
-        decision = each.accuracy.decision if each.accuracy else ""
-        return Cell(formats.percent(each.test_accuracy_mean_fraction), formats.accuracy_lines(each.accuracy), decision)
 
     def reached(each: Compared) -> Cell:
         time, ratio = each.time_to_target, each.time_to_target_ratio
@@ -89,34 +105,31 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     equal_times = Column(
         "At equal time",
         "Only for a variant with another model or a teacher: the scores of the variant and the baseline at the time "
-        "when the faster of their trainings ends. Times follow from the bench's throughputs. Each score is from the "
-        "last evaluation before this time, mean over seeds. At this time, the slower training has not finished its "
-        "learning-rate schedule. To finish both trainings in equal time, give the slower variant fewer epochs.",
+        "when the faster of their trainings ends, by the bench's throughputs; from the last evaluation before this "
+        "time, mean over seeds. The slower training has not finished its learning-rate schedule then. To finish both "
+        "in equal time, give the slower variant fewer epochs.",
         alongside,
     )
     energies = Column(
         "Energy a sample",
-        "Energy of all processes' devices, read from the devices' counters (NVML for GPUs, RAPL for CPU packages), in "
-        "the same windows and with the same statistics as the throughput. Idle power is included; fans, power supplies "
-        "and, for GPUs, the host are not included.",
-        energy,
+        "Energy of all processes' devices by their counters (NVML for GPUs, RAPL for CPU packages), in the windows and "
+        "with the statistics of the throughput; with idle power, without fans, power supplies and a GPU's host.",
+        lambda each: _against(formats.scaled(each.joules_per_sample, "J"), each.energy),
     )
     return (
         Column(
             "Throughput",
             f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
-            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios; the A/A "
-            "noise widens its 95% bootstrap interval. Over several sessions, the ratio is the mean of the sessions' "
-            "ratios, with a t interval.",
-            throughput,
+            "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios, with a "
+            "95% bootstrap interval that the A/A noise widens; over several sessions, their mean with a t interval.",
+            lambda each: _against(formats.speed(each.samples_per_second, comparison.unit), each.throughput),
         ),
         Column(
             "Peak memory",
             "Measured in the same rounds as the throughput (on a CPU in an earlier window), with the same statistics. "
-            "On GPUs: the most bytes that PyTorch had allocated in one process, because each GPU has its own memory. "
-            "On a CPU: the peak resident set minus the resident set after the imports, summed over all processes, "
-            "because they share memory.",
-            memory,
+            "On GPUs: the most bytes that PyTorch had allocated in one process. On a CPU: the peak resident set minus "
+            "the resident set after the imports, summed over all processes.",
+            lambda each: _against(formats.size(each.peak_memory_bytes), each.memory),
         ),
         *([energies] if comparison.noise_energy else []),
         Column(
@@ -124,15 +137,15 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
             "difference to the baseline is paired by seed, in percentage points. Its interval lies inside the margins "
             f"exactly if two one-sided tests at 95% show equivalence{few}.",
-            accuracy,
+            lambda each: _against(formats.percent(each.test_accuracy_mean_fraction), each.accuracy),
         ),
         *(_finding(name, direction) for name, direction in comparison.directions.items()),
         Column(
             f"Time to {target}",
             f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
             f"{sentences.score(comparison)}: the samples until then (median over seeds) divided by the bench's "
-            "throughput. Known only if every seed reached the target. Evaluations are an epoch apart, so the time is "
-            "precise to one epoch. The ratio's interval covers only the throughput's noise.",
+            "throughput. Known only if every seed reached the target, and precise to one epoch. The ratio's interval "
+            "covers only the throughput's noise.",
             reached,
         ),
         *([equal_times] if any(each.equal_time for each in comparison.variants) else []),
@@ -174,15 +187,12 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
             training,
         ),
         Column(
-            "Cold start",
-            "Time of the first seed from process start to the first step; later seeds start warm.",
-            lambda each: Cell(formats.number(each.startup_seconds, "s")),
-        ),
-        Column(
-            "First step",
-            "Time of the first seed's first step, with compilation, autotuning and allocation. No throughput includes "
-            "it.",
-            lambda each: Cell(formats.number(each.first_step_seconds, "s")),
+            "Cold start / first step",
+            "Time of the first seed from process start to the first step; time of this step, with compilation, "
+            "autotuning and allocation. No throughput includes these times.",
+            lambda each: Cell(
+                " / ".join(formats.number(s, "s") for s in (each.startup_seconds, each.first_step_seconds))
+            ),
         ),
     )
 
@@ -194,18 +204,13 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         beside = (f"{each.allocator_retries:,} retried",) if each.allocator_retries else ()
         return Cell(f"{formats.size(each.peak_reserved_bytes)} / {formats.size(each.driver_memory_bytes)}", beside)
 
-    def predicted(each: Compared) -> Cell:
-        ledgers = each.ledgers
-        if ledgers is None or ledgers.predicted is None:
-            return Cell(UNKNOWN)
-        return Cell(formats.size(ledgers.predicted.peak_bytes))
-
     def tensors(each: Compared) -> Cell:
-        if each.ledgers is None:
-            return Cell(UNKNOWN)
-        error = each.prediction_error_fraction
-        beside = () if error is None else (f"predicted {100 * error:+.1f}%".replace("-", formats.MINUS),)
-        return Cell(formats.size(each.ledgers.measured.tensors_bytes), beside)
+        found, error = each.ledgers, each.prediction_error_fraction
+        beside: tuple[str, ...] = ()
+        if found and found.predicted and error is not None:
+            predicted = formats.size(found.predicted.peak_bytes)
+            beside = (f"predicted {predicted}, {100 * error:+.1f}%".replace("-", formats.MINUS),)
+        return Cell(formats.size(found.measured.tensors_bytes if found else None), beside)
 
     def flops(each: Compared) -> Cell:
         if each.flops is None:
@@ -213,6 +218,11 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         model, executed = each.flops.model_per_sample, each.flops.executed_per_sample
         beside = (f"{formats.times(executed / model)} executed",) if executed > model > 0 else ()
         return Cell(formats.scaled(model, "FLOP"), beside)
+
+    def achieved(each: Compared) -> Cell:
+        share = each.utilisation_fraction
+        beside = (f"{formats.percent(share, 1)} of the peak",) if share else ()
+        return Cell(formats.scaled(each.model_flops_per_second, "FLOP/s"), beside)
 
     each_process = Column(
         "Peak of each process",
@@ -230,15 +240,10 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         *([beside_the_peak] if on_gpu else []),
         *([each_process] if any(each.world_size > 1 for each in comparison.variants) else []),
         Column(
-            "Predicted",
-            "Peak memory of one process's tensors, predicted from fake tensors without running the job on a device.",
-            predicted,
-        ),
-        Column(
             "Tensors",
-            "Memory of the tensors at the largest process's measured peak, as the allocator counts it, and the "
-            "prediction's error. On a GPU this is the peak itself; on a CPU the peak also includes free blocks that "
-            "the allocator keeps.",
+            "Memory of the tensors at the largest process's measured peak, as the allocator counts it. On a GPU this "
+            "is the peak itself; on a CPU the peak also includes free blocks that the allocator keeps. Predicted: the "
+            "same memory from fake tensors, without running the job on a device.",
             tensors,
         ),
         Column(
@@ -249,41 +254,68 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ),
         Column(
             "Achieved",
-            "The model's operations for one sample times the throughput.",
-            lambda each: Cell(formats.scaled(each.model_flops_per_second, "FLOP/s")),
-        ),
-        Column(
-            "Utilisation",
-            "Achieved operations divided by the devices' dense peak at the variant's precision; unknown if a peak is "
-            "unknown.",
-            lambda each: Cell(formats.percent(each.utilisation_fraction, 1)),
+            "The model's operations for one sample times the throughput, and their share of the devices' dense peak at "
+            "the variant's precision (none if a peak is unknown).",
+            achieved,
         ),
     )
 
 
-def session_headings(comparison: Comparison) -> list[str]:
-    others = [f"{each.variant}: throughput / memory" for each in comparison.variants[1:]]
-    return ["Session (UTC)", "Boot", "Load", "CPU time stolen", "Rounds", "Baseline samples/s", "A/A", *others]
+def shares(comparison: Comparison) -> Table:
+    """Return the effects of single techniques of ablated variants."""
+    columns = ("Throughput, added", "Throughput, in the stack", "Memory, added", "Memory, in the stack")
+    rows = []
+    for each in comparison.shares:
+        ratios = (each.added_throughput, each.stacked_throughput, each.added_memory, each.stacked_memory)
+        lines = [*map(formats.lines, ratios), sentences.share_accuracy(each)]
+        cells = tuple(Cell(found[0], found[1:]) if found else Cell(DASH) for found in lines)
+        rows.append(Row(each.technique, each.verdict, f"in {each.variant}", cells))
+    headings = tuple((column, "") for column in (*columns, "Accuracy, added"))
+    return Table("Each technique's own share", headings, tuple(rows), "Technique")
 
 
-def session_rows(comparison: Comparison) -> list[list[str]]:
-    """Return a row per session: the machine's state, the baseline's speed and A/A ratio, and each variant's ratios."""
+def grids(comparison: Comparison) -> list[Grid]:
+    """Return the evidence behind the tables."""
+    found = [sessions(comparison)] if len(comparison.sessions) > 1 else []
+    parts = (*sentences.LEDGER_PARTS, "peak")
+    ledgers: list[tuple[str, ...]] = [("Variant", "Ledger", *(part.replace("_", " ") for part in parts))]
+    for variant, kind, ledger in sentences.ledgers(comparison):
+        ledgers.append((variant, kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in parts)))
+    setups = [("Variant", "Processes", "CPU threads each", "Data", "Techniques in effect")]
+    for each in comparison.variants:
+        threads, techniques = str(each.threads_per_process), sentences.techniques(each)
+        setups.append((each.variant, sentences.setup(each), threads, each.placement, techniques))
     return [
-        [
-            each.start_utc[:16].replace("T", " "),
-            (each.boot_id or UNKNOWN)[:8],
-            f"{each.load_average:.1f}",
-            formats.percent(each.steal_fraction, 1),
-            str(each.rounds),
-            formats.number(each.baseline_samples_per_second),
-            sentences.noise_text(each.noise_throughput),
-            *(
-                " / ".join(_of_session(ratio, each.start_utc) for ratio in (other.throughput, other.memory))
-                for other in comparison.variants[1:]
-            ),
-        ]
-        for each in comparison.sessions
+        *found,
+        *([Grid("The memory ledger of the largest process", ledgers, words=(1,))] if len(ledgers) > 1 else []),
+        Grid("Every training run", _runs(comparison)),
+        Grid("How each variant ran", setups, words=(1, 4)),
     ]
+
+
+def sessions(comparison: Comparison) -> Grid:
+    """Return the machine's state in each session, the baseline's speed and A/A ratio, and each variant's ratios."""
+    others = comparison.variants[1:]
+    headings = ("Session (UTC)", "Boot", "Load", "CPU time stolen", "Rounds", "Baseline samples/s", "A/A")
+    rows = [(*headings, *(f"{each.variant}: throughput / memory" for each in others))]
+    for each in comparison.sessions:
+        ratios = (
+            " / ".join(_of_session(ratio, each.start_utc) for ratio in (other.throughput, other.memory))
+            for other in others
+        )
+        rows.append(
+            (
+                each.start_utc[:16].replace("T", " "),
+                (each.boot_id or UNKNOWN)[:8],
+                f"{each.load_average:.1f}",
+                formats.percent(each.steal_fraction, 1),
+                str(each.rounds),
+                formats.number(each.baseline_samples_per_second),
+                formats.text(each.noise_throughput),
+                *ratios,
+            )
+        )
+    return Grid("The sessions", rows, words=(1,))
 
 
 def _of_session(ratio: Ratio | None, start: str) -> str:
@@ -293,73 +325,28 @@ def _of_session(ratio: Ratio | None, start: str) -> str:
     return formats.times(found.estimate) if found.counts else f"[{formats.times(found.estimate)}]"
 
 
-def share_headings() -> tuple[str, ...]:
-    return (
-        "Technique",
-        "Alone",
-        "Throughput, added",
-        "Throughput, in the stack",
-        "Memory, added",
-        "Memory, in the stack",
-        "Accuracy, added",
-    )
-
-
-def share_rows(comparison: Comparison) -> list[tuple[str, str, str, list[tuple[str, tuple[str, ...]]]]]:
-    """Return rows (variant, technique, verdict on the technique alone, pairs of a heading and its cell)."""
-    return [
-        (
-            share.variant,
-            share.technique,
-            share.verdict or "",
-            [
-                (heading, lines or (DASH,))
-                for heading, lines in zip(
-                    share_headings()[2:],
-                    (
-                        formats.ratio_lines(share.added_throughput),
-                        formats.ratio_lines(share.stacked_throughput),
-                        formats.ratio_lines(share.added_memory),
-                        formats.ratio_lines(share.stacked_memory),
-                        () if share.verdict is None else sentences.share_accuracy(share),
-                    ),
-                    strict=True,
-                )
-            ],
-        )
-        for share in comparison.shares
-    ]
-
-
-def ledger_rows(comparison: Comparison) -> dict[str, list[list[str]]]:
-    """Return variant -> rows of its measured and its predicted ledger: the parts and the peak, as text."""
-    return {
-        each.variant: [
-            [kind, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in (*sentences.LEDGER_PARTS, "peak"))]
-            for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
-            if ledger
+def _runs(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return one row per variant and seed."""
+    reached = f"Steps to {sentences.target(comparison)}"
+    columns = ("Variant", "Seed", "Correct", f"Points against {comparison.baseline}", "Samples/s", "Step p50")
+    rows: list[tuple[str, ...]] = [(*columns, "Peak memory", "Training", reached, "Model SHA-256")]
+    for each in comparison.variants:
+        paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
+        differences = {item.seed: formats.points(item.difference_fraction) for item in paired}
+        steps = {item.seed: f"{item.steps:,}" if item.steps else "not reached" for item in each.time_to_target.seeds}
+        rows += [
+            (
+                each.variant,
+                str(run.seed),
+                f"{run.test_correct:,.10g} of {run.test_count:,}",
+                differences.get(run.seed, DASH),
+                formats.number(run.samples_per_second),
+                formats.number(run.step_p50_ms, "ms"),
+                formats.size(run.peak_memory_bytes),
+                formats.number(run.train_seconds, "s"),
+                steps[run.seed],
+                run.model_sha256[:12],
+            )
+            for run in each.runs
         ]
-        for each in comparison.variants
-        if each.ledgers
-    }
-
-
-def run_rows(each: Compared) -> list[list[str]]:
-    """Return one row per seed, in the order of the page's headings."""
-    paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
-    differences = {item.seed: item.difference_fraction for item in paired}
-    targets = {item.seed: item.steps for item in each.time_to_target.seeds}
-    return [
-        [
-            str(run.seed),
-            f"{run.test_correct:,.10g} of {run.test_count:,}",
-            formats.points(differences[run.seed]) if run.seed in differences else DASH,
-            formats.number(run.samples_per_second),
-            formats.number(run.step_p50_ms, "ms"),
-            formats.size(run.peak_memory_bytes),
-            formats.number(run.train_seconds, "s"),
-            "not reached" if (steps := targets[run.seed]) is None else f"{steps:,}",
-            run.model_sha256[:12],
-        ]
-        for run in each.runs
-    ]
+    return rows

@@ -7,7 +7,15 @@ import pytest
 
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.results import Bench, Flops, HistoryRow, Result
-from tests.factories import make_bench, make_comparison, make_histories, make_result, make_results, make_run
+from tests.factories import (
+    make_bench,
+    make_comparison,
+    make_histories,
+    make_result,
+    make_results,
+    make_run,
+    with_samples,
+)
 
 REASON = "other processes took 31% of the CPU's time"
 HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
@@ -21,11 +29,7 @@ def plain(text: str) -> str:
 def without_memory(bench: Bench) -> Bench:
     """Return ``bench`` as it would be if the machine did not report memory."""
     unknown = {"peak_memory_bytes": None}
-    arms = [
-        arm.model_copy(update={"samples": tuple(each.model_copy(update=unknown) for each in arm.samples)})
-        for arm in bench.arms
-    ]
-    return bench.model_copy(update={"arms": tuple(arms)})
+    return with_samples(bench, lambda arm: [each.model_copy(update=unknown) for each in arm.samples])
 
 
 class Made(NamedTuple):
@@ -56,12 +60,6 @@ def mixed() -> Made:
     ]
     refused = {"untrusted": dict.fromkeys(range(2, 10), REASON)}
     return made(measured, throughput=throughput, memory={"trades": 1.5}, rejected=refused)
-
-
-@pytest.fixture(scope="session")
-def noisy() -> Made:
-    """A machine so noisy that no verdict can be trusted."""
-    return made(make_results(), noise=0.5, rejected={})
 
 
 @pytest.fixture(scope="session")

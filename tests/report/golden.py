@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.comparison.compare import compare
 from pipeline.params import Compare
 from pipeline.report import html, markdown
-from pipeline.results import Bench, Dataset, Session, Window
+from pipeline.results import Bench, Dataset, Window
 from tests.factories import (
     ENVIRONMENT,
     make_bench,
@@ -23,6 +23,7 @@ from tests.factories import (
     make_result,
     make_results,
     make_run,
+    with_samples,
 )
 from tests.report.conftest import REASON, Made, made
 from tests.report.reader import Page
@@ -65,16 +66,11 @@ def every_verdict() -> Made:
         "untrusted": dict.fromkeys(range(2, 10), REASON),
     }
     bench = make_bench(measured, throughput=throughput, rejected=refused, ablate=True)
-    arms = tuple(arm.model_copy(update={"samples": tuple(map(_on_gpu, arm.samples))}) for arm in bench.arms)
+    arms = with_samples(bench, lambda arm: map(_on_gpu, arm.samples)).arms
     ledgers = bench.ledgers | {"ddp": make_ledgers(predicted=None, why_not_predicted="DDP is not predicted.")}
     del ledgers["untrusted"]
     flops = {each.variant: make_flops(each.applied, 1e12) for each in measured} | {"costs": make_flops({})}
-    found = made(
-        measured, throughput=throughput, rejected=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops
-    )
-    relied_on = {"variants": {"baseline": {}, "ddp": {"compiler": "g++ 14"}}, "forms": {"int8": {"torchao": None}}}
-    environment = {"environment": ENVIRONMENT | {"relied_on": relied_on}}
-    return found._replace(comparison=found.comparison.model_copy(update=environment))
+    return made(measured, throughput=throughput, rejected=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops)
 
 
 def _on_gpu(window: Window) -> Window:
@@ -109,10 +105,8 @@ def over_sessions() -> Made:
     measured = make_results()
 
     def session(day: int, ddp: float, **changes: Any) -> Bench:
-        start = Session(
-            start_utc=f"2026-11-{day}T08:00:00+00:00", boot_id=f"{day}-boot", uptime_seconds=60.0, load_average=0.5,
-            steal_fraction=0.012,
-        )  # fmt: skip
+        told = {"start_utc": f"2026-11-{day}T08:00:00+00:00", "boot_id": f"{day}-boot", "steal_fraction": 0.012}
+        start = make_bench().session.model_copy(update=told | {"load_average": 0.5})
         return make_bench(measured, throughput={"ddp": ddp, "memory": 0.8}, rejected={}, session=start, **changes)
 
     before = {"baseline": "k", "ddp": "before", "memory": "k"}

@@ -59,7 +59,7 @@ class Page(HTMLParser):
             return
         self.text += data
         if not self._hidden:
-            self._heard += data
+            self._heard += data.replace("\n", "\0") if self.open[-1:] == ["pre"] else data
 
     def all(self, tag: str, kind: str = "") -> list[dict[str, str]]:
         return [

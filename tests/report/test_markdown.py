@@ -8,13 +8,6 @@ from tests.factories import make_result
 from tests.report.conftest import Made, made
 
 
-def test_a_fault_of_all_verdicts_is_named_once_and_first(noisy: Made) -> None:
-    text = markdown(noisy.comparison)
-    why = (noisy.comparison.noise_throughput.why_untrusted or "").replace("_", "\\_")
-    assert text.count(why) == 1
-    assert text.index(why) < text.index("- **ddp**")
-
-
 def test_the_usual_report_fits_into_a_note_in_mlflow(usual: Made) -> None:
     assert len(markdown(usual.comparison)) <= NOTE_LIMIT
 

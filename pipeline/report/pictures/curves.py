@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.report import formats, sentences
-from pipeline.report.pictures.scales import Scale, Tick, down, plain
+from pipeline.report.pictures.scales import Scale, Tick, plain
 from pipeline.results import HistoryRow
 
 Histories = Mapping[str, Sequence[HistoryRow]]
@@ -42,55 +42,42 @@ def charts(comparison: Comparison, histories: Histories) -> list[Chart]:
 
 
 def _accuracy_chart(comparison: Comparison, histories: Histories) -> Chart:
-    runs = {
-        each.variant: _runs(
-            each, ((row.seed, row.step, row.train_seconds, row.test_accuracy) for row in histories[each.variant])
-        )
-        for each in comparison.variants
-    }
-    ends = "; ".join(
-        f"{each.variant} ends at {formats.percent(each.test_accuracy_mean_fraction)} after "
-        f"{formats.number(each.train_seconds, 's')}"
-        for each in comparison.variants
-    )
     disturbed = [f"{each.variant}: {text}" for each in comparison.variants for text in sentences.disturbed(each)]
+    runs = _runs(comparison, histories, lambda row: (row.train_seconds, row.test_accuracy))
     target = comparison.target_accuracy_fraction
     heights = [target, *(y for lines in runs.values() for line in lines for _, _, y in line)]
     low, high = min(heights), max(heights)
     padding = max(0.06 * (high - low), 0.002)
-    y_scale = Scale(low - padding, high + padding)
+    y_scale = Scale(low - padding, high + padding, down=True)
     return _chart(
         f"{formats.heading(sentences.score(comparison))} over training time",
         "; ".join(["training seconds, without evaluation", *disturbed]), runs, y_scale,
-        f"Line chart with a thin line for each seed and a thick line for the mean accuracy at the median time. {ends}.",
+        "the mean accuracy at the median time",
         lambda value, decimals: f"{100 * value:.{max(0, decimals - 2)}f}%",
-        Tick(down(y_scale, target), f"target {sentences.target(comparison)}"),
+        Tick(y_scale.at(target), f"target {sentences.target(comparison)}"),
     )  # fmt: skip
 
 
 def _loss_chart(comparison: Comparison, histories: Histories) -> Chart:
-    runs = {
-        each.variant: _runs(each, ((row.seed, row.step, row.epoch, row.train_loss) for row in histories[each.variant]))
-        for each in comparison.variants
-    }
-    ends = "; ".join(
-        f"{each.variant} ends at {statistics.fmean(run.train_loss for run in each.runs):.3f}"
-        for each in comparison.variants
-    )
+    runs = _runs(comparison, histories, lambda row: (row.epoch, row.train_loss))
     highest = max((y for lines in runs.values() for line in lines for _, _, y in line), default=1.0)
-    return _chart(
-        "Training loss", "epochs", runs, Scale(0, 1.04 * highest or 1.0),
-        f"Line chart with a thin line for each seed and a thick line for the mean. {ends}.", plain, None,
-    )  # fmt: skip
+    y_scale = Scale(0, 1.04 * highest or 1.0, down=True)
+    return _chart("Training loss", "epochs", runs, y_scale, "the mean", plain, None)
 
 
-def _runs(each: Compared, rows: Iterable[tuple[int, int, float, float | None]]) -> list[_Run]:
-    """Return one line per seed of the result, from rows of (seed, step, x, y)."""
-    lines: dict[int, _Run] = {run.seed: [] for run in each.runs}
-    for seed, step, x, y in rows:
-        if seed in lines and y is not None and math.isfinite(y):
-            lines[seed].append((step, x, y))
-    return list(lines.values())
+def _runs(
+    comparison: Comparison, histories: Histories, place: Callable[[HistoryRow], tuple[float, float | None]]
+) -> dict[str, list[_Run]]:
+    """Return, for each variant, one line per seed of its result. ``place``: row -> its x and y."""
+    found = {}
+    for each in comparison.variants:
+        lines: dict[int, _Run] = {run.seed: [] for run in each.runs}
+        for row in histories[each.variant]:
+            x, y = place(row)
+            if row.seed in lines and y is not None and math.isfinite(y):
+                lines[row.seed].append((row.step, x, y))
+        found[each.variant] = list(lines.values())
+    return found
 
 
 def _chart(
@@ -98,24 +85,25 @@ def _chart(
     x_label: str,
     runs: Mapping[str, Sequence[_Run]],
     y_scale: Scale,
-    alt: str,
+    thick: str,
     y_tick: Callable[[float, int], str],
     target: Tick | None,
 ) -> Chart:
+    """``thick``: what the thick line shows."""
     furthest = max((x for lines in runs.values() for line in lines for _, x, _ in line), default=1.0)
     x_scale = Scale(0, 1.01 * furthest or 1.0)
 
     def polyline(line: Iterable[tuple[float, float]]) -> str:
-        return " ".join(f"{x_scale.at(x):g},{down(y_scale, y):g}" for x, y in line)
+        return " ".join(f"{x_scale.at(x):g},{y_scale.at(y):g}" for x, y in line)
 
-    drawn = []
+    drawn, ends = [], []
     for variant, lines in runs.items():
+        whole = _together(lines)
         drawn += [Line(variant, polyline((x, y) for _, x, y in line), thick=False) for line in lines if len(lines) > 1]
-        drawn.append(Line(variant, polyline(_together(lines)), thick=True))
-    return Chart(
-        title, alt, x_label, tuple(drawn), x_scale.ticks(plain),
-        tuple(Tick(round(100 - at, 2), label) for at, label in y_scale.ticks(y_tick)), target,
-    )  # fmt: skip
+        drawn.append(Line(variant, polyline(whole), thick=True))
+        ends += [f"{variant} ends at {y_tick(y, 4)}" for _, y in whole[-1:]]
+    alt = f"Line chart with a thin line for each seed and a thick line for {thick}. {'; '.join(ends)}."
+    return Chart(title, alt, x_label, tuple(drawn), x_scale.ticks(plain), y_scale.ticks(y_tick), target)
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.report import formats
+from pipeline.report import formats, sentences
 from pipeline.report.pictures.scales import Scale, Tick, plain
 from pipeline.report.sentences import LEDGER_PARTS
 from pipeline.results import Ledger
@@ -37,13 +37,7 @@ class Bars(NamedTuple):
 
 def bars(comparison: Comparison) -> Bars | None:
     """Return bars of the measured and the predicted ledgers; None if no variant has a ledger."""
-    ledgers = [
-        (each.variant, kind, ledger)
-        for each in comparison.variants
-        if each.ledgers
-        for kind, ledger in (("measured", each.ledgers.measured), ("predicted", each.ledgers.predicted))
-        if ledger
-    ]
+    ledgers = sentences.ledgers(comparison)
     if not ledgers:
         return None
     largest = max(1, *(ledger.peak_bytes for *_, ledger in ledgers))

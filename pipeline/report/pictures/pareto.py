@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.pareto import pareto_front
 from pipeline.comparison.verdicts import Ratio
 from pipeline.report import formats
 from pipeline.report.formats import UNTRUSTED
-from pipeline.report.pictures.scales import Scale, Tick, down, padded, plain
+from pipeline.report.pictures.scales import Scale, Tick, padded, plain
 
 
 class Point(NamedTuple):
@@ -44,56 +44,54 @@ class Front(NamedTuple):
 def front(comparison: Comparison) -> Front | None:
     """Return a plot of the ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out.
     Return None if all verdicts are untrusted."""
-    placed: list[tuple[int, Compared, Ratio | None, Ratio | None]] = [(1, comparison.variants[0], None, None)]
-    for number, each in enumerate(comparison.variants[1:], 2):
-        if each.verdict != UNTRUSTED:
-            placed.append((number, each, each.throughput, each.memory))
-    if len(placed) < 2:
+    drawn = [each for each in comparison.variants if each.verdict != UNTRUSTED]
+    if len(drawn) < 2:
         return None
-    across, along = _ratio_scale(each[2] for each in placed), _ratio_scale(each[3] for each in placed)
-    estimates = [_estimates(speed, memory) for _, _, speed, memory in placed]
+    across = _ratio_scale(each.throughput for each in drawn)
+    along = _ratio_scale((each.memory for each in drawn), down=True)
+    estimates = [(_estimate(each.throughput), _estimate(each.memory)) for each in drawn]
+    numbers = {each.variant: number for number, each in enumerate(comparison.variants, 1)}
     points = tuple(
         Point(
-            number, each.variant, formats.percent(each.test_accuracy_mean_fraction), across.at(x), down(along, y),
-            _ends(speed, across.at), _ends(memory, lambda value: down(along, value)), each.on_front,
+            numbers[each.variant], each.variant, formats.percent(each.test_accuracy_mean_fraction), across.at(x),
+            along.at(y), _ends(each.throughput, across), _ends(each.memory, along), each.on_front,
         )
-        for (number, each, speed, memory), (x, y) in zip(placed, estimates, strict=True)
+        for each, (x, y) in zip(drawn, estimates, strict=True)
     )  # fmt: skip
-    best = [estimates[index] for index in pareto_front(estimates, [True, False])]
-    numbers = "; ".join(
+    told = "; ".join(
         f"{point.number} {point.variant}: {formats.times(x)} the throughput at {formats.times(y)} the memory with "
         f"{point.accuracy}{', on the front' if point.on_front else ''}"
         for point, (x, y) in zip(points, estimates, strict=True)
     )
+    best = sorted({estimates[index] for index in pareto_front(estimates, [True, False])})
     return Front(
         "Throughput against memory",
         f"Scatter chart relative to {comparison.baseline}. Points further right are faster; lower points need less "
-        f"memory. {numbers}.",
+        f"memory. {told}.",
         points,
-        tuple(_staircase([(across.at(x), down(along, y)) for x, y in sorted(set(best))])),
+        tuple(_staircase([(across.at(x), along.at(y)) for x, y in best])),
         across.ticks(plain),
-        tuple(Tick(round(100 - at, 2), label) for at, label in along.ticks(plain)),
-        (across.at(1), down(along, 1)),
-        tuple(each.variant for each in comparison.variants if each.variant not in {point.variant for point in points}),
+        along.ticks(plain),
+        (across.at(1), along.at(1)),
+        tuple(each.variant for each in comparison.variants if each.verdict == UNTRUSTED),
     )
 
 
-def _estimates(speed: Ratio | None, memory: Ratio | None) -> tuple[float, float]:
-    return (speed and speed.estimate) or 1.0, (memory and memory.estimate) or 1.0
+def _estimate(ratio: Ratio | None) -> float:
+    return (ratio and ratio.estimate) or 1.0
 
 
-def _ratio_scale(ratios: Iterable[Ratio | None]) -> Scale:
-    known = [1 / 1.05, 1.05]
-    for ratio in ratios:
-        if ratio:
-            known += [value for value in (ratio.estimate, ratio.low, ratio.high) if value is not None]
-    return padded(known, 0.1, logarithmic=True)
+def _ratio_scale(ratios: Iterable[Ratio | None], *, down: bool = False) -> Scale:
+    known = [
+        value for ratio in ratios if ratio for value in (ratio.estimate, ratio.low, ratio.high) if value is not None
+    ]
+    return padded([1 / 1.05, 1.05, *known], 0.1, logarithmic=True, down=down)
 
 
-def _ends(ratio: Ratio | None, at: Callable[[float], float]) -> tuple[float, float] | None:
+def _ends(ratio: Ratio | None, scale: Scale) -> tuple[float, float] | None:
     if ratio is None or ratio.low is None or ratio.high is None:
         return None
-    return at(ratio.low), at(ratio.high)
+    return scale.at(ratio.low), scale.at(ratio.high)
 
 
 def _staircase(best: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float, float, float]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.figures import median_of
 from pipeline.report import formats
 from pipeline.report.formats import UNKNOWN
+from pipeline.report.pictures.scales import padded
 from pipeline.results import Arm
 
 FURTHEST = 1.5
@@ -49,26 +49,22 @@ def strips(comparison: Comparison) -> list[Strips]:
 
 
 def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float | None], str]) -> Strips:
-    values = [[getattr(sample, field) for sample in arm.samples] for arm in arms]
-    medians = [statistics.median(known) if (known := [v for v in arm if v]) else None for arm in values]
-    deviations = [
-        abs(math.log(value / median))
-        for arm, median in zip(values, medians, strict=True)
-        if median
-        for value in arm
-        if value
+    medians = [median_of(arm, field) for arm in arms]
+    ratios = [
+        [value / median if median and (value := getattr(sample, field)) else None for sample in arm.samples]
+        for arm, median in zip(arms, medians, strict=True)
     ]
-    furthest = min(max([*deviations, math.log(1.02)]), math.log(FURTHEST))
-    rounds = max(map(len, values))
+    furthest = max([1.02, *(max(ratio, 1 / ratio) for each in ratios for ratio in each if ratio)])
+    edge, rounds = min(furthest, FURTHEST), max(map(len, ratios))
+    scale = padded([1 / edge, edge], 0.125, logarithmic=True, down=True)
     drawn = []
-    for arm, each, median in zip(arms, values, medians, strict=True):
+    for arm, each, median in zip(arms, ratios, medians, strict=True):
         dots = []
-        for index, value in enumerate(each):
-            x = round(100 * (index + 0.5) / rounds, 2)
-            about = f"round {index + 1}: "
-            if value and median:
-                y = 50 - 40 * max(-1.0, min(1.0, math.log(value / median) / furthest))
-                dots.append(Dot(x, round(y, 2), False, about + shown(value)))
+        for index, ratio in enumerate(each):
+            x, about = round(100 * (index + 0.5) / rounds, 2), f"round {index + 1}: "
+            if ratio and median:
+                y = scale.at(min(max(ratio, 1 / edge), edge))
+                dots.append(Dot(x, y, False, about + shown(ratio * median)))
             else:
                 why = "; ".join(arm.samples[index].rejections) or UNKNOWN
                 dots.append(Dot(x, 50, True, f"{about}rejected, {why}"))
@@ -77,7 +73,5 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
         f"{strip.label}: median {strip.value}, {sum(dot.rejected for dot in strip.dots)} of {len(strip.dots)} rejected"
         for strip in drawn
     )
-    return Strips(
-        title, f"Strips with one dot per round. {counts}.", f"{100 * (math.exp(furthest) - 1):.0f}%",
-        tuple(drawn),
-    )  # fmt: skip
+    alt = f"Strips with one dot per round. {counts}."
+    return Strips(title, alt, f"{100 * (edge - 1):.0f}%", tuple(drawn))

@@ -20,10 +20,13 @@ class Scale(NamedTuple):
     low: float
     high: float
     logarithmic: bool = False
+    down: bool = False
+    """True for positions from the top."""
 
     def at(self, value: float) -> float:
         low, high, value = (math.log(each) if self.logarithmic else each for each in (self.low, self.high, value))
-        return round(100 * (value - low) / (high - low), 2)
+        share = (value - low) / (high - low)
+        return round(100 * (1 - share if self.down else share), 2)
 
     def ticks(self, label: Callable[[float, int], str], most: int = 5) -> tuple[Tick, ...]:
         """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals."""
@@ -45,14 +48,10 @@ def plain(value: float, decimals: int) -> str:
     return f"{value:,.{decimals}f}".replace("-", formats.MINUS)
 
 
-def padded(values: Sequence[float], share: float, *, logarithmic: bool) -> Scale:
+def padded(values: Sequence[float], share: float, *, logarithmic: bool, down: bool = False) -> Scale:
     """Return a scale over the range of ``values``, extended at both ends by ``share`` of this range."""
     low, high = min(values), max(values)
     if logarithmic:
         padding = (high / low) ** share
-        return Scale(low / padding, high * padding, logarithmic=True)
-    return Scale(low - share * (high - low), high + share * (high - low))
-
-
-def down(scale: Scale, value: float) -> float:
-    return round(100 - scale.at(value), 2)
+        return Scale(low / padding, high * padding, logarithmic, down)
+    return Scale(low - share * (high - low), high + share * (high - low), logarithmic, down)
