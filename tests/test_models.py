@@ -219,8 +219,8 @@ def test_the_check_draws_no_random_number(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet81", r"train\.model: found 'resnet81'; did you mean resnet18 or "),
-        ("small_cn", r"did you mean small_cnn"),
+        ("resnet81", r"train\.model: found 'resnet81'\. Did you mean resnet18 or "),
+        ("small_cn", r"Did you mean small_cnn"),
         (
             "qqqq",
             r"found 'qqqq'; Allowed: small_cnn, resnet9, mlp, gpt, transformers, a torchvision classification model",

@@ -69,8 +69,8 @@ def test_what_is_there_is_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("train", "problem"),
     [
-        ({"model": "resent18"}, r"train\.model: found 'resent18'; did you mean resnet18"),
-        ({"model": "small_cn"}, r"train\.model: found 'small_cn'; did you mean small_cnn\?"),
+        ({"model": "resent18"}, r"train\.model: found 'resent18'\. Did you mean resnet18"),
+        ({"model": "small_cn"}, r"train\.model: found 'small_cn'\. Did you mean small_cnn\?"),
         ({"model": "nets:mpl"}, r"train\.model: found 'nets:mpl', but \S+nets\.py has no 'mpl'\. Did you mean mlp\?"),
         ({"model": "nest:mlp"}, r"train\.model: found 'nest:mlp', but there is no module 'nest', neither"),
         ({"model": "package.innner.deep:net"}, r"there is no module 'package\.innner'"),
@@ -109,7 +109,7 @@ def test_the_first_stage_refuses_a_misspelt_model(
     (tmp_path / "params.yaml").write_text(text.replace("model: small_cnn", "model: small_cn"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["environment"]) == 2
-    assert "train.model: found 'small_cn'; did you mean small_cnn?" in capsys.readouterr().err
+    assert "train.model: found 'small_cn'. Did you mean small_cnn?" in capsys.readouterr().err
     assert not (tmp_path / "environment.json").exists()
 
 

@@ -64,7 +64,7 @@ def test_it_is_planned_and_listed_like_a_built_in_one(clipping: Path) -> None:  
         ({"extra": {"gradient_cliping": {}}}, "variants.tried.extra.gradient_cliping: no technique"),
         ({"extra": {"gradient_clipping": {"max_norm": -1.0}}}, ".extra.gradient_clipping.max_norm: found -1.0; "),
         ({"extra": {"gradient_clipping": {"norm": 1.0}}}, ".extra.gradient_clipping.norm: found 1.0; Extra"),
-        ({"extra": {"gradient_clipping": 3}}, ".extra.gradient_clipping: found 3; expected a mapping"),
+        ({"extra": {"gradient_clipping": 3}}, ".extra.gradient_clipping: found 3; input should be a mapping"),
         (CLIPPED | {"precision": "fp16"}, "the two exclude each other"),
     ],
 )

@@ -50,9 +50,8 @@ class Variant(
 ):  # the last base's fields come first
     """One way to train the job: a choice of techniques. An empty variant trains on one device in fp32."""
 
-    extra: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Techniques of other installed packages: name -> its options."
-    )
+    extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Techniques of other installed packages: name -> its options."""
 
 
 def entries() -> tuple[Entry, ...]:
@@ -114,9 +113,14 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
     """Return name -> reason for each technique that cannot run with ``technique``. Either technique may declare the
     exclusion."""
-    apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
-    others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
-    return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
+    reasons = {
+        other.name: technique.excluding(other)
+        or other.excluding(technique)
+        or _why_apart(technique, other)
+        or _why_apart(other, technique)
+        for other in among
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _why_apart(technique: Entry, other: Entry) -> str | None:
@@ -132,7 +136,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
         return technique.name == parallelism.name
     if technique.needs and parallelism.name not in technique.needs:
         return False
-    return technique.name not in parallelism.excludes and parallelism.name not in technique.excludes
+    return not technique.excluding(parallelism) and not parallelism.excluding(technique)
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
@@ -175,10 +179,10 @@ def contradiction(variant: Variant) -> str | None:
     together = requested(variant)
     for one in together:
         for other in together:
-            if other.name in one.excludes:
+            if reason := one.excluding(other):
                 return (
                     f"found {one.key} {one.value(variant)!r} with {other.key} {other.value(variant)!r}; the two "
-                    f"exclude each other, because {one.excludes[other.name]}: remove one of them."
+                    f"exclude each other, because {reason}: remove one of them."
                 )
     return None
 
