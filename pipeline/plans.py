@@ -229,7 +229,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
                 f"launcher started {count(launched, 'process')}; allowed: parallelism "
-                f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
+                f"{' or '.join(map(repr, PARALLELISMS))} with processes 'auto' or {launched}."
             )
         found = launched
     elif variant.parallelism not in PARALLELISMS:
@@ -290,8 +290,3 @@ def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where:
         f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; with "
         f"{MICRO_BATCHES_A_STAGE * stages}, stages are seldom idle."
     )
-
-
-def _listed(values: tuple[str, ...]) -> str:
-    *others, last = map(repr, values)
-    return f"{', '.join(others)} or {last}" if others else last

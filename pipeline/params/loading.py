@@ -56,9 +56,8 @@ class Config(Section):
 
     def teacher_of(self, name: str) -> str | None:
         """Return the name of the variant that teaches ``variants.<name>``; None if no variant teaches it."""
-        distillation = self.variants[name].distillation if name in self.variants else None
-        found = distillation.teacher.removeprefix(TEACHERS) if distillation else None
-        return found if distillation and found != distillation.teacher and found in self.variants else None
+        taught = self.variants[name].distillation
+        return next((each for each in self.variants if taught and taught.teacher == f"{TEACHERS}{each}"), None)
 
     def train_of(self, name: str) -> Train:
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
@@ -117,12 +116,11 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
 def _with_students(config: Config) -> Config:
     """Return ``config`` with the students among its variants, and with each teacher's model filled in."""
     whole = config.model_copy(update={"variants": config.variants | config.students})
-    job = whole.train.model, whole.train.model_options
     for name, variant in whole.variants.items():
         if variant.distillation and variant.distillation.model is None:
-            teacher = whole.variants.get(whole.teacher_of(name) or "")
-            model, options = (teacher.model, teacher.model_options) if teacher and teacher.model else job
-            filled = variant.distillation.model_copy(update={"model": model, "model_options": options})
+            teacher = whole.teacher_of(name)
+            job = whole.train_of(teacher) if teacher else whole.train
+            filled = variant.distillation.model_copy(update={"model": job.model, "model_options": job.model_options})
             whole.variants[name] = variant.model_copy(update={"distillation": filled})
     return whole
 

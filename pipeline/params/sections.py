@@ -19,6 +19,9 @@ Side = Annotated[int, Field(gt=0, le=2**13)]
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]
 """Seconds or minutes. Much larger numbers would overflow a timer."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
+DataSetName = Literal[
+    "fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic", "arrays", "text_folder", "python_source"
+]
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
@@ -65,17 +68,7 @@ class Synthetic(Section):
 class Fetch(Section):
     """The data set, and the source of its raw files."""
 
-    dataset: Literal[
-        "fashion_mnist",
-        "mnist",
-        "cifar10",
-        "digits",
-        "image_folder",
-        "synthetic",
-        "arrays",
-        "text_folder",
-        "python_source",
-    ] = "fashion_mnist"
+    dataset: DataSetName = "fashion_mnist"
     """The data set. Three need no network: digits comes with scikit-learn, python_source is Python's standard library
     as text, and synthetic is generated. A score on synthetic images means nothing."""
     mirror: str | None = None

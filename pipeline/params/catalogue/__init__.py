@@ -9,7 +9,7 @@ in the first second.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ from pipeline.params.catalogue.models import MODELS, ModelSettings
 from pipeline.params.catalogue.parallelism import PARALLELISM, ParallelismSettings
 from pipeline.params.catalogue.precision import PRECISION, PrecisionSettings
 from pipeline.params.catalogue.speed import SPEED, SpeedSettings
+from pipeline.params.sections import Section
 
 GROUPS = {
     "Models": MODELS,
@@ -159,18 +160,14 @@ def misplaced(variant: Variant) -> dict[str, str]:
     }
 
 
-def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
-    """Return the technique's keys with the values that turn the technique off."""
-    if technique.name in variant.extra:
-        return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
-    plain = Variant()
-    return {key: getattr(plain, key) for key in keys(technique)}
-
-
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
     """Return the variant without these techniques. A remaining technique may need a removed one."""
+    plain = Variant()
     for technique in techniques:
-        variant = variant.model_copy(update=unrequested(variant, technique))
+        off: dict[str, Any] = {key: getattr(plain, key) for key in keys(technique)}
+        if technique.key == "extra":
+            off = {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
+        variant = variant.model_copy(update=off)
     return variant
 
 
@@ -189,45 +186,38 @@ def contradiction(variant: Variant) -> str | None:
 
 def extra_problems(variant: Variant) -> list[str]:
     """Return the problems of the variant's ``extra`` techniques: missing packages, and invalid options."""
-    return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
-
-
-def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
-    try:
-        model = _from_outside(name).options
-    except ConfigError as error:
-        return [f"extra.{name}: {error}"]
-    if model is None:
-        return (
-            [f"extra.{name}: found {dict(options)}, but {name} takes no options; write {name}: {{}}"] if options else []
-        )
-    try:
-        model.model_validate(options)
-    except ValidationError as error:
-        return [
-            f"extra.{'.'.join(map(str, (name, *each['loc'])))}: found {each['input']!r}; {each['msg']}. "
-            f"Options of {name}: {', '.join(model.model_fields) or 'none'}."
-            for each in error.errors(include_url=False)
-        ]
-    return []
+    found = []
+    for name, options in variant.extra.items():
+        try:
+            model = _from_outside(name).options or Section
+            model.model_validate(options)
+        except ConfigError as error:
+            found.append(f"extra.{name}: {error}")
+        except ValidationError as error:
+            found += [
+                f"extra.{'.'.join(map(str, (name, *each['loc'])))}: found {each['input']!r}; {each['msg']}. "
+                f"Options of {name}: {', '.join(model.model_fields) or 'none'}."
+                for each in error.errors(include_url=False)
+            ]
+    return found
 
 
 @functools.cache
 def _from_outside(name: str) -> Entry:
     found = outside.load(outside.CATALOGUE, name)
     where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
-    if not isinstance(found, Entry) or found.name != name:
-        raise ConfigError(f"{where} is {found!r}; expected the technique's Entry, with this name.")
-    for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
-        if value not in get_args(allowed):
-            raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
-    if found.implementation:
-        raise ConfigError(
-            f"{where}: found implementation {found.implementation!r}; remove it, because an entry point of the group "
-            f"{outside.TECHNIQUES} names the class."
-        )
-    if found.key != "extra":
-        raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
+    if not isinstance(found, Entry):
+        raise ConfigError(f"{where} is {found!r}; expected the technique's Entry.")
+    expected = {
+        "name": (name,),
+        "key": ("extra",),
+        "implementation": ("",),  # the entry point of the other group names the class
+        "changes": get_args(Changes),
+        "layer": get_args(Layer),
+    }
+    for field, allowed in expected.items():
+        if (value := getattr(found, field)) not in allowed:
+            raise ConfigError(f"{where}: found {field} {value!r}; expected {' or '.join(map(repr, allowed))}.")
     if name in _BY_NAME:
         raise ConfigError(
             f"{where}: a built-in technique has this name; rename the package's technique, or uninstall the package."
