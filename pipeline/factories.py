@@ -29,11 +29,6 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
     try:
         module = importlib.import_module(module_name)
     except ImportError as caught:
-        missing = caught.name if isinstance(caught, ModuleNotFoundError) else None
-        if missing is not None and (module_name == missing or module_name.startswith(missing + ".")):
-            raise error(
-                f"{key}: found {name!r}, but there is no module {missing!r}, neither installed nor in {here}."
-            ) from None
         raise error(f"{key}: found {name!r}, but importing {module_name} failed: {caught}") from caught
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, dir(module))

@@ -308,8 +308,11 @@ def test_a_factory_of_the_users_own_is_found_in_the_current_directory(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_nets_here:flat", r"train\.model: found 'no_nets_here:flat', but there is no module 'no_nets_here'"),
-        ("my_nets.sub:flat", r"there is no module 'my_nets\.sub'"),
+        (
+            "no_nets_here:flat",
+            r"train\.model: found 'no_nets_here:flat', but importing no_nets_here failed: No module",
+        ),
+        ("my_nets.sub:flat", r"importing my_nets\.sub failed: No module named 'my_nets\.sub'"),
         ("my_nets:flatt", r"my_nets\.py has no 'flatt'\. Did you mean flat\?"),
         ("my_nets:", r"found 'my_nets:'; expected module:function"),
         (":flat", r"found ':flat'; expected module:function"),

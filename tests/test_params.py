@@ -72,7 +72,7 @@ def test_sections_are_frozen() -> None:
         ("variants.Big Name", {}, "found 'Big Name'; string should match pattern '^[a-z0-9][a-z0-9_-]*$'."),
         ("variants.new", None, "found null; input should be a mapping, such as {}."),
         ("variants", {}, "found {}; "),
-        ("train.model", "my_models.mlp", "found 'my_models.mlp'; expected the name of a model, or module:factory "),
+        ("train.model", "my_models.mlp", "found 'my_models.mlp'; expected a model's name, or module:factory of "),
         ("train.epochs", "three", "found 'three'; input should be a valid integer."),
         ("train.epochs", 2.5e20, "found 2.5e+20; "),
         ("train.epochs", True, "found true; "),
@@ -87,7 +87,7 @@ def test_sections_are_frozen() -> None:
         ("prepare.image_size", [8], "found [8]; "),
         ("infer.batch_sizes.1", 10**9, "found 1000000000; "),
         ("compare.baseline", "base", "found 'base', which is not under variants; allowed: baseline, ddp, memory."),
-        ("compare.margins.energy", 0.05, "found 0.05, but bench.energy is false"),
+        ("compare.margins.energy", 0.05, "found 0.05, which needs bench.energy: true."),
     ],
 )
 def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(key: str, value: Any, says: str) -> None:

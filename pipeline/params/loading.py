@@ -131,10 +131,7 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
         if name in config.students:
             yield f"students.{name}: a variant under variants has the same name; rename one of them."
         elif config.variants[name].distillation:
-            yield (
-                f"variants.{name}.distillation: a variant that learns from a teacher belongs under students, where "
-                "dvc.yaml makes its teacher a dependency; move it there."
-            )
+            yield f"variants.{name}.distillation: a variant that learns from a teacher belongs under students."
     for name, variant in config.students.items():
         if variant.distillation is None:
             yield f"students.{name}: this variant has no distillation, so it belongs under variants; move it there."
@@ -149,10 +146,7 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
             teachers.add(teacher)
             teacher = config.teacher_of(teacher)
         if teacher:
-            yield (
-                f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}; name another "
-                "teacher."
-            )
+            yield f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}."
 
 
 def schema() -> str:
@@ -174,10 +168,7 @@ def schema() -> str:
 def _contradictions(config: Config) -> Iterator[str]:
     """Yield the contradictions between keys that are each valid alone. None of these depends on the machine."""
     if config.compare.margins.energy and not config.bench.energy:
-        yield (
-            f"compare.margins.energy: found {config.compare.margins.energy}, but bench.energy is false, so no energy "
-            "is measured; set bench.energy: true."
-        )
+        yield f"compare.margins.energy: found {config.compare.margins.energy}, which needs bench.energy: true."
     listed = {
         "compare.baseline": [config.compare.baseline],
         "bench.ablate": config.bench.ablate,
@@ -239,18 +230,12 @@ def _own_code(train: Train) -> Iterator[str]:
             "has its own setting, train.label_smoothing."
         )
     if train.loss != "cross_entropy" and train.label_smoothing:
-        yield (
-            f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which "
-            "ignores it; set 0.0, and smooth the labels in your own loss."
-        )
+        yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
 
 
 def _model_problems(key: str, name: str | None) -> Iterator[str]:
     if name is not None and not re.fullmatch(rf"\w+|{_FUNCTION}", name):
-        yield (
-            f"{key}: found {name!r}; expected the name of a model, or module:factory of your own, such as "
-            "my_models:mlp."
-        )
+        yield f"{key}: found {name!r}; expected a model's name, or module:factory of your own, such as my_models:mlp."
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
