@@ -223,7 +223,7 @@ def test_the_check_draws_no_random_number(tmp_path: Path, monkeypatch: pytest.Mo
         ("small_cn", r"Did you mean small_cnn"),
         (
             "qqqq",
-            r"found 'qqqq'; Allowed: small_cnn, resnet9, mlp, gpt, transformers, a torchvision classification model",
+            r"found 'qqqq'\. Allowed: small_cnn, resnet9, mlp, gpt, transformers, a torchvision classification model",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Variant, parse
 from pipeline.techniques import of_plan
-from tests.nets import ALONE, chosen, make_plan
+from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, put_on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
 from tests.test_params import PLAIN_CPU, SHIPPED
@@ -115,13 +115,6 @@ def test_it_is_in_effect_on_one_device_and_on_two(digits: Dataset) -> None:
     assert free > 0.5
     assert _change(ALONE, digits, 0.25) == pytest.approx(0.25, rel=1e-4)
     assert run_ranks(_change, digits, 0.25) == pytest.approx([0.25, 0.25], rel=1e-4)
-
-
-@pytest.mark.usefixtures("clipping")
-def test_it_applies_after_the_built_in_ones() -> None:
-    plan = make_plan(gradient_accumulation=2, channels_last=True, **CLIPPED)
-    *_, last = chosen(plan, ALONE)
-    assert last.name == "gradient_clipping"
 
 
 def test_planning_loads_no_torch_and_its_variant_alone_depends_on_its_version_and_code(tmp_path: Path) -> None:

@@ -267,11 +267,3 @@ def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], 
         parent[last] = junk
     with contextlib.suppress(ConfigError):
         plans(parse(values["root"]), PLAIN_CPU)
-
-
-@given(text=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
-def test_junk_text_raises_nothing_but_config_errors(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "junk.yaml"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(ConfigError):
-        load(path)

@@ -159,8 +159,8 @@ def schema() -> str:
     for each in CATALOGUE:
         said = keys[each.key].get("description", "")
         keys[each.key]["description"] = f"{said} {each.setting.partition(': ')[2]}: {each.does}.".lstrip()
-    for each in ("variants", "students"):
-        described["properties"][each]["additionalProperties"] = False  # refuses names that do not match VariantName
+    for section in ("variants", "students"):
+        described["properties"][section]["additionalProperties"] = False  # refuses names that do not match VariantName
     text = json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
     return text.replace(r"\n", " ")  # the ends of a docstring's lines
 
@@ -225,10 +225,7 @@ def _own_code(train: Train) -> Iterator[str]:
                 f"{example}."
             )
     if train.loss == loss and train.loss_options:
-        yield (
-            f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options; label smoothing "
-            "has its own setting, train.label_smoothing."
-        )
+        yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
 

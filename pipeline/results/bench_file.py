@@ -167,12 +167,10 @@ class Bench(Document):
                 if first != number and sample.samples_per_second:
                     found.append(f"{arm.name}: rounds {first} and {number} are equal in every figure, so one is a copy")
         for one, other in combinations(self.arms, 2):
-            speeds = [
-                {each.samples_per_second for each in pair}
-                for pair in zip(one.samples, other.samples, strict=False)
-                if all(each.samples_per_second for each in pair)
-            ]
-            if speeds and all(len(each) == 1 for each in speeds):
+            pairs = zip(one.samples, other.samples, strict=False)
+            speeds = [(mine.samples_per_second, theirs.samples_per_second) for mine, theirs in pairs]
+            known = [pair for pair in speeds if all(pair)]
+            if known and all(first == second for first, second in known):
                 found.append(f"{one.name} and {other.name} are equal in every sample, so one is a copy")
         return found
 

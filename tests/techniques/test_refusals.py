@@ -56,7 +56,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("parallelism", A_GPU, parallelism="data_parallel"),
         case("precision", A_GPU, precision="fp16"),
         case("precision", A_GPU, GPUS, ON_CPU, precision="tf32"),
-        case("precision", "no TF32", OLD_GPUS, precision="tf32"),
+        case("precision", "a GPU with TF32", OLD_GPUS, precision="tf32"),
         case("precision", "'leave_out' or 'run'", PLAIN_CPU, {"without_native": "refuse"}, precision="bf16"),
         case("precision", "torchao is not installed (pip install '.[float8]')", precision="float8"),
         case("precision", "capability 8.9 has", OLD_WITH_TORCHAO, {"without_native": "refuse"}, precision="float8"),
@@ -71,7 +71,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         # Refused for the job
         case("optimizer_state", "train.optimizer is sgd", WITH_8BIT, optimizer_state="8bit"),
         case("optimizer_state", "train.optimizer is sgd", optimizer_state="factored"),
-        case("cuda_graph", "runs 3 steps and then", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
+        case("cuda_graph", "must be above 3", GPUS, {"warmup_steps": GRAPH_WARMUP_STEPS}, cuda_graph=True),
         case("scaling", "train.warmup_fraction 0.0", CPU, {"warmup_fraction": 0.0}, parallelism="ddp", scaling="weak"),
         case(
             "train.batch_size", "3 processes x 2 micro-batches; allowed: a multiple of 6, such as 258",

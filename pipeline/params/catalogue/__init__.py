@@ -1,7 +1,8 @@
 """The catalogue: for every technique, its key, what it changes, and which techniques it cannot run with.
 
 Each group of techniques has its own file. The file declares the group's settings of a variant, and an ``Entry`` for
-each technique. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
+each technique. The schema describes a setting by what its techniques do, so a docstring under a setting says only what
+no technique says. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
 packages can add techniques (``outside``). The catalogue does not import torch, so an impossible combination is refused
 in the first second.
 """

@@ -10,9 +10,7 @@ from pipeline.params.sections import Section
 
 
 def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
-    if on_gpu and not machine.gpu_tf32:
-        return "this GPU has no TF32 (compute capability below 8.0)"
-    return needs_gpu(machine, on_gpu)
+    return None if on_gpu and machine.gpu_tf32 else "it needs a GPU with TF32 (compute capability 8.0)"
 
 
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
