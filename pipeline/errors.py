@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -82,6 +84,13 @@ def own_place(trace: str) -> str:
 def count(amount: int, noun: str) -> str:
     """Return ``amount`` and ``noun``, in the singular or plural: "1 round", "2 rounds", "1,000 processes"."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}"
+
+
+def did_you_mean(found: object, known: Iterable[str]) -> str:
+    """Return, with a leading space, the question whether a similar ``known`` name is meant; empty if none is
+    similar."""
+    close = difflib.get_close_matches(str(found), list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError, own_place
+from pipeline.errors import PipelineError, did_you_mean, own_place
 
 
 def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
@@ -30,15 +29,9 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
     try:
         module = importlib.import_module(module_name)
     except ImportError as caught:
-        missing = caught.name if isinstance(caught, ModuleNotFoundError) else None
-        if missing is not None and (module_name == missing or module_name.startswith(missing + ".")):
-            raise error(
-                f"{key}: found {name!r}, but there is no module {missing!r}, neither installed nor in {here}."
-            ) from None
         raise error(f"{key}: found {name!r}, but importing {module_name} failed: {caught}") from caught
     if not hasattr(module, attribute):
-        close = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(attribute, dir(module))
         raise error(f"{key}: found {name!r}, but {module.__file__} has no {attribute!r}.{hint}")
     found = getattr(module, attribute)
     if not callable(found):

@@ -229,7 +229,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
             raise ConfigError(
                 f"{where}: found parallelism {variant.parallelism!r} and processes {variant.processes!r}, but a "
                 f"launcher started {count(launched, 'process')}; allowed: parallelism "
-                f"{_listed(PARALLELISMS)} with processes 'auto' or {launched}."
+                f"{' or '.join(map(repr, PARALLELISMS))} with processes 'auto' or {launched}."
             )
         found = launched
     elif variant.parallelism not in PARALLELISMS:
@@ -244,26 +244,17 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
                 f"{where}.processes: found {found}, but this machine has {count(machine.gpus, 'GPU')}; "
                 f"allowed: 1 to {machine.gpus}, or 'auto'."
             )
-    _check_replicas(variant, found, where)
+    fitting = [1, *(replicas for replicas in range(2, found // 2 + 1) if found % replicas == 0)]
+    if variant.replicas not in fitting:
+        raise ConfigError(
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(found, 'process')} into "
+            f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
+        )
     return found
 
 
-def _check_replicas(variant: Variant, processes: int, where: str) -> None:
-    """Raise ConfigError if the replicas do not divide the processes into groups of two or more."""
-    fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
-    if variant.replicas not in fitting:
-        raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(processes, 'process')} into "
-            f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
-        )
-
-
 def _why_not_among(
-    variant: Variant,
-    processes: int,
-    batch_size: int,
-    micro_batches: int,
-    why_not_held_by: WhyNotHeldBy,
+    variant: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> str | None:
     """Return why ``processes`` cannot share the batch evenly, or cannot hold one model together; None if they can."""
     if variant.parallelism in ONE_BATCH:  # the number of replicas is fixed, and only replicas share the batch
@@ -279,19 +270,12 @@ def _why_not_among(
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
     """Return the number of micro-batches: ``requested`` or, if this is 1, up to ``MICRO_BATCHES_A_STAGE`` per stage.
     Raises ConfigError if a stage would be idle."""
-    if requested >= stages:
-        return requested
-    if requested == 1:
-        for count in range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1):
-            if samples % count == 0:
-                return count
+    usual = range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1)
+    found = next((each for each in usual if samples % each == 0), 0) if requested == 1 else requested
+    if found >= stages:
+        return found
     raise ConfigError(
         f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
         f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; with "
         f"{MICRO_BATCHES_A_STAGE * stages}, stages are seldom idle."
     )
-
-
-def _listed(values: tuple[str, ...]) -> str:
-    *others, last = map(repr, values)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -29,11 +29,7 @@ if TYPE_CHECKING:  # the process that distributes the tests must not load torch
 ROOT = Path(__file__).parent.parent
 
 # Set before a test imports torch: with more threads, the tests that run side by side would slow each other down.
-for _variable in (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-):
-    os.environ[_variable] = "1"
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 os.environ["DVC_NO_ANALYTICS"] = "1"  # without this repository's settings, DVC would send usage data
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)

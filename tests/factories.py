@@ -53,30 +53,24 @@ DESCRIBED = Description(
 DESCRIBED = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
 """The content of dataset.json for every result. The images are small, so that the models are small too."""
 
-SECRETS = (
-    "hub-0a1b2c",
-    "cache-pw",
-    "opensesame",
-    "hunter2x",
-    "plugin-pw",
-    "16C7e42F292c6912E7710c838347",
-    "me@h0st",
-    "img-pw",
-)
+SECRETS = ("hub-0a1b2c", "cache-pw", "opensesame", "plugin-pw", "16C7e42F292c6912E7710c838347", "me@h0st", "img-pw")
 PLANTED = {
     "TORCH_HUB_TOKEN": SECRETS[0],
     "TORCHINDUCTOR_REDIS_URL": f"redis://:{SECRETS[1]}@cache:6379",
     "NCCL_SECRET": SECRETS[2],
-    "CUDA_LICENSE_KEY": SECRETS[3],
-    "NCCL_NET_PLUGIN": f"https://{SECRETS[4]}@host/lib.so",
-    "NCCL_ALGO": f"ghp_{SECRETS[5]}",
-    "GLIBC_TUNABLES": SECRETS[6],
-    "PIPELINE_IMAGE": f"https://{SECRETS[7]}@registry.example/pipeline?sig={SECRETS[7]}",
+    "NCCL_NET_PLUGIN": f"https://{SECRETS[3]}@host/lib.so",
+    "NCCL_ALGO": f"ghp_{SECRETS[4]}",
+    "GLIBC_TUNABLES": SECRETS[5],
+    "PIPELINE_IMAGE": f"https://{SECRETS[6]}@registry.example/pipeline?sig={SECRETS[6]}",
 }
 """Environment variables with secrets: some have unknown names, others are known settings with a secret as the value."""
 
-JOB: dict[str, Any] = {"decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1}
-"""The fields of a result that say how a variant trains the default job of params.yaml."""
+JOB: dict[str, Any] = {
+    "skipped": {}, "decided": {}, "batch_size": 256, "learning_rate": 0.1, "micro_batches": 1, "backend": None,
+    "world_size": 1, "threads_per_process": 2, "device": "Example CPU @ 2.0 GHz", "placement": "resident",
+    "parameter_count": 21_840,
+}  # fmt: skip
+"""The fields of a result that say how a variant trains the default job of params.yaml on one device."""
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:
@@ -100,24 +94,17 @@ def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
         "train_loss": 0.25,
         "steps": 468,
         "measured_steps": 458,
-        "samples_per_second": 20_000.0,
         "step_p50_ms": 12.5,
         "step_p90_ms": 13.5,
         "step_p99_ms": 18.0,
-        "input_wait_fraction": 0.004,
         "startup_seconds": 2.4 if seed == 0 else None,
         "first_step_seconds": 0.12 if seed == 0 else None,
         "train_seconds": 9.0,
         "evaluate_seconds": 0.9,
-        "peak_memory_bytes": 200 * 2**20,
-        "peak_memory_rank_bytes": (200 * 2**20,),
-        "peak_reserved_bytes": None,
-        "allocator_retries": None,
         "resumes": 0,
-        "rejections": (),
         "model_sha256": hashlib.sha256(f"{seed} {test_correct}".encode()).hexdigest(),
     }
-    return Run(**values | changes)
+    return Run(**dict(make_window()) | values | changes)
 
 
 def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **changes: Any) -> Result:
@@ -130,15 +117,8 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "environment": ENVIRONMENT["hash"],
         "config": {"train": train, "variant": applied},
         "applied": applied,
-        "skipped": {},
         **JOB,
-        "device": "Example CPU @ 2.0 GHz",
-        "backend": None,
-        "world_size": 1,
-        "threads_per_process": 2,
-        "placement": "resident",
         "dataset": Dataset(name="fashion_mnist", sha256=DESCRIBED.sha256, train_count=60_000, test_count=10_000),
-        "parameter_count": 21_840,
         "key": "k" * 64,
         "history_sha256": "f" * 64,
         "score": ScoreName(name="accuracy"),
@@ -162,10 +142,9 @@ def make_history(
     seeds: Sequence[int | Run] = (0, 1, 2),
     accuracies: Sequence[float] = (0.80, 0.86, 0.90),
     *,
-    seconds_per_epoch: float = 3.0,
     rows_per_epoch: int = 4,
 ) -> list[HistoryRow]:
-    """Return rows in which each seed ends epoch n with ``accuracies[n - 1]`` after ``n * seconds_per_epoch`` seconds.
+    """Return rows in which each seed ends epoch n with ``accuracies[n - 1]`` after ``3 * n`` seconds.
 
     If a run is given instead of a seed, its last row has the run's final figures.
     """
@@ -180,10 +159,10 @@ def make_history(
                     seed=seed,
                     epoch=epoch,
                     step=round(epoch * 235),
-                    train_seconds=epoch * seconds_per_epoch,
+                    train_seconds=epoch * 3.0,
                     learning_rate=0.1 * (1 - epoch / (len(accuracies) + 1)),
                     train_loss=2.3 / (1 + 3 * epoch) + 0.01 * seed,
-                    samples_per_second=60_000 / seconds_per_epoch,
+                    samples_per_second=60_000 / 3.0,
                     test_loss=0.5 / epoch if ends else None,
                     test_accuracy=accuracies[round(epoch) - 1] if ends else None,
                 )
@@ -266,22 +245,9 @@ def make_arm(
         for index in range(rounds)
     )
     values: dict[str, Any] = {
-        "name": name,
-        "parameter_count": 21_840,
-        "role": role,
-        "variant": variant,
-        "technique": technique,
-        "applied": applied,
-        "skipped": {},
-        **JOB,
-        "backend": None,
-        "world_size": 1,
-        "threads_per_process": 2,
-        "placement": "resident",
-        "device": "Example CPU @ 2.0 GHz",
-        "samples": samples,
-    }
-    return Arm(**values | changes)
+        "name": name, "role": role, "variant": variant, "technique": technique, "applied": applied, "samples": samples,
+    }  # fmt: skip
+    return Arm(**JOB | values | changes)
 
 
 THROUGHPUT = {"ddp": 1.6, "memory": 0.8}

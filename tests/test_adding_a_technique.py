@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.params import CATALOGUE
+from pipeline.params import CATALOGUE, Variant, requested
+from pipeline.params.catalogue.base import needs_gpu
 from pipeline.techniques import _own
 from tests.pages import ROOT, blocks
+from tests.rehearsal.jobs import SETS
 
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "synthetic", "synthetic": {"train": 64, "test": 16, "shape": [1, 8, 8], "classes": 2}},
@@ -81,23 +83,10 @@ def test_the_added_technique_is_applied_in_training(checkout: Path) -> None:
     assert results[0]["runs"][0]["train_loss"] != pytest.approx(results[1]["runs"][0]["train_loss"], rel=1e-3)
 
 
-@pytest.mark.slow
-def test_an_added_technique_for_gpus_is_rehearsed_without_a_variant(checkout: Path, tmp_path: Path) -> None:
-    for name in ("pipeline", "tests", "variants"):
-        shutil.copytree((checkout if name == "pipeline" else ROOT) / name, tmp_path / name)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    catalogue = tmp_path / "pipeline/params/catalogue/speed.py"
-    text, named = catalogue.read_text(encoding="utf-8"), 'name="gradient_centralization",'
-    catalogue.write_text(text.replace(named, f"{named} why_not=needs_gpu,"), encoding="utf-8")
-    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/rehearsal/test_one_gpu.py")
-    tried = subprocess.run(
-        (*command, "-k", "unnamed-gradient_centralization"),
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert " 1 passed" in tried.stdout, tried.stdout
+def test_the_rehearsal_trains_each_technique_that_needs_a_gpu() -> None:
+    variants = [Variant(**values) for each in SETS.values() for values in each.values()]
+    rehearsed = {each.name for variant in variants for each in requested(variant)}
+    assert rehearsed >= {each.name for each in CATALOGUE if each.why_not is needs_gpu}
 
 
 @pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.implementation], ids=lambda each: each.name)

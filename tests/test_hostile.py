@@ -96,7 +96,7 @@ ESCAPE = "\x1b]0;owned\x07"
         ("environment", {"params.yaml": b"x" * 300_000}, "more than 262,144 characters"),
         ("environment", {"params.yaml": BASELINE + b"train: {epochs: 0x" + b"f" * 5_000 + b"}"}, "2,000 characters"),
         ("environment", {"params.yaml": BASELINE + b"train: {epochs: " + b"9" * 1_500 + b"}"}, "epochs: found 999"),
-        ("environment", {"params.yaml": params(**variant("x" * 300))}, "up to 100 characters"),
+        ("environment", {"params.yaml": params(**variant("x" * 300))}, "at most 100 characters"),
         ("environment", {"params.yaml": params(**variant("x; touch owned"))}, "variants.x; touch owned: found"),
         ("environment", {"params.yaml": params(**{ESCAPE: 1})}, r"\x1b]0;owned\x07: unknown key"),
         ("environment", {"params.yaml": params(**{"x\n::error::y\n##[z]": 1})}, "\n\\::error::y\n##\\[z]: unknown key"),

@@ -290,7 +290,7 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
         (["--arrays", "nowhere.npz"], "fetch.arrays: found 'nowhere.npz', which does not exist"),
         (["--text", "nowhere"], "fetch.text_folder: found 0 files in nowhere; expected two or more"),
         (["--model", "nets:net"], "train.model: found 'nets:net', but there is no module 'nets'"),
-        (["--model", "resnet81"], "train.model: found 'resnet81'; did you mean"),
+        (["--model", "resnet81"], "train.model: found 'resnet81'. Did you mean"),
     ],
 )
 def test_a_job_that_cannot_be_writes_nothing(

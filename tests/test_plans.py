@@ -33,27 +33,20 @@ OF_DDP = {"processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "sca
         # every step has 256 samples
         (8, {}, (1, 1, 1, 256), []),
         (0, DDP, (2, 1, 1, 128), []),
-        (0, DDP | {"processes": 4}, (4, 1, 1, 64), []),  # all four share the CPU
         (1, DDP, (1, 1, 1, 256), ["ddp"]),
         (0, DDP | OF_DDP, (1, 1, 1, 256), ["bucket_mb", "ddp", "powersgd", "weak_scaling"]),
-        (2, DDP, (2, 1, 1, 128), []),
         (3, DDP, (2, 1, 1, 128), ["1 of 3 GPUs"]),
         *((count, DDP, (4, 1, 1, 64), [f"{count - 4} of {count} GPUs"]) for count in (5, 6, 7)),
         (8, DDP, (8, 1, 1, 32), []),
         (8, DDP | {"gradient_accumulation": 4}, (8, 1, 4, 8), []),
-        (12, DDP, (8, 1, 1, 32), ["4 of 12 GPUs"]),
         *((8, each, (8, 1, 1, 32), []) for each in (ZERO1, FSDP)),
-        *((0, each, (2, 1, 1, 128), []) for each in (ZERO1, FSDP)),
         (1, FSDP | OF_FSDP, (1, 1, 1, 256), ["cpu_offload", "fsdp", "keep_gathered", "parameter_precision"]),
         (0, FSDP | {"replicas": 2}, (4, 1, 1, 64), []),
         (7, FSDP | {"replicas": 2}, (4, 1, 1, 64), ["3 of 7 GPUs"]),  # six processes cannot share 256 samples evenly
-        (8, FSDP | {"replicas": 2}, (8, 1, 1, 32), []),
         (3, TENSOR, (3, 3, 1, 256), []),  # all three take the same samples
-        (8, TENSOR, (8, 8, 1, 256), []),
         (5, TENSOR | {"replicas": 2}, (4, 2, 1, 128), ["1 of 5 GPUs"]),
         (8, TENSOR | {"replicas": 2}, (8, 4, 1, 128), []),
         (0, STAGES | {"processes": 1}, (1, 1, 1, 256), ["pipeline"]),
-        (0, STAGES, (2, 2, 8, 32), []),
         (0, STAGES | {"processes": 3}, (3, 3, 8, 32), []),  # of the numbers up to twelve, eight is the largest divisor
         (0, STAGES | {"replicas": 2}, (4, 2, 8, 16), []),
         (0, STAGES | {"gradient_accumulation": 2}, (2, 2, 2, 128), []),

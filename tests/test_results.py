@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +34,10 @@ def test_a_summary_holds_mean_spread_medians_and_the_largest_peak() -> None:
     assert summary.peak_memory_bytes == 30
 
 
-@pytest.mark.parametrize("field", ["samples_per_second", "step_p50_ms", "peak_memory_bytes"])
-def test_what_one_seed_does_not_know_the_summary_does_not_know(field: str) -> None:
-    unknown: dict[str, Any] = {field: None}
+def test_what_one_seed_does_not_know_the_summary_does_not_know() -> None:
+    unknown: dict[str, Any] = dict.fromkeys(("samples_per_second", "step_p50_ms", "peak_memory_bytes"))
     summary = summarise([make_run(0), make_run(1, **unknown), make_run(2)])
-    assert getattr(summary, field) is None
-
-
-def test_one_seed_has_no_spread() -> None:
+    assert summary.model_dump(include=set(unknown)) == unknown
     assert summarise([make_run(0)]).test_accuracy_spread_fraction is None
 
 
@@ -97,23 +91,15 @@ def test_a_result_of_another_job_or_variant_is_refused(changes: dict[str, Any], 
     assert "dvc repro --single-item --force train@ddp" in str(refused.value)
 
 
-def test_a_result_is_not_refused_for_what_does_not_train_it_again(tmp_path: Path) -> None:
-    results.write(DDP, results.result_file("ddp", tmp_path))
-    train = DDP.config["train"] | {"checkpoint_every_steps": 7}
-    assert results.read(results.result_file("ddp", tmp_path), make_params([DDP], train=train)) == DDP
-
-
-def test_a_result_is_not_refused_because_there_is_a_new_technique(tmp_path: Path) -> None:
+def test_a_result_is_not_refused_for_a_new_technique_or_for_what_does_not_train_it_again(tmp_path: Path) -> None:
+    path = results.result_file("ddp", tmp_path)
     older = {key: value for key, value in DDP.config["variant"].items() if key != "cudnn_benchmark"}
-    config = DDP.config | {"variant": older}
-    results.write(DDP.model_copy(update={"config": config}), results.result_file("ddp", tmp_path))
-    assert results.read(results.result_file("ddp", tmp_path), make_params([DDP])).config == config
-
-
-def test_a_result_of_a_variant_that_params_yaml_does_not_know_is_refused(tmp_path: Path) -> None:
-    results.write(DDP, results.result_file("ddp", tmp_path))
+    result = DDP.model_copy(update={"config": DDP.config | {"variant": older}})
+    results.write(result, path)
+    train = DDP.config["train"] | {"checkpoint_every_steps": 7}
+    assert results.read(path, make_params([DDP], train=train)) == result
     with pytest.raises(ResultError, match=r"variants\.ddp is \{.*\} in the result and null in params\.yaml"):
-        results.read(results.result_file("ddp", tmp_path), make_params([make_result("baseline")]))
+        results.read(path, make_params([make_result("baseline")]))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", "..", "", "x.json", "ddp\n", "DDP", 7])
@@ -133,9 +119,8 @@ def test_a_variant_is_named_as_in_params_yaml(record: type[Record], field: str, 
 
 @pytest.mark.parametrize("field", ["ledgers", "flops", "not_ablated"])
 def test_what_a_bench_keeps_by_variant_is_named_so_too(field: str) -> None:
-    values = make_bench().model_dump()
     with pytest.raises(ValidationError, match="pattern"):
-        Bench.model_validate(values | {field: {"../x": next(iter(values["flops"].values()))}})
+        Bench.model_validate(make_bench().model_dump() | {field: {"../x": {}}})
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, "../0"])
@@ -182,37 +167,15 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
 def test_history_comes_back_row_by_row(tmp_path: Path) -> None:
     path, rows = results.history_file("ddp", tmp_path), make_history((0, 1))
     assert {row.test_accuracy is None for row in rows} == {True, False}, "some rows must have blank fields"
-    results.write_history(rows[:5], path)
     with results.adding_to_history(path) as add:
-        for row in rows[5:]:
+        results.write_history(rows[:5], path)
+        for count, row in enumerate(rows[5:], 6):
             add(row)
-    assert results.read_history(path) == rows
+            assert results.read_history(path) == rows[:count], "a row must not wait: a kill would lose it"
     with path.open("a", encoding="utf-8") as file:
         file.write('"' + "0" * (csv.field_size_limit() + 1))  # a quote makes the rest of the file one field
     with pytest.raises(ResultError, match=r"history\.csv is not a history"):
         results.read_history(path)
-
-
-def test_rows_of_history_are_written_together_and_none_is_lost_by_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, now = tmp_path / "history.csv", [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    row = make_history((0,))[0].model_copy(update={"test_loss": None, "test_accuracy": None})
-    evaluated = row.model_copy(update={"test_loss": 0.5, "test_accuracy": 0.5})
-    rows, written = [], []
-    results.write_history([], path)
-    with suppress(ZeroDivisionError), results.adding_to_history(path) as add:
-        for step, (seconds, each) in enumerate(
-            [(0.0, row), (0.9, row), (1.1, row), (1.2, row), (1.3, evaluated), (1.4, row)]
-        ):
-            now[0] = seconds
-            rows.append(each.model_copy(update={"step": step}))
-            add(rows[-1])
-            written.append(len(results.read_history(path)))
-        raise ZeroDivisionError
-    assert written == [1, 1, 3, 3, 5, 5]
-    assert results.read_history(path) == rows
 
 
 def test_equal_records_alone_share_a_digest() -> None:

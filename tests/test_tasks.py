@@ -510,8 +510,8 @@ def test_the_docs_task_of_weighted_samples_takes_a_third_array(monkeypatch: pyte
             {"task": "translation"},
             "train.task: found 'translation'; expected classification, language_model, regression",
         ),
-        ({"task": "regression", "loss": "cross_entropy"}, "expected 'mean_squared_error' or module:function"),
-        ({"task": "regression", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is"),
+        ({"task": "regression", "loss": "cross_entropy"}, "expected mean_squared_error, or module:name"),
+        ({"task": "regression", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, which 'mean_sq"),
         ({"task": "no_such_module:Task"}, ""),
     ],
 )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, did_you_mean
 from pipeline.params import sections
-from pipeline.params.catalogue import Variant, contradiction, extra_problems, misplaced
+from pipeline.params.catalogue import CATALOGUE, Variant, contradiction, extra_problems, misplaced
 from pipeline.params.catalogue.models import Distillation
 from pipeline.params.sections import Section, Train, VariantName
 
@@ -50,18 +49,15 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-    """In a configuration that ``load`` or ``parse`` returned, this also includes the students."""
-    students: dict[VariantName, Variant] = Field(
-        default_factory=dict,
-        description="Variants that learn from a teacher (distillation). They have a section of their own, because "
-        "the stage that trains them must wait until the teacher is trained.",
-    )
+    # In a configuration that ``load`` or ``parse`` returned, this also includes the students.
+    students: dict[VariantName, Variant] = Field(default_factory=dict)
+    """Variants that learn from a teacher (distillation). They have a section of their own, because the stage that
+    trains them must wait until the teacher is trained."""
 
     def teacher_of(self, name: str) -> str | None:
         """Return the name of the variant that teaches ``variants.<name>``; None if no variant teaches it."""
-        distillation = self.variants[name].distillation if name in self.variants else None
-        found = distillation.teacher.removeprefix(TEACHERS) if distillation else None
-        return found if distillation and found != distillation.teacher and found in self.variants else None
+        taught = self.variants[name].distillation
+        return next((each for each in self.variants if taught and taught.teacher == f"{TEACHERS}{each}"), None)
 
     def train_of(self, name: str) -> Train:
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
@@ -120,12 +116,11 @@ def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
 def _with_students(config: Config) -> Config:
     """Return ``config`` with the students among its variants, and with each teacher's model filled in."""
     whole = config.model_copy(update={"variants": config.variants | config.students})
-    job = whole.train.model, whole.train.model_options
     for name, variant in whole.variants.items():
         if variant.distillation and variant.distillation.model is None:
-            teacher = whole.variants.get(whole.teacher_of(name) or "")
-            model, options = (teacher.model, teacher.model_options) if teacher and teacher.model else job
-            filled = variant.distillation.model_copy(update={"model": model, "model_options": options})
+            teacher = whole.teacher_of(name)
+            job = whole.train_of(teacher) if teacher else whole.train
+            filled = variant.distillation.model_copy(update={"model": job.model, "model_options": job.model_options})
             whole.variants[name] = variant.model_copy(update={"distillation": filled})
     return whole
 
@@ -136,10 +131,7 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
         if name in config.students:
             yield f"students.{name}: a variant under variants has the same name; rename one of them."
         elif config.variants[name].distillation:
-            yield (
-                f"variants.{name}.distillation: a variant that learns from a teacher belongs under students, where "
-                "dvc.yaml makes its teacher a dependency; move it there."
-            )
+            yield f"variants.{name}.distillation: a variant that learns from a teacher belongs under students."
     for name, variant in config.students.items():
         if variant.distillation is None:
             yield f"students.{name}: this variant has no distillation, so it belongs under variants; move it there."
@@ -154,33 +146,31 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
             teachers.add(teacher)
             teacher = config.teacher_of(teacher)
         if teacher:
-            yield (
-                f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}; name another "
-                "teacher."
-            )
+            yield f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}."
 
 
 def schema() -> str:
-    """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks."""
+    """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks.
+
+    A key's description is the docstring under its field; for a variant's key, what its techniques do follows.
+    """
     described = Config.model_json_schema()
-    for each in ("variants", "students"):
-        described["properties"][each]["additionalProperties"] = False  # refuses names that do not match VariantName
-    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
+    keys = described["$defs"]["Variant"]["properties"]
+    for each in CATALOGUE:
+        said = keys[each.key].get("description", "")
+        keys[each.key]["description"] = f"{said} {each.setting.partition(': ')[2]}: {each.does}.".lstrip()
+    for section in ("variants", "students"):
+        described["properties"][section]["additionalProperties"] = False  # refuses names that do not match VariantName
+    text = json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
+    return text.replace(r"\n", " ")  # the ends of a docstring's lines
 
 
 def _contradictions(config: Config) -> Iterator[str]:
     """Yield the contradictions between keys that are each valid alone. None of these depends on the machine."""
-    if config.compare.baseline not in config.variants:
-        yield (
-            f"compare.baseline: found {config.compare.baseline!r}, which is not under variants; "
-            f"allowed: {', '.join(config.variants)}."
-        )
     if config.compare.margins.energy and not config.bench.energy:
-        yield (
-            f"compare.margins.energy: found {config.compare.margins.energy}, but bench.energy is false, so no energy "
-            "is measured; set bench.energy: true."
-        )
+        yield f"compare.margins.energy: found {config.compare.margins.energy}, which needs bench.energy: true."
     listed = {
+        "compare.baseline": [config.compare.baseline],
         "bench.ablate": config.bench.ablate,
         "gate.variants": config.gate.variants,
         "profile.variants": config.profile.variants,
@@ -222,34 +212,27 @@ def _own_code(train: Train) -> Iterator[str]:
     """Yield the problems in the names and options of the task, model, loss and metric. Whether the named modules exist
     is not checked."""
     yield from _model_problems("train.model", train.model)
-    if train.task not in sections.TASKS and not re.fullmatch(_FUNCTION, train.task):
-        yield (
-            f"train.task: found {train.task!r}; expected {', '.join(sections.TASKS)}, or module:class of your own, "
-            "such as my_tasks:Autoencoding."
-        )
-    known = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
-    for key, name, example in zip(("loss", "metric"), known, ("my_losses:focal", "my_scores:top"), strict=True):
+    loss, metric = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
+    for key, known, example in (
+        ("task", sections.TASKS, "my_tasks:Autoencoding"),
+        ("loss", [loss], "my_losses:focal"),
+        ("metric", [metric], "my_scores:top"),
+    ):
         found = getattr(train, key)
-        if found != name and not re.fullmatch(_FUNCTION, found):
-            yield f"train.{key}: found {found!r}; expected {name!r} or module:function, such as {example}."
-    if train.loss == known[0] and train.loss_options:
-        yield (
-            f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options; label smoothing "
-            "has its own setting, train.label_smoothing."
-        )
+        if found not in known and not re.fullmatch(_FUNCTION, found):
+            yield (
+                f"train.{key}: found {found!r}; expected {', '.join(known)}, or module:name of your own, such as "
+                f"{example}."
+            )
+    if train.loss == loss and train.loss_options:
+        yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:
-        yield (
-            f"train.label_smoothing: found {train.label_smoothing}, but train.loss is {train.loss!r}, which "
-            "ignores it; set 0.0, and smooth the labels in your own loss."
-        )
+        yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
 
 
 def _model_problems(key: str, name: str | None) -> Iterator[str]:
     if name is not None and not re.fullmatch(rf"\w+|{_FUNCTION}", name):
-        yield (
-            f"{key}: found {name!r}; expected the name of a model, or module:factory of your own, such as "
-            "my_models:mlp."
-        )
+        yield f"{key}: found {name!r}; expected a model's name, or module:factory of your own, such as my_models:mlp."
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -288,29 +271,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_ALLOWED = {
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "greater_than": "a number above {gt:.12g}",
-    "greater_than_equal": "a number from {ge:.12g}",
-    "int_type": "a whole number",
-    "invalid_key": "text: write the key in quotes",
-    "less_than": "a number below {lt:.12g}",
-    "less_than_equal": "a number up to {le:.12g}",
-    "list_type": "a list",
-    "literal_error": "{expected}",
-    "model_type": "a mapping, such as {{}} for the defaults",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "string_too_long": "text of up to {max_length} characters",
-    "string_too_short": "text that is not empty",
-    "string_type": "text",
-    "too_long": "{max_length} or fewer entries",
-    "too_short": "{min_length} or more entries",
-}
-"""Type of pydantic's error -> what is allowed, as a format string that the error's context fills in. For any other
-type, the message is pydantic's."""
+_UniqueKeyLoader.add_implicit_resolver(  # such as 1e-3, which is a number in YAML 1.2, but not in YAML 1.1
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
@@ -342,20 +305,11 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
         section: Any = of_variant if path[0] in ("variants", "students") else Config
         for key in path[:-1] if section is Config else ():
             section = section.model_fields[key].annotation
-        return f"unknown key.{_closest(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
-    allowed = " or ".join(_ALLOWED.get(each["type"], "{msg}").format(**each, **each.get("ctx", {})) for each in errors)
-    hint = _closest(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
-    exponent = isinstance(found, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", found)
-    if exponent and kinds & {"float_type", "int_type"}:
-        number = float(found)
-        written = yaml.safe_dump(int(number) if number.is_integer() else number).split()[0]
-        hint = f" YAML reads this as text; write the number as {written}."
-    return f"found {_shown(found)}; expected {allowed}.{hint}"
-
-
-def _closest(found: Any, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(found), allowed, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+        return f"unknown key.{did_you_mean(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
+    said = " or ".join(each["msg"] for each in errors).replace(" or Input should be ", " or ")
+    allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping, such as {}", said)
+    hint = did_you_mean(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
+    return f"found {_shown(found)}; {allowed[0].lower()}{allowed[1:]}.{hint}"
 
 
 def _shown(value: Any) -> str:

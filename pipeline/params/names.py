@@ -7,13 +7,12 @@ source, such as those from ``import *``. Such names are checked only later, when
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, did_you_mean
 from pipeline.params.catalogue import Variant
 from pipeline.params.sections import Train
 
@@ -43,11 +42,9 @@ def unknown_model(name: str, known: Sequence[str], key: str = "train.model") -> 
     """Return why ``name`` is not a model; None if it is one. ``known``: torchvision's classification models."""
     if name in OWN_MODELS or name in known:
         return None
-    close = difflib.get_close_matches(name, [*OWN_MODELS, *known], n=3, cutoff=0.5)
     return (
-        f"{key}: found {name!r}; "
-        + (f"did you mean {' or '.join(close)}? " if close else "")
-        + f"Allowed: {', '.join(OWN_MODELS)}, a torchvision classification model, or module:factory of your own."
+        f"{key}: found {name!r}.{did_you_mean(name, (*OWN_MODELS, *known))} Allowed: {', '.join(OWN_MODELS)}, a "
+        "torchvision classification model, or module:factory of your own."
     )
 
 
@@ -79,9 +76,7 @@ def _own_problem(key: str, name: str) -> str | None:
         return f"{key}: found {name!r}, but {spec.origin} is not valid Python: {error.msg} in line {error.lineno}."
     if names & {attribute, "*", "__getattr__"}:
         return None
-    close = difflib.get_close_matches(attribute, names, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"{key}: found {name!r}, but {spec.origin} has no {attribute!r}.{hint}"
+    return f"{key}: found {name!r}, but {spec.origin} has no {attribute!r}.{did_you_mean(attribute, names)}"
 
 
 def _found(module: str) -> tuple[ModuleSpec | None, str]:

@@ -49,11 +49,8 @@ def load(group: str, name: str) -> Any:
 def _point(group: str, name: str) -> EntryPoint:
     point = _points(group).get(name)
     if point is None:
-        brought = _points(CATALOGUE).get(name) or _points(TECHNIQUES).get(name)
-        if brought is None:
-            there = ", ".join(names()) or "none"
-            raise ConfigError(f"no technique {name!r} is installed; installed from other packages: {there}.")
-        raise ConfigError(f"{_package(brought)} provides {name!r}, but has no entry point for it in the group {group}.")
+        there = ", ".join(sorted(_points(group))) or "none"
+        raise ConfigError(f"no technique {name!r} is installed; the entry points of the group {group} are: {there}.")
     return point
 
 
@@ -64,10 +61,8 @@ def _points(group: str) -> dict[str, EntryPoint]:
     for point in entry_points(group=group):
         other = found.setdefault(point.name, point)
         if other.value != point.value:
-            raise ConfigError(
-                f"both {_package(other)} and {_package(point)} provide the technique {point.name!r}; "
-                "uninstall one of them."
-            )
+            packages = f"{_package(other)} and {_package(point)}"
+            raise ConfigError(f"{packages} both provide the technique {point.name!r}; uninstall one of them.")
     return found
 
 

@@ -19,6 +19,9 @@ Side = Annotated[int, Field(gt=0, le=2**13)]
 Duration = Annotated[float, Field(gt=0.0, le=1e6)]
 """Seconds or minutes. Much larger numbers would overflow a timer."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # valid for every random generator
+DataSetName = Literal[
+    "fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic", "arrays", "text_folder", "python_source"
+]
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
@@ -26,7 +29,9 @@ VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=
 class Section(BaseModel):
     """A part of params.yaml. It is immutable, refuses unknown keys, and does not convert types silently."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 TASKS = {
@@ -42,67 +47,48 @@ OF_OWN_TASK = ("loss", "score")
 class Synthetic(Section):
     """The generated data set."""
 
-    train: PositiveInt = Field(10_000, description="Training samples.")
-    test: PositiveInt = Field(1_000, description="Test samples.")
-    shape: Annotated[list[PositiveInt], Field(min_length=1, max_length=8)] = Field(
-        [3, 32, 32],
-        description="Shape of a sample's inputs: [channels, height, width] for images, [features] for rows of a table, "
-        "[length + 1] for tokens.",
-    )
-    dtype: Literal["uint8", "float32"] = Field(
-        "uint8", description="Type of the inputs; float32 values are from 0 to 1. Tokens are always integers."
-    )
-    targets: Literal["labels", "floats", "tokens"] = Field(
-        "labels", description="labels: classes. floats: numbers to predict. tokens: each token predicts the next token."
-    )
-    classes: Annotated[int, Field(ge=2, le=2**16)] = Field(
-        10,
-        description="Number of classes; each class is a texture with noise. With floats: the number of values to "
-        "predict; each value is the strength of a texture. With tokens: the size of the vocabulary.",
-    )
-    seed: Seed = Field(0, description="Seed of textures and noise.")
+    train: PositiveInt = 10_000
+    """Training samples."""
+    test: PositiveInt = 1_000
+    """Test samples."""
+    shape: Annotated[list[PositiveInt], Field(min_length=1, max_length=8)] = [3, 32, 32]
+    """Shape of a sample's inputs: [channels, height, width] for images, [features] for rows of a table, [length + 1]
+    for tokens."""
+    dtype: Literal["uint8", "float32"] = "uint8"
+    """Type of the inputs; float32 values are from 0 to 1. Tokens are always integers."""
+    targets: Literal["labels", "floats", "tokens"] = "labels"
+    """labels: classes. floats: numbers to predict. tokens: each token predicts the next token."""
+    classes: Annotated[int, Field(ge=2, le=2**16)] = 10
+    """Number of classes; each class is a texture with noise. With floats: the number of values to predict; each value
+    is the strength of a texture. With tokens: the size of the vocabulary."""
+    seed: Seed = 0
+    """Seed of textures and noise."""
 
 
 class Fetch(Section):
     """The data set, and the source of its raw files."""
 
-    dataset: Literal[
-        "fashion_mnist",
-        "mnist",
-        "cifar10",
-        "digits",
-        "image_folder",
-        "synthetic",
-        "arrays",
-        "text_folder",
-        "python_source",
-    ] = Field(
-        "fashion_mnist",
-        description="The data set. Three need no network: digits comes with scikit-learn, python_source is Python's "
-        "standard library as text, and synthetic is generated. A score on synthetic images means nothing.",
-    )
-    mirror: str | None = Field(
-        None,
-        description="A directory with the raw files, or its file:// address. It is tried before other sources.",
-    )
-    image_folder: str | None = Field(
-        None,
-        description="For dataset image_folder: the directory with train/CLASS/* and, for a test split, test/CLASS/*.",
-    )
-    arrays: str | None = Field(
-        None,
-        description="For dataset arrays, one of these: a folder with inputs.npy and, optionally, targets.npy, "
-        "test_inputs.npy and test_targets.npy; an .npz or .safetensors file with these arrays; a .parquet table; a "
-        "folder that save_to_disk of the library datasets wrote, with the columns inputs and targets; or "
-        "module:function of your own, which is called with the argument split and yields dicts of arrays.",
-    )
-    arrays_options: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of your function in fetch.arrays."
-    )
-    text_folder: str | None = Field(None, description="For dataset text_folder: the directory of UTF-8 files.")
+    dataset: DataSetName = "fashion_mnist"
+    """The data set. Three need no network: digits comes with scikit-learn, python_source is Python's standard library
+    as text, and synthetic is generated. A score on synthetic images means nothing."""
+    mirror: str | None = None
+    """A directory with the raw files, or its file:// address. It is tried before other sources."""
+    image_folder: str | None = None
+    """For dataset image_folder: the directory with train/CLASS/* and, for a test split, test/CLASS/*."""
+    arrays: str | None = None
+    """For dataset arrays, one of these: a folder with inputs.npy and, optionally, targets.npy, test_inputs.npy and
+    test_targets.npy; an .npz or .safetensors file with these arrays; a .parquet table; a folder that save_to_disk of
+    the library datasets wrote, with the columns inputs and targets; or module:function of your own, which is called
+    with the argument split and yields dicts of arrays."""
+    arrays_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your function in fetch.arrays."""
+    text_folder: str | None = None
+    """For dataset text_folder: the directory of UTF-8 files."""
     synthetic: Synthetic = Synthetic()
-    timeout_seconds: Duration = Field(20.0, description="Longest wait for a server's answer.")
-    attempts: PositiveInt = Field(3, description="Attempts for each source, with growing pauses between them.")
+    timeout_seconds: Duration = 20.0
+    """Longest wait for a server's answer."""
+    attempts: PositiveInt = 3
+    """Attempts for each source, with growing pauses between them."""
 
     @property
     def own_module(self) -> str:
@@ -113,38 +99,36 @@ class Fetch(Section):
 class Prepare(Section):
     """How raw files are converted to packed arrays."""
 
-    image_size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="For image_folder: [height, width] to which every image is resized."
-    )
-    broken_images: Literal["fail", "skip"] = Field(
-        "fail",
-        description="For image_folder. fail: stop at an unreadable image. skip: leave the image out. In both cases, a "
-        "message names the image.",
-    )
-    test_fraction: ProperFraction = Field(
-        0.2,
-        description="Share held out for testing if the data set has no test split. With classes, it is a share of each "
-        "class; without classes, a share of all samples; for text, a share of the files.",
-    )
-    train_limit: PositiveInt | None = Field(None, description="Keep only the first N training samples (for trials).")
-    test_limit: PositiveInt | None = Field(None, description="Keep only the first N test samples (for trials).")
-    tokenizer: str | None = Field(
-        None,
-        description="For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. If "
-        "you change the file, run `dvc repro --force prepare`.",
-    )
-    window: PositiveInt = Field(128, description="For text: number of tokens that a sample predicts.")
-    workers: PositiveInt | Literal["auto"] = Field("auto", description="Decoding processes; auto: one per CPU core.")
+    image_size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
+    """For image_folder: [height, width] to which every image is resized."""
+    broken_images: Literal["fail", "skip"] = "fail"
+    """For image_folder. fail: stop at an unreadable image. skip: leave the image out. In both cases, a message names
+    the image."""
+    test_fraction: ProperFraction = 0.2
+    """Share held out for testing if the data set has no test split. With classes, it is a share of each class; without
+    classes, a share of all samples; for text, a share of the files."""
+    train_limit: PositiveInt | None = None
+    """Keep only the first N training samples (for trials)."""
+    test_limit: PositiveInt | None = None
+    """Keep only the first N test samples (for trials)."""
+    tokenizer: str | None = None
+    """For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. If you change the
+    file, run `dvc repro --force prepare`."""
+    window: PositiveInt = 128
+    """For text: number of tokens that a sample predicts."""
+    workers: PositiveInt | Literal["auto"] = "auto"
+    """Decoding processes; auto: one per CPU core."""
 
 
 class Augment(Section):
     """Random changes of the training images, drawn anew in each epoch."""
 
-    crop_padding: NonNegativeInt = Field(
-        0, description="Pad with this many zeros on each side, then crop to the original size at a random position."
-    )
-    flip: bool = Field(False, description="Mirror left-right with probability one half.")
-    cutout: NonNegativeInt = Field(0, description="Side in pixels of a square that is set to the mean; 0: no square.")
+    crop_padding: NonNegativeInt = 0
+    """Pad with this many zeros on each side, then crop to the original size at a random position."""
+    flip: bool = False
+    """Mirror left-right with probability one half."""
+    cutout: NonNegativeInt = 0
+    """Side in pixels of a square that is set to the mean; 0: no square."""
 
 
 class Train(Section):
@@ -155,208 +139,169 @@ class Train(Section):
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
     """Settings for resuming a run; no result depends on these settings."""
 
-    task: str = Field(
-        "classification",
-        description="classification, language_model, regression, or module:class of your own, derived from "
-        "pipeline.tasks.Task.",
-    )
-    task_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Settings of the task. regression takes tolerance: the largest error, in standard deviations of "
-        "the training targets, that its score counts as correct (0.5 by default).",
-    )
-    model: str = Field(
-        "small_cnn",
-        description="For images: small_cnn, resnet9, or the name of a torchvision classification model. For rows "
-        "of a table: mlp. For tokens: gpt or transformers. For any data: module:factory of your own.",
-    )
-    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model.")
-    loss: str = Field(
-        default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0],
-        description="Default: the task's loss, such as cross_entropy for classification. Or module:factory of your "
-        "own: the factory is called with loss_options and with arguments that describe the task's outputs, such as "
-        "classes. It returns a function that maps outputs and targets to the mean loss of the samples.",
-    )
-    loss_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own loss.")
-    metric: str = Field(
-        default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1],
-        description="Default: the task's score, such as accuracy for classification. Or module:function of your own, "
-        "which maps outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use "
-        "the mean score.",
-    )
-    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
-        [0, 1, 2], description="One run per seed; every variant has the same seeds."
-    )
-    epochs: PositiveInt = Field(2, description="Passes over the training set.")
-    batch_size: PositiveInt = Field(
-        256,
-        description="Global batch: samples per optimizer step, over all devices and micro-batches. If a variant has "
-        "scaling: weak, it is the number of samples per data-parallel process.",
-    )
-    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="sgd (with Nesterov momentum) or adamw.")
-    learning_rate: PositiveFloat = Field(0.1, description="Peak learning rate.")
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="SGD's momentum, or AdamW's beta1.")
-    weight_decay: NonNegativeFloat = Field(5e-4, description="Weight decay.")
-    schedule: Literal["one_cycle", "cosine", "constant"] = Field(
-        "one_cycle",
-        description="The learning rate after the warm-up. one_cycle: falls linearly to zero. cosine: falls to zero "
-        "along half a cosine. constant: stays the same.",
-    )
-    warmup_fraction: Fraction = Field(0.2, description="Share of all steps in which the learning rate rises from zero.")
-    label_smoothing: Fraction = Field(0.0, description="Label smoothing of cross_entropy in training.")
+    task: str = "classification"
+    """classification, language_model, regression, or module:class of your own, derived from pipeline.tasks.Task."""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task. regression takes tolerance: the largest error, in standard deviations of the training
+    targets, that its score counts as correct (0.5 by default)."""
+    model: str = "small_cnn"
+    """For images: small_cnn, resnet9, or the name of a torchvision classification model. For rows of a table: mlp. For
+    tokens: gpt or transformers. For any data: module:factory of your own."""
+    model_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the model."""
+    loss: str = Field(default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0])
+    """Default: the task's loss, such as cross_entropy for classification. Or module:factory of your own: the factory is
+    called with loss_options and with arguments that describe the task's outputs, such as classes. It returns a function
+    that maps outputs and targets to the mean loss of the samples."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for your own loss."""
+    metric: str = Field(default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1])
+    """Default: the task's score, such as accuracy for classification. Or module:function of your own, which maps
+    outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use the mean score."""
+    seeds: Annotated[list[Seed], Field(min_length=1)] = [0, 1, 2]
+    """One run per seed; every variant has the same seeds."""
+    epochs: PositiveInt = 2
+    """Passes over the training set."""
+    batch_size: PositiveInt = 256
+    """Global batch: samples per optimizer step, over all devices and micro-batches. If a variant has scaling: weak, it
+    is the number of samples per data-parallel process."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """sgd (with Nesterov momentum) or adamw."""
+    learning_rate: PositiveFloat = 0.1
+    """Peak learning rate."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """SGD's momentum, or AdamW's beta1."""
+    weight_decay: NonNegativeFloat = 5e-4
+    """Weight decay."""
+    schedule: Literal["one_cycle", "cosine", "constant"] = "one_cycle"
+    """The learning rate after the warm-up. one_cycle: falls linearly to zero. cosine: falls to zero along half a
+    cosine. constant: stays the same."""
+    warmup_fraction: Fraction = 0.2
+    """Share of all steps in which the learning rate rises from zero."""
+    label_smoothing: Fraction = 0.0
+    """Label smoothing of cross_entropy in training."""
     augment: Augment = Augment()
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu.")
-    placement: Literal["auto", "resident", "streamed"] = Field(
-        "auto",
-        description="Where the training data are. resident: on the device. streamed: in the prepared files, from which "
-        "batches are read. auto: resident if the data take at most a quarter of the device's free memory.",
-    )
-    without_native: Literal["leave_out", "refuse", "run"] = Field(
-        "leave_out",
-        description="What to do with a technique that this machine only emulates. leave_out: skip the technique, and "
-        "report that it was skipped. refuse: stop with an error. run: use the emulation.",
-    )
-    deterministic: bool = Field(
-        True,
-        description="Use PyTorch's deterministic algorithms, so that a seed gives the same result again. If an "
-        "operation has no deterministic algorithm, the run and its report name the operation.",
-    )
-    warmup_steps: PositiveInt = Field(
-        10, description="Steps before the measured window, for compilation, autotuning and filling caches."
-    )
-    history_every_steps: PositiveInt = Field(50, description="Write a row of history every N steps, and one per epoch.")
-    checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="Write a checkpoint every N steps, and one per epoch; null: only one per epoch."
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU, else cpu."""
+    placement: Literal["auto", "resident", "streamed"] = "auto"
+    """Where the training data are. resident: on the device. streamed: in the prepared files, from which batches are
+    read. auto: resident if the data take at most a quarter of the device's free memory."""
+    without_native: Literal["leave_out", "refuse", "run"] = "leave_out"
+    """What to do with a technique that this machine only emulates. leave_out: skip the technique, and report that it
+    was skipped. refuse: stop with an error. run: use the emulation."""
+    deterministic: bool = True
+    """Use PyTorch's deterministic algorithms, so that a seed gives the same result again. If an operation has no
+    deterministic algorithm, the run and its report name the operation."""
+    warmup_steps: PositiveInt = 10
+    """Steps before the measured window, for compilation, autotuning and filling caches."""
+    history_every_steps: PositiveInt = 50
+    """Write a row of history every N steps, and one per epoch."""
+    checkpoint_every_steps: PositiveInt | None = None
+    """Write a checkpoint every N steps, and one per epoch; null: only one per epoch."""
 
 
 class Bench(Section):
     """Measurement of the steady-state speed and memory of all variants."""
 
-    max_minutes: Duration = Field(
-        2.5,
-        description="Rounds are measured until this time is spent. At least six rounds are measured, because fewer "
-        "give no verdict.",
-    )
-    hard_limit: bool = Field(
-        False, description="Stop at max_minutes (in the gate: at gate.max_minutes) even before the sixth round."
-    )
-    max_rounds: PositiveInt | None = Field(None, description="Stop after this many rounds; null: time alone decides.")
-    window_seconds: Duration = Field(
-        1.5,
-        description="Length of the baseline's measured window in a round. Every variant takes as many steps as the "
-        "baseline. If variants take long to start, the window is longer.",
-    )
-    turns: PositiveInt = Field(
-        10,
-        description="On a CPU, each variant's window is divided into this many turns, and the variants run their turns "
-        "alternately. So a disturbance of a few seconds affects all variants equally. On a GPU, there is one turn.",
-    )
-    ablate: list[VariantName] = Field(
-        [],
-        description="Variants whose techniques are measured one by one: for each technique, the baseline with it and "
-        "the variant without it.",
-    )
-    max_input_wait: Fraction = Field(
-        0.5,
-        description="Largest share of a window spent waiting for input. A window with a larger share measures the "
-        "input, not the technique, and is rejected.",
-    )
-    max_foreign_load: Fraction = Field(
-        0.1,
-        description="Largest share of the CPU's time that other processes may take in a window. A window with a larger "
-        "share is rejected.",
-    )
-    energy: bool = Field(
-        False,
-        description="Also measure the energy per sample, with the energy counters of the GPUs or the CPU. GPUs "
-        "need windows of at least a second.",
-        exclude_if=operator.not_,
-    )
+    max_minutes: Duration = 2.5
+    """Rounds are measured until this time is spent. At least six rounds are measured, because fewer give no verdict."""
+    hard_limit: bool = False
+    """Stop at max_minutes (in the gate: at gate.max_minutes) even before the sixth round."""
+    max_rounds: PositiveInt | None = None
+    """Stop after this many rounds; null: time alone decides."""
+    window_seconds: Duration = 1.5
+    """Length of the baseline's measured window in a round. Every variant takes as many steps as the baseline. If
+    variants take long to start, the window is longer."""
+    turns: PositiveInt = 10
+    """On a CPU, each variant's window is divided into this many turns, and the variants run their turns alternately. So
+    a disturbance of a few seconds affects all variants equally. On a GPU, there is one turn."""
+    ablate: list[VariantName] = []
+    """Variants whose techniques are measured one by one: for each technique, the baseline with it and the variant
+    without it."""
+    max_input_wait: Fraction = 0.5
+    """Largest share of a window spent waiting for input. A window with a larger share measures the input, not the
+    technique, and is rejected."""
+    max_foreign_load: Fraction = 0.1
+    """Largest share of the CPU's time that other processes may take in a window. A window with a larger share is
+    rejected."""
+    energy: bool = Field(False, exclude_if=operator.not_)
+    """Also measure the energy per sample, with the energy counters of the GPUs or the CPU. GPUs need windows of at
+    least a second."""
 
 
 class Profile(Section):
     """Profiling of steps with torch's profiler, to show where their time goes."""
 
-    variants: list[VariantName] = Field([], description="Variants that the stage profile@VARIANT profiles.")
-    steps: PositiveInt = Field(10, description="Steps in the profiled window, after the warm-up.")
+    variants: list[VariantName] = []
+    """Variants that the stage profile@VARIANT profiles."""
+    steps: PositiveInt = 10
+    """Steps in the profiled window, after the warm-up."""
 
 
 class Infer(Section):
     """Measurement of the trained model in the forms in which it can be deployed."""
 
-    variants: list[VariantName] = Field([], description="Variants whose model the stage infer@VARIANT measures.")
-    forms: list[InferenceForm] = Field(
-        ["eager", "compiled", "bf16", "fp16", "int8", "exported"],
-        description="Forms that are made and measured. eager is always measured; other forms are compared with eager.",
-    )
-    batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = Field(
-        [1, 16, 256], description="Throughput is measured with batches of each of these sizes; latency with one sample."
-    )
-    rounds: PositiveInt = Field(
-        8,
-        description="Number of rounds; each round measures every form. With fewer than six, no ratio gets an interval.",
-    )
-    window_seconds: Duration = Field(
-        0.1, description="Length of the window of one form with one batch size in a round."
-    )
-    energy: bool = Field(False, description="Also measure the energy per sample.", exclude_if=operator.not_)
+    variants: list[VariantName] = []
+    """Variants whose model the stage infer@VARIANT measures."""
+    forms: list[InferenceForm] = ["eager", "compiled", "bf16", "fp16", "int8", "exported"]
+    """Forms that are made and measured. eager is always measured; other forms are compared with eager."""
+    batch_sizes: Annotated[list[Count], Field(min_length=1, max_length=7)] = [1, 16, 256]
+    """Throughput is measured with batches of each of these sizes; latency with one sample."""
+    rounds: PositiveInt = 8
+    """Number of rounds; each round measures every form. With fewer than six, no ratio gets an interval."""
+    window_seconds: Duration = 0.1
+    """Length of the window of one form with one batch size in a round."""
+    energy: bool = Field(False, exclude_if=operator.not_)
+    """Also measure the energy per sample."""
 
 
 class Margins(Section):
     """The largest differences that do not matter."""
 
-    throughput: ProperFraction = Field(0.03, description="Margin of the ratio of samples per second.")
-    memory: ProperFraction = Field(0.03, description="Margin of the ratio of peak memories.")
-    accuracy: ProperFraction = Field(0.01, description="Margin of the test accuracy: 0.01 is one percentage point.")
-    energy: ProperFraction | None = Field(
-        None,
-        description="Margin of the ratio of energies per sample (bench.energy); null: no verdict uses energy.",
-        exclude_if=operator.not_,
-    )
+    throughput: ProperFraction = 0.03
+    """Margin of the ratio of samples per second."""
+    memory: ProperFraction = 0.03
+    """Margin of the ratio of peak memories."""
+    accuracy: ProperFraction = 0.01
+    """Margin of the test accuracy: 0.01 is one percentage point."""
+    energy: ProperFraction | None = Field(None, exclude_if=operator.not_)
+    """Margin of the ratio of energies per sample (bench.energy); null: no verdict uses energy."""
 
 
 class Compare(Section):
     """How results are compared."""
 
-    baseline: VariantName = Field("baseline", description="The variant with which all others are compared.")
-    target_accuracy: ProperFraction = Field(
-        0.85, description="The comparison includes the time until a variant reaches this test accuracy."
-    )
+    baseline: VariantName = "baseline"
+    """The variant with which all others are compared."""
+    target_accuracy: ProperFraction = 0.85
+    """The comparison includes the time until a variant reaches this test accuracy."""
     margins: Margins = Margins()
-    max_spread: PositiveFloat = Field(
-        0.15, description="No verdict is given if the interval of the baseline's ratio to itself is wider than this."
-    )
+    max_spread: PositiveFloat = 0.15
+    """No verdict is given if the interval of the baseline's ratio to itself is wider than this."""
 
 
 class Gate(Section):
     """How the gate compares two commits."""
 
-    max_minutes: Duration = Field(
-        10.0,
-        description="Rounds of both commits are measured until this time is spent, but at least six rounds. If it is "
-        "then still unclear whether a figure became worse by must_see, the time is doubled.",
-    )
-    must_see: PositiveFloat = Field(
-        0.1,
-        description="The gate passes only if it can exclude that throughput or memory became worse by this fraction.",
-    )
-    variants: list[str] = Field(
-        default_factory=list,
-        description="Variants to measure in addition to compare.baseline; empty: all variants of both commits.",
-    )
-    accuracy: bool = Field(True, description="Also train both commits and compare their accuracies.")
+    max_minutes: Duration = 10.0
+    """Rounds of both commits are measured until this time is spent, but at least six rounds. If it is then still
+    unclear whether a figure became worse by must_see, the time is doubled."""
+    must_see: PositiveFloat = 0.1
+    """The gate passes only if it can exclude that throughput or memory became worse by this fraction."""
+    variants: list[str] = Field(default_factory=list)
+    """Variants to measure in addition to compare.baseline; empty: all variants of both commits."""
+    accuracy: bool = True
+    """Also train both commits and compare their accuracies."""
 
 
 class Publish(Section):
     """Publication of the results in MLflow."""
 
-    experiment: Annotated[str, Field(min_length=1)] = Field("training-performance", description="MLflow's experiment.")
-    live: bool = Field(
-        True, description="Show trainings in MLflow while they run; finished runs are published in any case."
-    )
-    models: bool = Field(True, description="Log each run's trained model, ready for mlflow.pyfunc.")
-    registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = Field(
-        "training-performance",
-        description="Name in MLflow's registry for the model that `python -m pipeline promote` registers.",
-    )
+    experiment: Annotated[str, Field(min_length=1)] = "training-performance"
+    """MLflow's experiment."""
+    live: bool = True
+    """Show trainings in MLflow while they run; finished runs are published in any case."""
+    models: bool = True
+    """Log each run's trained model, ready for mlflow.pyfunc."""
+    registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = "training-performance"
+    """Name in MLflow's registry for the model that `python -m pipeline promote` registers."""

@@ -154,29 +154,23 @@ class Bench(Document):
         return began - ended < ONE_SESSION and later.boot_id == self.session.boot_id
 
     def problems(self) -> list[str]:
-        found = [
-            f"{arm.name}, round {number}: {problem}"
-            for arm in self.arms
-            for number, sample in enumerate(arm.samples, 1)
-            for problem in (
-                *sample.problems(arm.batch_size),
-                *([f"only {sample.measured_steps} of {self.steps} steps were measured, and no reason is given"]
-                  if sample.measured_steps != self.steps and not sample.rejections else []),
-            )
-        ]  # fmt: skip
+        found = []
         for arm in self.arms:
             rounds: dict[str, int] = {}
             for number, sample in enumerate(arm.samples, 1):
+                where = f"{arm.name}, round {number}"
+                found += [f"{where}: {problem}" for problem in sample.problems(arm.batch_size)]
+                if sample.measured_steps != self.steps and not sample.rejections:
+                    steps = f"{sample.measured_steps} of {self.steps} steps"
+                    found.append(f"{where}: only {steps} were measured, and no reason is given")
                 first = rounds.setdefault(sample.model_dump_json(), number)
                 if first != number and sample.samples_per_second:
                     found.append(f"{arm.name}: rounds {first} and {number} are equal in every figure, so one is a copy")
         for one, other in combinations(self.arms, 2):
-            speeds = [
-                {each.samples_per_second for each in pair}
-                for pair in zip(one.samples, other.samples, strict=False)
-                if all(each.samples_per_second for each in pair)
-            ]
-            if speeds and all(len(each) == 1 for each in speeds):
+            pairs = zip(one.samples, other.samples, strict=False)
+            speeds = [(mine.samples_per_second, theirs.samples_per_second) for mine, theirs in pairs]
+            known = [pair for pair in speeds if all(pair)]
+            if known and all(first == second for first, second in known):
                 found.append(f"{one.name} and {other.name} are equal in every sample, so one is a copy")
         return found
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from pipeline.errors import PipelineError
 from pipeline.files import json_sha256, naming, write_text
@@ -32,9 +30,6 @@ SESSIONS = Path("sessions")
 KEPT_BENCHES = Path("checkpoints/bench")
 """Directory in which the stage ``bench`` also keeps its measurements, even interrupted ones, because DVC deletes
 ``bench.json`` before a new run."""
-
-HISTORY_SECONDS = 1.0
-"""Longest time that a row of the history waits to be written."""
 
 
 class ResultError(PipelineError, ValueError):
@@ -197,35 +192,27 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 @contextmanager
 def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
-    """Yield a function that adds a row to a file that ``write_history`` began.
+    """Yield a function that adds a row to a file that ``write_history`` began, and writes it at once.
 
-    Opening the file for each row would slow down the steps. So only the first row and rows with an evaluation are
-    written at once. Other rows are written together with the first row after ``HISTORY_SECONDS``, or at the end of
-    the block, even after an error. If the process is killed, the waiting rows are lost. A checkpoint contains the rows
-    up to its own step.
+    The file is opened once, with the first row, because opening it for each row would slow down the steps.
     """
-    waiting: list[HistoryRow] = []
-    written = -math.inf
+    opened: list[TextIO] = []
 
     def add(row: HistoryRow) -> None:
-        nonlocal written
-        waiting.append(row)
-        if row.test_accuracy is not None or time.monotonic() - written >= HISTORY_SECONDS:
-            append_history(waiting, path)
-            waiting.clear()
-            written = time.monotonic()
+        with naming(path):
+            opened[:] = opened or [path.open("a", newline="", encoding="utf-8", buffering=1)]
+            append_history(row, opened[0])
 
     try:
         yield add
     finally:
-        if waiting:
-            append_history(waiting, path)
+        with naming(path):
+            for file in opened:
+                file.close()
 
 
-def append_history(rows: Iterable[HistoryRow], path: Path) -> None:
-    """Write rows at the end of a file that ``write_history`` began."""
-    with naming(path), path.open("a", newline="", encoding="utf-8") as file:
-        csv.DictWriter(file, list(HistoryRow.model_fields)).writerows(row.model_dump() for row in rows)
+def append_history(row: HistoryRow, file: TextIO) -> None:
+    csv.DictWriter(file, list(HistoryRow.model_fields)).writerow(row.model_dump())
 
 
 def digest(record: Record) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -265,22 +265,17 @@ class Result(RunConditions, VariantDocument):
 
 def summarise(runs: Sequence[Run]) -> Summary:
     """Return each quantity's mean, median or largest value over the seeds; None if a seed's value is unknown."""
+
+    def over_seeds(field: str, choose: Callable[[list[Any]], Any]) -> Any:
+        values = [getattr(run, field) for run in runs]
+        return None if None in values else choose(values)
+
     accuracies = [run.test_accuracy for run in runs]
     return Summary(
         test_accuracy_mean_fraction=statistics.fmean(accuracies),
         test_accuracy_spread_fraction=statistics.stdev(accuracies) if len(runs) > 1 else None,
-        samples_per_second=_median([run.samples_per_second for run in runs]),
-        step_p50_ms=_median([run.step_p50_ms for run in runs]),
-        peak_memory_bytes=_largest([run.peak_memory_bytes for run in runs]),
-        train_seconds=statistics.median(run.train_seconds for run in runs),
+        samples_per_second=over_seeds("samples_per_second", statistics.median),
+        step_p50_ms=over_seeds("step_p50_ms", statistics.median),
+        peak_memory_bytes=over_seeds("peak_memory_bytes", max),
+        train_seconds=over_seeds("train_seconds", statistics.median),
     )
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if len(known) == len(values) else None
-
-
-def _largest(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None

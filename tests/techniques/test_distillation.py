@@ -207,7 +207,7 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
         (with_students(taught={"distillation": {"teacher": "models/taught"}}), "chain of teachers returns to taught"),
         (with_students(one={"distillation": {"teacher": "models/other"}},
                        other={"distillation": {"teacher": "models/one"}}), "one.distillation.teacher: the chain"),
-        (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "a number up to 1"),
+        (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "less than or equal to 1"),
         (with_students(taught={"distillation": {"teacher": "models/baseline", "temp": 2}}), "Allowed: teacher, temper"),
     ],
 )  # fmt: skip

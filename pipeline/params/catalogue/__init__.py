@@ -1,7 +1,8 @@
 """The catalogue: for every technique, its key, what it changes, and which techniques it cannot run with.
 
 Each group of techniques has its own file. The file declares the group's settings of a variant, and an ``Entry`` for
-each technique. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
+each technique. The schema describes a setting by what its techniques do, so a docstring under a setting says only what
+no technique says. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
 packages can add techniques (``outside``). The catalogue does not import torch, so an impossible combination is refused
 in the first second.
 """
@@ -9,7 +10,7 @@ in the first second.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -25,6 +26,7 @@ from pipeline.params.catalogue.models import MODELS, ModelSettings
 from pipeline.params.catalogue.parallelism import PARALLELISM, ParallelismSettings
 from pipeline.params.catalogue.precision import PRECISION, PrecisionSettings
 from pipeline.params.catalogue.speed import SPEED, SpeedSettings
+from pipeline.params.sections import Section
 
 GROUPS = {
     "Models": MODELS,
@@ -50,9 +52,8 @@ class Variant(
 ):  # the last base's fields come first
     """One way to train the job: a choice of techniques. An empty variant trains on one device in fp32."""
 
-    extra: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Techniques of other installed packages: name -> its options."
-    )
+    extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Techniques of other installed packages: name -> its options."""
 
 
 def entries() -> tuple[Entry, ...]:
@@ -114,9 +115,14 @@ def techniques(variant: Variant) -> dict[str, tuple[str, ...]]:
 def exclusions(technique: Entry, among: Sequence[Entry] = CATALOGUE) -> dict[str, str]:
     """Return name -> reason for each technique that cannot run with ``technique``. Either technique may declare the
     exclusion."""
-    apart = {other.name: _why_apart(technique, other) or _why_apart(other, technique) for other in among}
-    others = {other.name: other.excludes[technique.name] for other in among if technique.name in other.excludes}
-    return {name: reason for name, reason in apart.items() if reason} | others | dict(technique.excludes)
+    reasons = {
+        other.name: technique.excluding(other)
+        or other.excluding(technique)
+        or _why_apart(technique, other)
+        or _why_apart(other, technique)
+        for other in among
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _why_apart(technique: Entry, other: Entry) -> str | None:
@@ -132,7 +138,7 @@ def _runs_in(technique: Entry, parallelism: Entry) -> bool:
         return technique.name == parallelism.name
     if technique.needs and parallelism.name not in technique.needs:
         return False
-    return technique.name not in parallelism.excludes and parallelism.name not in technique.excludes
+    return not technique.excluding(parallelism) and not parallelism.excluding(technique)
 
 
 def misplaced(variant: Variant) -> dict[str, str]:
@@ -155,18 +161,14 @@ def misplaced(variant: Variant) -> dict[str, str]:
     }
 
 
-def unrequested(variant: Variant, technique: Entry) -> dict[str, Any]:
-    """Return the technique's keys with the values that turn the technique off."""
-    if technique.name in variant.extra:
-        return {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
-    plain = Variant()
-    return {key: getattr(plain, key) for key in keys(technique)}
-
-
 def without(variant: Variant, techniques: Iterable[Entry]) -> Variant:
     """Return the variant without these techniques. A remaining technique may need a removed one."""
+    plain = Variant()
     for technique in techniques:
-        variant = variant.model_copy(update=unrequested(variant, technique))
+        off: dict[str, Any] = {key: getattr(plain, key) for key in keys(technique)}
+        if technique.key == "extra":
+            off = {"extra": {name: options for name, options in variant.extra.items() if name != technique.name}}
+        variant = variant.model_copy(update=off)
     return variant
 
 
@@ -175,59 +177,50 @@ def contradiction(variant: Variant) -> str | None:
     together = requested(variant)
     for one in together:
         for other in together:
-            if other.name in one.excludes:
+            if reason := one.excluding(other):
                 return (
                     f"found {one.key} {one.value(variant)!r} with {other.key} {other.value(variant)!r}; the two "
-                    f"exclude each other, because {one.excludes[other.name]}: remove one of them."
+                    f"exclude each other, because {reason}: remove one of them."
                 )
     return None
 
 
 def extra_problems(variant: Variant) -> list[str]:
     """Return the problems of the variant's ``extra`` techniques: missing packages, and invalid options."""
-    return [problem for name, options in variant.extra.items() for problem in _problems_of(name, options)]
-
-
-def _problems_of(name: str, options: Mapping[str, Any]) -> list[str]:
-    try:
-        model = _from_outside(name).options
-    except ConfigError as error:
-        return [f"extra.{name}: {error}"]
-    if model is None:
-        return (
-            [f"extra.{name}: found {dict(options)}, but {name} takes no options; write {name}: {{}}"] if options else []
-        )
-    try:
-        model.model_validate(options)
-    except ValidationError as error:
-        return [
-            f"extra.{'.'.join(map(str, (name, *each['loc'])))}: found {each['input']!r}; {each['msg']}. "
-            f"Options of {name}: {', '.join(model.model_fields) or 'none'}."
-            for each in error.errors(include_url=False)
-        ]
-    return []
+    found = []
+    for name, options in variant.extra.items():
+        try:
+            model = _from_outside(name).options or Section
+            model.model_validate(options)
+        except ConfigError as error:
+            found.append(f"extra.{name}: {error}")
+        except ValidationError as error:
+            found += [
+                f"extra.{'.'.join(map(str, (name, *each['loc'])))}: found {each['input']!r}; {each['msg']}. "
+                f"Options of {name}: {', '.join(model.model_fields) or 'none'}."
+                for each in error.errors(include_url=False)
+            ]
+    return found
 
 
 @functools.cache
 def _from_outside(name: str) -> Entry:
     found = outside.load(outside.CATALOGUE, name)
     where = f"the entry point {name!r} of the group {outside.CATALOGUE}"
-    if not isinstance(found, Entry) or found.name != name:
-        raise ConfigError(f"{where} is {found!r}; expected the technique's Entry, with this name.")
-    for name_of, value, allowed in (("changes", found.changes, Changes), ("layer", found.layer, Layer)):
-        if value not in get_args(allowed):
-            raise ConfigError(f"{where}: found {name_of} {value!r}; expected one of {', '.join(get_args(allowed))}.")
-    if found.implementation:
-        raise ConfigError(
-            f"{where}: found implementation {found.implementation!r}; remove it, because an entry point of the group "
-            f"{outside.TECHNIQUES} names the class."
-        )
-    if found.key != "extra":
-        raise ConfigError(f"{where}: found setting {found.setting!r}; expected extra: {{{name}: ...}}.")
+    if not isinstance(found, Entry):
+        raise ConfigError(f"{where} is {found!r}; expected the technique's Entry.")
+    expected = {
+        "name": (name,),
+        "key": ("extra",),
+        "implementation": ("",),  # the entry point of the other group names the class
+        "changes": get_args(Changes),
+        "layer": get_args(Layer),
+    }
+    for field, allowed in expected.items():
+        if (value := getattr(found, field)) not in allowed:
+            raise ConfigError(f"{where}: found {field} {value!r}; expected {' or '.join(map(repr, allowed))}.")
     if name in _BY_NAME:
-        raise ConfigError(
-            f"{where}: a built-in technique has this name; rename the package's technique, or uninstall the package."
-        )
+        raise ConfigError(f"{where}: a built-in technique has this name; uninstall the package, or rename this one.")
     return found
 
 

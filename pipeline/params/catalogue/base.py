@@ -68,7 +68,8 @@ class Entry:
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Name of another technique -> why the two cannot run together. Only one of the two has to declare this."""
+    """Name of another technique, or the key of several -> why they cannot run with this one. Only one of two techniques
+    has to declare this."""
     needs: tuple[str, ...] = ()
     """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing
@@ -141,6 +142,10 @@ class Entry:
         here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
         return here or self.why_not_beside(variant, on_gpu)
 
+    def excluding(self, other: Entry) -> str | None:
+        """Return why ``other`` cannot run with this technique; None if this entry does not exclude it."""
+        return self.excludes.get(other.name) or self.excludes.get(other.key)
+
     def label(self, variant: Variant) -> str:
         """Return the technique's name, followed by the variant's value if the name does not imply this value.
 
@@ -157,6 +162,12 @@ class Entry:
 def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
     """Return why a technique that needs CUDA cannot run; None if it can. Used as ``Entry.why_not``."""
     return None if on_gpu else "it needs a GPU, and this run is on the CPU"
+
+
+def needs_package(package: str, extra: str) -> WhyNot:
+    """Return a function that returns why a technique that needs ``package`` cannot run; None if it can."""
+    reason = f"{package} is not installed (pip install '.[{extra}]')"
+    return lambda machine, _: None if package in machine.installed else reason
 
 
 def without_native_bf16(machine: Machine, on_gpu: bool) -> str | None:

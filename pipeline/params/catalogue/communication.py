@@ -17,23 +17,11 @@ LOCAL_STEPS = 4
 class CommunicationSettings(Section):
     """A variant's settings for the communication between its processes."""
 
-    bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = Field(
-        None, description="DDP: size in MiB at which a bucket of gradients is reduced; null: torch's default, 25."
-    )
-    gradient_as_bucket_view: bool = Field(
-        True,
-        description="DDP: gradients are stored in the buckets. false: gradients have their own memory, and are copied "
-        "into the buckets and back.",
-    )
-    static_graph: bool = Field(False, description="DDP may assume that every step uses the same parameters.")
-    sync_batchnorm: bool = Field(
-        False, description="BatchNorm normalises over the micro-batches of all processes together."
-    )
-    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = Field(
-        "none",
-        description="DDP: how gradients are sent. none: unchanged. fp16 and bf16: in 16 bits. powersgd: as low-rank "
-        "factors. post_local_sgd: after the warm-up, no gradients are sent, but weights are averaged every 4 steps.",
-    )
+    bucket_mb: Annotated[float, Field(gt=0.0, le=2.0**20)] | None = None
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    sync_batchnorm: bool = False
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = "none"
 
 
 COMMUNICATION: tuple[Entry, ...] = (
@@ -81,10 +69,10 @@ COMMUNICATION: tuple[Entry, ...] = (
         source="PyTorch documentation: DistributedDataParallel",
         changes="rounding",
         needs=_OVER_DDP,
-        excludes=dict.fromkeys(
-            ("gradient_accumulation", "auto_micro_batch"),
-            "DDP with a static graph fails if it does not reduce the first gradients (PyTorch issue 143580)",
-        ),
+        excludes={
+            "gradient_accumulation": "DDP with a static graph fails if it does not reduce the first gradients (PyTorch "
+            "issue 143580)"
+        },
     ),
     Entry(
         name="sync_batchnorm",
@@ -101,11 +89,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         needs_measuring=True,
         needs=_OVER_DDP,
         excludes={
-            **dict.fromkeys(
-                ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
-                "a block that is recomputed must not update running statistics a second time, but SyncBatchNorm "
-                "updates them in every forward pass",
-            ),
+            "activation_checkpointing": "a block that is recomputed must not update running statistics a second time, "
+            "but SyncBatchNorm updates them in every forward pass",
             "auto_micro_batch": "if one process runs out of memory, the others wait for its statistics forever",
         },
         why_not=needs_gpu,
@@ -165,13 +150,7 @@ COMMUNICATION: tuple[Entry, ...] = (
     Entry(
         name="post_local_sgd",
         setting="communication_hook: post_local_sgd",
-        searched_for=(
-            "post-local SGD",
-            "PostLocalSGDOptimizer",
-            "local SGD",
-            "model averaging",
-            "PeriodicModelAverager",
-        ),
+        searched_for=("PostLocalSGDOptimizer", "local SGD", "model averaging", "PeriodicModelAverager"),
         does="After the learning rate's warm-up, each process updates its weights with its own gradients, and the "
         "weights are averaged every 4 steps. Evaluation and checkpoints use the average",
         pays="when steps wait for the network: only every fourth step has a reduction",

@@ -13,16 +13,11 @@ from pipeline.params.sections import Section
 class DataLoadingSettings(Section):
     """A variant's settings for data loading."""
 
-    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = Field(
-        "auto",
-        description="Where batches come from. auto: train.placement decides. resident: from data on the device. "
-        "streamed: from the prepared files. dataloader: from PyTorch's DataLoader with loader_workers processes.",
-    )
-    loader_workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2,
-        description="Number of the DataLoader's worker processes for each training process; 0: the training process "
-        "itself loads the data.",
-    )
+    data_loading: Literal["auto", "resident", "streamed", "dataloader"] = "auto"
+    """Where batches come from. auto: train.placement decides."""
+    loader_workers: Annotated[int, Field(ge=0, le=1024)] = 2
+    """Number of the DataLoader's worker processes for each training process; 0: the training process itself loads the
+    data."""
 
 
 DATA_LOADING: tuple[Entry, ...] = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from pipeline.params.catalogue.base import Entry, needs_gpu
+from pipeline.params.catalogue.base import Entry, needs_gpu, needs_package
 from pipeline.params.machine import Machine
 from pipeline.params.sections import Count, PositiveInt, ProperFraction, Section, Train
 
@@ -17,61 +15,27 @@ def needs_adamw(train: Train) -> str | None:
     return None if train.optimizer == "adamw" else f"it replaces adamw, and train.optimizer is {train.optimizer}"
 
 
-def _why_no_offload(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it moves activations to host memory, but on the CPU they are already there"
-
-
 def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
     return None if on_gpu or machine.trims_memory else "this system's C library has no malloc_trim"
 
 
-def _why_no_8bit(machine: Machine, _: bool) -> str | None:
-    if "bitsandbytes" in machine.installed:
-        return None
-    return "bitsandbytes is not installed (pip install '.[low-bit]')"
-
-
-_PARALLEL = ("data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor")
 _OWN_KERNEL = "the optimizers of optimizer_state 8bit and factored have their own kernels"
 
 
 class MemorySettings(Section):
     """A variant's settings for techniques that save memory."""
 
-    activation_checkpointing: bool | Literal["selective"] | ProperFraction = Field(
-        False,
-        description="Recompute activations in the backward pass instead of keeping them. true: recompute all blocks. "
-        "selective: recompute everything except matrix products and convolutions, whose outputs are kept. A fraction: "
-        "recompute enough blocks to keep at most this fraction of the activations' bytes.",
-    )
-    activation_offload: bool = Field(
-        False, description="Keep activations in the host's pinned memory until the backward pass (GPU only)."
-    )
-    gradient_accumulation: PositiveInt | Literal["auto"] = Field(
-        1,
-        description="Micro-batches per optimizer step; auto: as few as the devices' memory allows. With a pipeline, 1 "
-        "means up to four per stage.",
-    )
-    loss_chunks: Count = Field(
-        1,
-        description="Number of chunks of a micro-batch; the last layer and the loss compute one chunk at a time. A "
-        "chunk is a part of the samples or, for a language model with the built-in loss, a part of the tokens.",
-    )
-    optimizer_in_backward: bool = Field(
-        False, description="Update each parameter as soon as its gradient is complete, and free the gradient."
-    )
-    optimizer_state: Literal["fp32", "8bit", "factored"] = Field(
-        "fp32",
-        description="State of adamw. fp32: float32 values. 8bit: 8 bits per value, with a scale per block. factored: "
-        "Adafactor replaces AdamW, and keeps only means over rows and over columns.",
-    )
-    set_to_none: bool = Field(True, description="Free gradients between steps; false: keep them and fill in zeros.")
-    expandable_segments: bool = Field(
-        False, description="CUDA's allocator grows its segments instead of adding new ones (GPU only)."
-    )
-    release_cache: bool = Field(
-        False, description="Give freed memory back to the system between training and evaluation."
-    )
+    activation_checkpointing: bool | Literal["selective"] | ProperFraction = False
+    activation_offload: bool = False
+    gradient_accumulation: PositiveInt | Literal["auto"] = 1
+    """Micro-batches per optimizer step. With a pipeline, 1 means up to four per stage."""
+    loss_chunks: Count = 1
+    optimizer_in_backward: bool = False
+    optimizer_state: Literal["fp32", "8bit", "factored"] = "fp32"
+    """State of adamw."""
+    set_to_none: bool = True
+    expandable_segments: bool = False
+    release_cache: bool = False
 
 
 MEMORY: tuple[Entry, ...] = (
@@ -135,7 +99,7 @@ MEMORY: tuple[Entry, ...] = (
         layer="forward",
         implementation="activation_offload.ActivationOffload",
         needs_measuring=True,
-        why_not=_why_no_offload,
+        why_not=needs_gpu,
     ),
     Entry(
         name="gradient_accumulation",
@@ -209,19 +173,12 @@ MEMORY: tuple[Entry, ...] = (
         changes="nothing",
         implementation="optimizer_in_backward.OptimizerInBackward",
         excludes={
-            **dict.fromkeys(
-                ("gradient_accumulation", "auto_micro_batch"),
-                "a gradient is complete only after the last micro-batch, but optimizer_in_backward uses and frees it "
-                "after each micro-batch",
-            ),
-            **dict.fromkeys(
-                _PARALLEL,
-                "a gradient is complete only after the devices' gradients are added up, but optimizer_in_backward "
-                "updates the parameter earlier",
-            ),
+            "gradient_accumulation": "a gradient is complete only after the last micro-batch, but "
+            "optimizer_in_backward uses and frees it after each micro-batch",
+            "parallelism": "a gradient is complete only after the devices' gradients are added up, but "
+            "optimizer_in_backward updates the parameter earlier",
             "fp16": "the scaler checks all gradients before any update",
-            "foreach_optimizer": "optimizer_in_backward updates one parameter at a time, and foreach updates all",
-            "for_loop_optimizer": "optimizer_in_backward already updates one parameter at a time",
+            "optimizer_kernel": "optimizer_in_backward updates one parameter at a time",
             "zeroed_gradients": "optimizer_in_backward frees each gradient after its update",
         },
     ),
@@ -238,11 +195,11 @@ MEMORY: tuple[Entry, ...] = (
         layer="model",
         implementation="low_bit_optimizer.LowBitOptimizer",
         needs_measuring=True,
-        why_not=_why_no_8bit,
+        why_not=needs_package("bitsandbytes", "low-bit"),
         relies_on=("bitsandbytes",),
         why_not_with=needs_adamw,
         excludes={
-            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            "optimizer_kernel": _OWN_KERNEL,
             **dict.fromkeys(
                 ("fsdp", "tensor"), "the 8-bit optimizer's kernel takes whole tensors, but a process has only shards"
             ),
@@ -264,7 +221,7 @@ MEMORY: tuple[Entry, ...] = (
         needs_measuring=True,
         why_not_with=needs_adamw,
         excludes={
-            **dict.fromkeys(("foreach_optimizer", "for_loop_optimizer"), _OWN_KERNEL),
+            "optimizer_kernel": _OWN_KERNEL,
             **dict.fromkeys(
                 ("fsdp", "tensor"),
                 "Adafactor's means over rows and columns need whole matrices, but a process has only shards",

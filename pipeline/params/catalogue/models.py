@@ -13,24 +13,17 @@ from pipeline.params.sections import Fraction, Section
 class Distillation(Section):
     """A teacher, and how much a student learns from it."""
 
-    teacher: Annotated[str, Field(min_length=1)] = Field(
-        description="models/VARIANT: the weights of that variant, trained with the same seed. Or a file of weights (a "
-        "state dict)."
-    )
-    temperature: PositiveFloat = Field(
-        4.0,
-        description="Divides the logits of teacher and student, so that the teacher's small probabilities count. "
-        "Unused in tasks without logits.",
-    )
-    alpha: Fraction = Field(
-        0.5, description="Weight of the distance to the teacher in the loss; the job's own loss has weight 1 - alpha."
-    )
-    model: str | None = Field(
-        None,
-        description="The teacher's model. null: the model of the teacher's variant, or, for a file of weights, the "
-        "job's model.",
-    )
-    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the teacher.")
+    teacher: Annotated[str, Field(min_length=1)]
+    """models/VARIANT: the weights of that variant, trained with the same seed. Or a file of weights (a state dict)."""
+    temperature: PositiveFloat = 4.0
+    """Divides the logits of teacher and student, so that the teacher's small probabilities count. Unused in tasks
+    without logits."""
+    alpha: Fraction = 0.5
+    """Weight of the distance to the teacher in the loss; the job's own loss has weight 1 - alpha."""
+    model: str | None = None
+    """The teacher's model. null: the model of the teacher's variant, or, for a file of weights, the job's model."""
+    model_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the teacher."""
 
     def __str__(self) -> str:
         return self.teacher
@@ -39,11 +32,11 @@ class Distillation(Section):
 class ModelSettings(Section):
     """A variant's model, if it differs from the job's."""
 
-    model: str | None = Field(None, description="A model to train instead of train.model, such as a smaller one.")
-    model_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for this model.")
-    distillation: Distillation | None = Field(
-        None, description="Also learn from a trained teacher. A variant with a teacher belongs under students."
-    )
+    model: str | None = None
+    model_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for this model."""
+    distillation: Distillation | None = None
+    """A variant with a teacher belongs under students."""
 
 
 MODELS: tuple[Entry, ...] = (

@@ -4,59 +4,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
 _SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-_ONE_FORWARD = (
-    "checkpointing replaces the blocks' forward methods, and the copies on other GPUs would run the first GPU's methods"
-)
 
 
 class ParallelismSettings(Section):
     """A variant's settings for sharing the work between processes or devices."""
 
-    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = Field(
-        "none",
-        description="none: one device. data_parallel: nn.DataParallel, one process for all GPUs. ddp: "
-        "DistributedDataParallel, one process per device. zero1: ddp with sharded optimizer state. fsdp: sharded "
-        "parameters, gradients and optimizer state. pipeline: the model in stages, one per process. tensor: sharded "
-        "pairs of linear layers.",
-    )
-    processes: Count | Literal["auto"] = Field(
-        "auto",
-        description="Number of processes for the parallelism. auto: one per GPU; without a GPU, two per replica.",
-    )
-    replicas: Count = Field(
-        1,
-        description="With fsdp, pipeline or tensor: number of complete models that the processes hold together. Each "
-        "model takes a share of the batch, as in ddp.",
-    )
-    schedule: Literal["gpipe", "1f1b"] = Field(
-        "1f1b",
-        description="Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: forward and "
-        "backward passes alternate, so that at most as many micro-batches are in memory as there are stages.",
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="With fsdp. true: a block's gathered parameters are freed after its forward pass. false: they are "
-        "freed only after its backward pass.",
-    )
-    parameter_precision: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="With fsdp. bf16: parameters are gathered and used in bfloat16, and gradients are summed in "
-        "float32.",
-    )
-    cpu_offload: bool = Field(
-        False, description="With fsdp on GPUs: keep shards of parameters, gradients and optimizer state in host memory."
-    )
-    scaling: Literal["strong", "weak"] = Field(
-        "strong",
-        description="strong: the processes share train.batch_size. weak: each data-parallel process takes "
-        "train.batch_size samples, and the learning rate is multiplied by the number of these processes.",
-    )
+    parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = "none"
+    processes: Count | Literal["auto"] = "auto"
+    """Number of processes for the parallelism. auto: one per GPU; without a GPU, two per replica."""
+    replicas: Count = 1
+    """With fsdp, pipeline or tensor: number of complete models that the processes hold together. Each model takes a
+    share of the batch, as in ddp."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: forward and backward passes
+    alternate, so that at most as many micro-batches are in memory as there are stages."""
+    reshard_after_forward: bool = True
+    """With fsdp."""
+    parameter_precision: Literal["fp32", "bf16"] = "fp32"
+    """With fsdp."""
+    cpu_offload: bool = False
+    """With fsdp on GPUs."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """strong: the processes share train.batch_size."""
 
 
 PARALLELISM: tuple[Entry, ...] = (
@@ -78,9 +51,8 @@ PARALLELISM: tuple[Entry, ...] = (
                 ("bf16", "float8"),
                 "DataParallel's threads do not inherit autocast's number format, and would compute in float16",
             ),
-            "activation_checkpointing": _ONE_FORWARD,
-            "selective_checkpointing": _ONE_FORWARD,
-            "checkpointing_budget": _ONE_FORWARD,
+            "activation_checkpointing": "checkpointing replaces the blocks' forward methods, and the copies on other "
+            "GPUs would run the first GPU's methods",
             "activation_offload": "DataParallel's threads do not inherit the hooks that move activations",
         },
         why_not=needs_gpu,
@@ -214,9 +186,7 @@ PARALLELISM: tuple[Entry, ...] = (
         evaluates_whole=True,
         needs_measuring=True,
         details=("processes", "replicas", "schedule"),
-        excludes={
-            "fp16": "each stage would detect its own overflows and have its own loss scale",
-        },
+        excludes={"fp16": "each stage would detect its own overflows and have its own loss scale"},
     ),
     Entry(
         name="tensor",
@@ -243,13 +213,7 @@ PARALLELISM: tuple[Entry, ...] = (
     Entry(
         name="weak_scaling",
         setting="scaling: weak",
-        searched_for=(
-            "strong scaling",
-            "linear scaling rule",
-            "large minibatch",
-            "batch size per GPU",
-            "learning rate scaling",
-        ),
+        searched_for=("strong scaling", "linear scaling rule", "batch size per GPU", "learning rate scaling"),
         does="Each data-parallel process takes train.batch_size samples per step, so the global batch grows with the "
         "number of processes; the learning rate is multiplied by this number and warmed up",
         pays="when a share of train.batch_size would be too small to keep a device busy",

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
+from pipeline.params.catalogue.base import Entry, needs_gpu, needs_package, without_native_bf16
 from pipeline.params.machine import Machine
 from pipeline.params.sections import Section
 
 
 def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
-    if on_gpu and not machine.gpu_tf32:
-        return "this GPU has no TF32 (compute capability below 8.0)"
-    return needs_gpu(machine, on_gpu)
+    return None if on_gpu and machine.gpu_tf32 else "it needs a GPU with TF32 (compute capability 8.0)"
 
 
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
     if on_gpu and machine.gpu_float8:
         return None
-    here = (
-        "this GPU has no float8 products (compute capability below 8.9)" if on_gpu else "a CPU has no float8 products"
-    )
-    return f"{here}, and would compute them in float32"
-
-
-def _why_no_torchao(machine: Machine, _: bool) -> str | None:
-    return None if "torchao" in machine.installed else "torchao is not installed (pip install '.[float8]')"
+    return "only a GPU from compute capability 8.9 has float8 products; others would compute them in float32"
 
 
 class PrecisionSettings(Section):
     """A variant's settings for precision."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = Field(
-        "fp32",
-        description="tf32: float32 products on Tensor Cores (GPU only). bf16: automatic mixed precision. fp16: "
-        "automatic mixed precision with a gradient scaler (GPU only). float8: as bf16, but linear layers multiply in "
-        "8 bits.",
-    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "float8"] = "fp32"
 
 
 PRECISION: tuple[Entry, ...] = (
@@ -104,7 +88,7 @@ PRECISION: tuple[Entry, ...] = (
         needs_measuring=True,
         layer="model",
         implementation="precision.Float8",
-        why_not=_why_no_torchao,
+        why_not=needs_package("torchao", "float8"),
         emulated=_without_float8,
         relies_on=("torchao",),
         excludes={

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
 from pipeline.params.catalogue.base import COMPILER, Entry, needs_gpu
 from pipeline.params.machine import Machine
 from pipeline.params.sections import Section, Train
@@ -22,30 +20,18 @@ def _needs_compiler(machine: Machine, on_gpu: bool) -> str | None:
 
 
 def _records_within_warmup(train: Train) -> str | None:
-    if train.warmup_steps > GRAPH_WARMUP_STEPS:
-        return None
-    return (
-        f"it runs {GRAPH_WARMUP_STEPS} steps and then records a step, all before the measured window, so "
-        f"train.warmup_steps must be above {GRAPH_WARMUP_STEPS}, but is {train.warmup_steps}"
-    )
-
-
-def _records_graphs(_: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu else "it records CUDA graphs, which need a GPU, and this run is on the CPU"
+    reason = f"it records a step before the measured window, so train.warmup_steps must be above {GRAPH_WARMUP_STEPS}"
+    return None if train.warmup_steps > GRAPH_WARMUP_STEPS else reason
 
 
 def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     if not on_gpu or variant.compile not in ("reduce-overhead", "max-autotune"):
         return None
-    if variant.gradient_accumulation != 1:
-        kept = f"gradient_accumulation {variant.gradient_accumulation}"
-    elif not variant.set_to_none:
-        kept = "set_to_none false"
-    else:
+    if variant.gradient_accumulation == 1 and variant.set_to_none:
         return None
     return (
-        f"it records CUDA graphs; the next forward pass overwrites their gradients, but {kept} needs these gradients "
-        "longer (PyTorch issue 169545). The mode default records no such graphs"
+        "it records CUDA graphs; the next forward pass overwrites their gradients, but gradient_accumulation and "
+        "set_to_none: false need these gradients longer (PyTorch issue 169545). The mode default records no such graphs"
     )
 
 
@@ -60,29 +46,12 @@ def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
 class SpeedSettings(Section):
     """A variant's settings for techniques that save time."""
 
-    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
-        "auto",
-        description="The kernel that computes a step's scaled_dot_product_attention; auto: PyTorch's choice. efficient "
-        "and cudnn: on GPUs only.",
-    )
-    channels_last: bool = Field(False, description="NHWC memory format for the model and its input.")
-    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
-        "none",
-        description="torch.compile of the model, in this mode. reduce-overhead records CUDA graphs: on GPUs only.",
-    )
-    cuda_graph: bool = Field(
-        False, description="Record a whole step, update included, as one CUDA graph and replay it (GPU only)."
-    )
-    cudnn_benchmark: bool = Field(
-        False,
-        description="Let cuDNN try its algorithms for each convolution once and use the fastest; the same seed may "
-        "then give slightly different numbers.",
-    )
-    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = Field(
-        "fused",
-        description="fused: one kernel for the whole update. foreach: one kernel per operation. for_loop: one kernel "
-        "per operation and parameter.",
-    )
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = "auto"
+    channels_last: bool = False
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    cuda_graph: bool = False
+    cudnn_benchmark: bool = False
+    optimizer_kernel: Literal["fused", "foreach", "for_loop"] = "fused"
 
 
 SPEED: tuple[Entry, ...] = (
@@ -162,7 +131,7 @@ SPEED: tuple[Entry, ...] = (
         },
         why_not=_needs_compiler,
         relies_on=(COMPILER,),
-        why_not_value={"reduce-overhead": _records_graphs},
+        why_not_value={"reduce-overhead": needs_gpu},
         why_not_beside=_loses_gradients,
     ),
     Entry(
@@ -182,15 +151,13 @@ SPEED: tuple[Entry, ...] = (
             ),
             "compile": "compile has a mode of its own that records CUDA graphs, reduce-overhead",
             "fp16": "with a gradient scaler, the host decides in each step whether to update the weights",
-            **dict.fromkeys(
-                ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget"),
-                "to run a block again, the host asks for the random generator's state, which a recording forbids",
-            ),
+            "activation_checkpointing": "to run a block again, the host asks for the random generator's state, which a "
+            "recording forbids",
             "auto_micro_batch": "a recorded step cannot be divided into more micro-batches",
             "activation_offload": "the copies of activations to the host are not part of a recording",
             "optimizer_in_backward": "the recording would repeat the learning rate of the recorded step",
             **dict.fromkeys(
-                ("low_bit_optimizer", "factored_optimizer", "foreach_optimizer", "for_loop_optimizer"),
+                ("optimizer_state", "optimizer_kernel"),
                 "only fused optimizers are known to read, on the device, the learning rate and whether the loss is "
                 "finite",
             ),
