@@ -17,11 +17,10 @@ import psutil
 import pytest
 import torch
 
-from pipeline.data import loader, packing, sources
+from pipeline.data import loader
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
-from pipeline.params import parse
-from tests.data.test_batches import EVERYTHING, make
+from tests.data.test_batches import EVERYTHING, make, same
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -52,13 +51,6 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     while not (held := holds()) and time.monotonic() < end:
         time.sleep(0.05)
     return held
-
-
-def same(made: Iterator[Any], expected: Iterator[Any]) -> None:
-    for (images, labels), (others, other_labels) in zip(made, expected, strict=True):
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
-        assert images.is_contiguous()
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -147,10 +139,7 @@ def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, mon
 
 
 @pytest.mark.slow
-def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
-    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-    sources.fetch(config.fetch, tmp_path / "raw")
-    packing.prepare(config, tmp_path / "raw", tmp_path / "prepared")
+def test_held_workers_end_when_their_trainer_is_killed(digits_folder: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -162,7 +151,7 @@ def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
         "print(*(worker.pid for worker in workers()), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "prepared")]
+    command = [sys.executable, "-c", program, str(digits_folder)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]
