@@ -112,11 +112,6 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "own_code:smothed",
-            r"train\.loss: found 'own_code:smothed', but .*own_code\.py has no 'smothed'\. Did you mean",
-        ),
-        ("no_code:loss", r"train\.loss: found 'no_code:loss', but there is no module 'no_code'"),
         ("own_code:top_two", r"train\.loss: own_code:top_two is called with classes and train\.loss_options \(none\)"),
         ("own_code:number", r"own_code:number returned 3; expected a function of outputs and targets"),
         ("own_code:Learned", r"own_code:Learned has parameters of its own \(temperature\), which nothing would train"),
@@ -172,6 +167,12 @@ def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits:
         ({"metric": "top2"}, "train.metric: found 'top2'; expected 'accuracy' or module:function, such as "),
         ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes no options"),
         ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is 'a:b'"),
+        (
+            {"task": "translation"},
+            "train.task: found 'translation'; expected classification, language_model, regression",
+        ),
+        ({"task": "regression", "loss": "cross_entropy"}, "expected 'mean_squared_error' or module:function"),
+        ({"task": "regression", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, but train.loss is"),
     ],
 )
 def test_what_params_yaml_cannot_mean_is_said_before_any_work(train: dict[str, object], message: str) -> None:

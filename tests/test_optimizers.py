@@ -12,22 +12,19 @@ from pipeline.params import Train
 from tests.nets import batch, conv_net
 
 
-def test_an_optimizer_has_the_options_in_params() -> None:
-    sgd = optimizers.of_job(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
-    adamw = optimizers.of_job(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
-    assert isinstance(sgd, torch.optim.SGD)
-    assert isinstance(adamw, torch.optim.AdamW)
-    assert {key: sgd.defaults[key] for key in ("momentum", "nesterov", "weight_decay", "fused")} == {
-        "momentum": 0.8,
-        "nesterov": True,
-        "weight_decay": 0.01,
-        "fused": True,
-    }
-    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"], adamw.defaults["fused"]) == (
-        (0.8, 0.999),
-        0.01,
-        True,
-    )
+@pytest.mark.parametrize(
+    ("name", "made_by", "expected"),
+    [
+        ("sgd", torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.999)}),
+    ],
+)
+def test_an_optimizer_has_the_options_in_params(name: Any, made_by: type, expected: dict[str, Any]) -> None:
+    train = Train(optimizer=name, momentum=0.8, weight_decay=0.01)
+    made = optimizers.of_job(train).make(conv_net().parameters())
+    assert isinstance(made, made_by)
+    expected |= {"weight_decay": 0.01, "fused": True}
+    assert {key: made.defaults[key] for key in expected} == expected
 
 
 def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
