@@ -51,4 +51,5 @@ class FromConfig(nn.Module):
 
 def load() -> None:
     """Import the library ``transformers``. Raises PipelineError if it is missing."""
-    factories.library("transformers.models.auto.modeling_auto", "train.model: found 'transformers'", PipelineError)
+    factories.library("transformers", "train.model: found 'transformers'", PipelineError)
+    import transformers.models.auto.modeling_auto  # noqa: F401

@@ -32,7 +32,6 @@ from pipeline.data.prepared import Dataset, read
 from pipeline.data.sources import fetch
 from pipeline.environment import code as digests
 from pipeline.environment import stages
-from pipeline.errors import ConfigError
 from pipeline.params import parse
 from tests.pages import blocks
 
@@ -63,9 +62,7 @@ def listed(values: npt.NDArray[Any]) -> pyarrow.Array:
 
 
 def table(values: dict[str, npt.NDArray[Any]]) -> bytes:
-    out = BytesIO()
-    parquet.write_table(pyarrow.table({name: listed(each) for name, each in values.items()}), out, row_group_size=17)
-    return out.getvalue()
+    return _columns(**{name: listed(each) for name, each in values.items()})
 
 
 def saved(folder: Path, kind: str, **values: npt.NDArray[Any]) -> str:
@@ -261,7 +258,7 @@ def _wide() -> bytes:
 
 def _columns(**columns: Any) -> bytes:
     written = BytesIO()
-    parquet.write_table(pyarrow.table(columns), written)
+    parquet.write_table(pyarrow.table(columns), written, row_group_size=17)
     return written.getvalue()
 
 
@@ -513,9 +510,3 @@ def test_python_s_source_is_always_there_and_its_version_is_recorded(
     listed = (tmp_path / "raw/python_source/files.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in listed] == ["path", "a.py", "b.py"]
     assert json.loads((tmp_path / "prepared/dataset.json").read_text())["vocabulary"] == 257
-
-
-@pytest.mark.parametrize("dataset", ["arrays", "text_folder", "image_folder"])
-def test_data_of_one_s_own_needs_a_path(dataset: str) -> None:
-    with pytest.raises(ConfigError, match=f"fetch.{dataset}: found null; dataset {dataset} needs the path of the data"):
-        parse({"fetch": {"dataset": dataset}, "variants": {"baseline": {}}})
