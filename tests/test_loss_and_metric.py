@@ -129,7 +129,6 @@ def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Data
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_code:top", r"train\.metric: found 'own_code:top', but .* has no 'top'"),
         ("own_code:percentage", r"train\.metric: own_code:percentage returned scores from .*; expected true or false"),
         ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which are used again"),
         ("own_code:relative", r"own_code:relative gives a sample different scores in different batches"),

@@ -38,7 +38,7 @@ PLACEMENTS = ("resident", "streamed")
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name == "read-ahead"] == []
+    assert reading() == 0
 
 
 def make(dataset: Dataset, **changes: Any) -> TrainBatches:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,6 @@ def workers() -> list[psutil.Process]:
 
 def loaded(dataset: Dataset, count: int = 2, **changes: Any) -> TrainBatches:
     return make(dataset, placement="dataloader", workers=count, augment=EVERYTHING, **changes)
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return held
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -156,7 +149,10 @@ def test_held_workers_end_when_their_trainer_is_killed(digits_folder: Path) -> N
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    assert eventually(lambda: not any(map(_runs, pids)))
+    end = time.monotonic() + 30
+    while any(map(_runs, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _runs(pid: int) -> bool:

@@ -29,7 +29,6 @@ from pipeline.params import Fetch
 from tests.conftest import Terminal
 
 CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"0123456789" * 100}
-PACKAGE_FOLDER = "usr/share/datasets/some-package"
 
 
 class Server(ThreadingHTTPServer):
@@ -158,8 +157,7 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
     terminal = open_terminal()
     fetch(config(), raw)
     shown = re.findall(r"images\.gz: +(\d+)%", terminal.getvalue())
-    assert shown[0] == "0"
-    assert int(shown[-1]) >= 99
+    assert (shown[0], shown[-1]) in {("0", "99"), ("0", "100")}
     assert shown.count("33") > 1, "and goes on where the transfer was continued"
 
 
@@ -284,8 +282,7 @@ def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
     assert f"1. mirror {tmp_path}/nowhere: no such directory" in message
     assert f"2. {server.url}/absent: HTTP status 404 Not Found" in message
     assert re.search(rf"3\. {closed}: .*[Cc]onnection refused.* \(after 3 attempts\)", message)
-    assert "fetch.mirror" in message
-    assert "HTTPS_PROXY" in message
+    assert re.search("HTTPS_PROXY .* fetch.mirror", message, re.DOTALL)
 
 
 def test_what_one_source_lacks_the_next_one_adds_and_unfinished_files_are_removed(
@@ -374,7 +371,7 @@ def test_a_debian_package_is_found_with_private_lists_and_unpacked(
 ) -> None:
     """The stand-in for apt-get knows the package only with the lists that its update has filled."""
     tools = tmp_path / "tools"
-    packed = tools / "content" / PACKAGE_FOLDER
+    packed = tools / "content" / "usr/share/some-package"
     packed.mkdir(parents=True)
     for name, data in CONTENTS.items():
         (packed / f"{name}.gz").write_bytes(gzip.compress(data))
@@ -392,11 +389,11 @@ esac
     for tool in ("apt-get", "dpkg-deb"):
         (tools / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    use(debian_package("some-package", PACKAGE_FOLDER))
+    use(debian_package("some-package", "usr/share/some-package"))
     fetch(config(attempts=2), raw)
     assert_complete(raw)
     (raw / "mnist" / "images").unlink()
-    use(debian_package("other", PACKAGE_FOLDER))
+    use(debian_package("other", "usr/share/some-package"))
     with pytest.raises(DataError, match="package other: apt-get other: Unable to locate package other"):
         fetch(config(attempts=2), raw)
     monkeypatch.setenv("PATH", str(tmp_path))
