@@ -40,6 +40,15 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
     return function
 
 
+def library(name: str, found: str, error: type[PipelineError]) -> Any:
+    """Return the module ``name`` of a library that only some data and models need. Raises ``error``, which begins with
+    what was ``found``, if the library is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise error(f"{found}, but {missing.name} is not installed (pip install '.[text]').") from None
+
+
 def call(
     factory: Callable[..., Any],
     name: str,

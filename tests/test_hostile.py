@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 import zlib
@@ -27,12 +28,11 @@ def variant(name: str) -> dict[str, Any]:
     return {"variants": {"baseline": {}, name: {}}}
 
 
-def raw(dataset: str, name: str, content: bytes) -> Files:
-    return {"params.yaml": params(fetch={"dataset": dataset}), f"data/raw/{dataset}/{name}": content}
-
-
-def digits(images: bytes, labels: bytes = b"") -> Files:
-    return raw("digits", "images.npy", images) | raw("digits", "labels.npy", labels or npy(np.zeros(3, np.uint8)))
+def array(inputs: bytes) -> Files:
+    """Return the files of a job on the array ``inputs``, after ``fetch``."""
+    listing = f"path,size_bytes,sha256\ninputs.npy,{len(inputs)},{hashlib.sha256(inputs).hexdigest()}\n"
+    return {"params.yaml": params(fetch={"dataset": "arrays", "arrays": "own"}),
+            "own/inputs.npy": inputs, "data/raw/arrays/files.csv": listing.encode()}  # fmt: skip
 
 
 def npy(array: Any) -> bytes:
@@ -104,20 +104,25 @@ ESCAPE = "\x1b]0;owned\x07"
         ("environment", {"params.yaml": params(train={"epochs": 10**30})}, "train.epochs: found 1000"),
         ("environment", {"params.yaml": params(fetch={"timeout_seconds": 1e300})}, "timeout_seconds: found 1e+300"),
         ("environment", {"params.yaml": params(prepare={"image_size": [10**6, 8]})}, "prepare.image_size.0: found"),
-        ("prepare", digits(shaped("(2147483647, 8, 8)")), "digits cannot be read (mmap length"),
-        ("prepare", digits(shaped(f"({2**62}, 8, 8)")), "digits cannot be read"),
-        ("prepare", digits(shaped(f"({2**70}, 8, 8)")), "digits cannot be read"),
-        ("prepare", digits(shaped("(-1, 8, 8)")), "digits cannot be read"),
-        ("prepare", digits(shaped("()")), "digits cannot be read"),
-        ("prepare", digits(shaped("(3, 8, 8)", "|O")), "digits cannot be read"),
-        ("prepare", digits(header("(" * 9_000)), "digits cannot be read"),
-        ("prepare", digits(header("-" * 9_000 + "1")), "digits cannot be read"),
-        ("prepare", digits(npy(np.zeros((3, 8), np.uint8))), "digits cannot be read (images uint8 (3, 8)"),
-        ("prepare", digits(npy(np.zeros((3, 8, 8))), npy(np.zeros(3))), "digits cannot be read (images float64"),
-        ("prepare", digits(npy(np.zeros((3, 8, 8), np.uint8)), npy(np.zeros(3))), "digits cannot be read (Cannot cast"),
-        ("prepare", digits(CODE), "digits cannot be read"),
-        ("prepare", raw("cifar10", "data_batch_1", CODE), "data_batch_1: SHA-256 is"),
-        ("prepare", raw("mnist", "train-images-idx3-ubyte", CODE), "train-images-idx3-ubyte: SHA-256 is"),
+        ("prepare", array(shaped("(2147483647, 8, 8)")), "own/inputs.npy uint8 [2147483647, 8, 8] is cut short"),
+        ("prepare", array(shaped(f"({2**62}, 8, 8)")), "is cut short"),
+        ("prepare", array(shaped(f"({2**70}, 8, 8)")), "is cut short"),
+        ("prepare", array(shaped("(-1, 8, 8)")), "expected numbers in C order, in rows of one shape"),
+        ("prepare", array(shaped("()")), "expected numbers in C order, in rows of one shape"),
+        ("prepare", array(shaped("(3, 8, 8)", "|O")), "expected numbers in C order, in rows of one shape"),
+        ("prepare", array(header("(" * 9_000)), "own/inputs.npy cannot be read"),
+        ("prepare", array(header("-" * 9_000 + "1")), "own/inputs.npy cannot be read"),
+        ("prepare", array(CODE), "own/inputs.npy cannot be read"),
+        (
+            "prepare",
+            {"params.yaml": params(fetch={"dataset": "cifar10"}), "data/raw/cifar10/data_batch_1": CODE},
+            "data_batch_1: SHA-256 is",
+        ),
+        (
+            "prepare",
+            {"params.yaml": params(fetch={"dataset": "mnist"}), "data/raw/mnist/train-images-idx3-ubyte": CODE},
+            "train-images-idx3-ubyte: SHA-256 is",
+        ),
         ("fetch", folder(**{f"{ESCAPE}/1.png": picture("PNG")}), r"class '\x1b]0;owned\x07' of"),
         ("fetch", folder(**{"\n::error::/1.png": picture("PNG")}), r"class '\n::error::' of"),
         ("fetch", folder(**{"\udcff/1.png": picture("PNG")}), r"class '\udcff' of"),

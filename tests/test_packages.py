@@ -63,7 +63,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return site
 
 
-def test_the_wheel_has_only_the_package_and_the_files_that_init_writes(source: Clone, wheel: Path) -> None:
+def test_the_wheel_has_its_version_and_only_the_package_and_the_files_that_init_writes(
+    source: Clone, wheel: Path
+) -> None:
+    """The release workflow compares its tag with the names of the packages."""
+    about = tomllib.loads((source.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert wheel.name.split("-")[:2] == [about["name"], about["version"]]
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = source.run("git", "ls-files", "pipeline", "variants").splitlines()
@@ -83,12 +88,6 @@ def test_the_sdist_makes_the_same_wheel(source: Clone, wheel: Path, tmp_path: Pa
     source.run("sh", "-c", f'cd "{unpacked}" && exec python -c "{build}"')
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(unpacked / "dist" / wheel.name) as other:
         assert sorted(one.namelist()) == sorted(other.namelist())
-
-
-def test_the_wheels_file_name_has_the_version_of_pyproject(source: Clone, wheel: Path) -> None:
-    """The release workflow compares its tag with the names of the packages."""
-    about = tomllib.loads((source.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert wheel.name.split("-")[:2] == [about["name"], about["version"]]
 
 
 def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: str, tmp_path: Path) -> None:

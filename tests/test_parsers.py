@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gzip
 import hashlib
 import io
 import json
 import resource
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -24,20 +22,18 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors import numpy as safetensors
 
 from pipeline import environment, params, results
 from pipeline.comparison import consistency
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.data import LISTING as LISTING_FILE
 from pipeline.data import datasets, prepared, sources
-from pipeline.data.sources.places import take_members
-from pipeline.data.sources.store import RawFile, SourceError, Store
 from pipeline.errors import PipelineError
 from pipeline.tools import evidence
 from pipeline.tracking import promoting
 from pipeline.training import checkpoints
-from tests.data.test_datasets import cifar10_batch, idx
-from tests.data.test_own_data import safetensors, table
+from tests.data.test_own_data import table
 from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
 from tests.test_evidence import write_job
 from tests.test_params import SHIPPED, places
@@ -99,25 +95,6 @@ def of_arrays(kind: str, valid: bytes) -> Parser:
     return Parser(f"own{kind}", valid, decode_all)
 
 
-def archive(content: bytes) -> bytes:
-    def write(out: io.BytesIO) -> None:
-        with tarfile.open(fileobj=out, mode="w") as tar:
-            member = tarfile.TarInfo("folder/raw.gz")
-            member.size = len(packed := gzip.compress(content, mtime=0))
-            tar.addfile(member, io.BytesIO(packed))
-
-    return saved(write)
-
-
-RAW = b"the content" * 100
-
-
-def unpack(folder: Path) -> None:
-    wanted = RawFile("raw", len(RAW), hashlib.sha256(RAW).hexdigest())
-    with (folder / "archive").open("rb") as tar:
-        take_members(tar, "folder", ".gz", [wanted], Store(folder, folder, 1.0, 1))
-
-
 def of(values: Any) -> bytes:
     return json.dumps(values).encode()
 
@@ -161,18 +138,15 @@ COMPARISON = make_comparison(bench=make_bench(rounds=6)).to_json().encode()
 PARSERS = {
     "params": of_file("params.yaml", yaml.safe_dump(SHIPPED).encode(), params.load),
     "environment": of_file("environment.json", of(ENVIRONMENT), environment.read),
-    "idx": of_file("idx", idx(np.zeros((3, 4, 4), np.uint8)), datasets.read_idx),
     "npy": of_file(
         "images.npy",
         saved(lambda out: np.save(out, np.zeros((3, 1, 2, 2), np.uint8))),
         lambda path: prepared._open(path, "uint8", (3, 1, 2, 2)),
     ),
-    "dataset.json": Parser("dataset.json", DESCRIBED.model_dump_json().encode(), prepared._describe),
-    "pickle": of_file("batch", cifar10_batch(np.zeros((2, 3072), np.uint8), [1, 2]), datasets._read_cifar10_batch),
-    "archive": Parser("archive", archive(RAW), unpack),
+    "dataset.json": Parser("dataset.json", DESCRIBED.model_dump_json().encode(), prepared.described),
     "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),
     "npz": of_arrays(".npz", saved(lambda out: np.savez_compressed(out, **ARRAYS))),  # type: ignore[arg-type]
-    "safetensors": of_arrays(".safetensors", safetensors(ARRAYS)),
+    "safetensors": of_arrays(".safetensors", safetensors.save(ARRAYS)),
     "parquet": of_arrays(".parquet", table(ARRAYS)),
     **{kind: Parser("picture", picture(kind), decode) for kind in datasets.IMAGE_FORMATS},
     "result": of_file("baseline.json", RESULT.to_json().encode(), lambda path: results.read(path, PARAMS)),
@@ -253,7 +227,7 @@ def test_a_damaged_file_is_read_or_named_in_an_error(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data.draw(damaged(content(parser))))
     before = {each for each in folder.rglob("*") if each.is_file()}
-    with bounded(), contextlib.suppress(PipelineError, SourceError):
+    with bounded(), contextlib.suppress(PipelineError):
         parser.read(folder)
     left = {folder / "raw", folder / "baseline.json", folder / "arrays" / LISTING_FILE}
     assert {each for each in folder.rglob("*") if each.is_file()} - before <= left

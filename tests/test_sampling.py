@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -56,14 +58,7 @@ def test_system_sampler_watches_every_gpu_of_the_job(monkeypatch: pytest.MonkeyP
 
 
 def test_a_figure_that_the_driver_stops_reporting_is_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def once(uuid: str) -> int:
-        asked.append(uuid)
-        if len(asked) > 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-        return 100_000
-
-    plug(monkeypatch, once)
+    error = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    plug(monkeypatch, Mock(side_effect=itertools.chain([100_000], itertools.repeat(error))))
     row = sampled(tmp_path / "system.csv", 0)
     assert (row["gpu_0_utilization_percentage"], row["gpu_0_power_usage_watts"]) == ("50.0", "")

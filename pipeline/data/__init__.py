@@ -15,7 +15,7 @@ LISTING = "files.csv"
 """Listing of the files that ``fetch`` does not copy, with the columns path, size_bytes and sha256."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
-"""File with the settings ``fetch.synthetic``, from which ``prepare`` generates synthetic samples."""
+"""File with the settings ``fetch.synthetic``, so that DVC sees when ``prepare`` must generate other samples."""
 
 
 LIMIT_BYTES = 1 << 28

@@ -1,4 +1,7 @@
-"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted: every size is checked."""
+"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted: every size is checked.
+
+Also writes .npy files by chunks of rows, so that an array of any size is read and written in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +65,6 @@ class Array(NamedTuple):
             for start in range(0, self.shape[0], length):
                 count = min(length, self.shape[0] - start)
                 content = file.read(count * self.row_bytes)
-                if len(content) < count * self.row_bytes:
-                    raise DataError(f"{self} is cut short; write it again and {AGAIN}")
                 yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
 
     def _of_table(self, length: int) -> Iterator[Rows]:
@@ -79,7 +80,7 @@ class Array(NamedTuple):
             raise DataError(f"{self}: the file has only {self.shape[0] - left} rows; write it again and {AGAIN}")
 
     def _values(self, column: Any) -> Rows:
-        while column.null_count == 0 and _is_list(column.type):
+        while column.null_count == 0 and hasattr(column.type, "list_size"):
             column = column.flatten()
         if column.null_count:
             raise DataError(f"{self} has empty fields; fill them, or leave out their rows, and {AGAIN}")
@@ -93,7 +94,7 @@ def read(path: Path) -> Iterator[Array]:
     with naming(path):
         for array in _READERS[path.suffix](path):
             check_name(array.member, path)
-            if not array.shape or array.dtype.kind not in "iuf":
+            if min(array.shape, default=-1) < 0 or array.dtype.kind not in "iuf":
                 raise DataError(
                     f"{array}: expected numbers in C order, in rows of one shape. Pad ragged rows, which numpy "
                     "stores as objects."
@@ -151,7 +152,8 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
         header = json.loads(file.read(length))
     for name, each in header.items():
         if name != "__metadata__":
-            dtype, (start, end) = np.dtype(_SAFETENSORS.get(each["dtype"], object)), each["data_offsets"]
+            kind, (start, end) = re.fullmatch("([FIU])(8|16|32|64)", each["dtype"]), each["data_offsets"]
+            dtype = np.dtype(f"<{kind[1].lower()}{int(kind[2]) // 8}" if kind else object)
             if start < 0:
                 raise ValueError(f"{name} starts {-start:,} bytes before the values")
             array = Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
@@ -180,7 +182,7 @@ def _in_table(path: Path) -> Iterator[Array]:
         shape: tuple[int, ...] = (count, len(columns))
         if columns == (member,) and types:
             shape = (count,)
-            while _is_list(types[0]):
+            while hasattr(types[0], "list_size"):
                 shape, types = (*shape, types[0].list_size), [types[0].value_type]
         for name, kind in zip(columns, types, strict=False):
             if not (is_integer(kind) or is_floating(kind)):
@@ -193,24 +195,42 @@ def _in_table(path: Path) -> Iterator[Array]:
             yield Array(path, member, shape, dtype, columns=columns)
 
 
-def _is_list(kind: Any) -> bool:
-    """Whether an Arrow type is a list of a fixed length."""
-    from pyarrow.types import is_fixed_size_list
-
-    return bool(is_fixed_size_list(kind))
-
-
-_SAFETENSORS = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U8": "u1",
-}
 _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensors, ".parquet": _in_table}
+
+
+class GrowingArray:
+    """An array [N, ...] whose rows have the type and shape of the first row. The file is complete after ``close``."""
+
+    def __init__(self, path: Path) -> None:
+        self.dtype: np.dtype[Any] | None = None
+        self.shape: tuple[int, ...] = ()
+        """Shape of one row."""
+        self.count = 0
+        self._file = path.open("wb")
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        """Add ``rows`` [n, ...]. Raises ValueError if their type or shape differs from the first row's."""
+        if self.dtype is None:
+            self.dtype, self.shape = rows.dtype, rows.shape[1:]
+            self._write_header()
+        if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
+            raise ValueError(
+                f"rows of {rows.dtype} {list(rows.shape[1:])} follow rows of {self.dtype} {list(self.shape)}"
+            )
+        self._file.write(np.ascontiguousarray(rows).data)
+        self.count += len(rows)
+
+    def close(self) -> None:
+        with self._file:
+            if self.dtype is not None:
+                self._file.seek(0)
+                self._write_header()
+
+    def _write_header(self) -> None:
+        """Write the header. numpy leaves room for the first dimension to grow, so the header's length never changes."""
+        assert self.dtype is not None
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count, *self.shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 @contextmanager

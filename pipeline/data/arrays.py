@@ -1,7 +1,7 @@
 """The user's own arrays: ``inputs``, ``targets`` (absent for tokens), and further arrays for the user's own task.
 
 The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a Parquet table, or in a data set that
-the library ``datasets`` saved. A function may also yield the arrays.
+the library ``datasets`` saved. A function may also yield the arrays. scikit-learn's digits are arrays, too.
 
 An array's type decides how the array is used. Integer targets, one per sample, are labels; float targets are numbers to
 predict. Integer inputs [N, L] without targets are tokens. Other inputs, and float targets, become float32, but uint8
@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
-from pipeline.data.array_files import Array, Rows, check_name, naming
+from pipeline.data.array_files import Array, GrowingArray, Rows, check_name, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
-from pipeline.data.growing import GrowingArray
 from pipeline.errors import first_line
 from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
@@ -54,7 +53,9 @@ def root(fetch: Fetch, directory: Path) -> Path:
 
 
 def is_exported(fetch: Fetch) -> bool:
-    """Whether the arrays come from a function, or from a data set that the library ``datasets`` saved."""
+    """Whether the arrays come from a library, from a function, or from a data set that ``datasets`` saved."""
+    if fetch.dataset != "arrays":
+        return fetch.dataset == "digits"
     return bool(fetch.own_module) or any((Path(fetch.arrays or "").expanduser() / name).is_file() for name in SAVED)
 
 
@@ -62,12 +63,10 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
     """Return the names of the arrays' files. Raises DataError if the user's file or ``inputs.npy`` is missing."""
     place = Path(fetch.arrays or "")
     top = root(fetch, directory)
-    if place.suffix in FILES:
+    if place.suffix in FILES and not is_exported(fetch):
         found, needed = [place.name] if (top / place.name).is_file() else [], place.name
     else:
         found, needed = sorted(path.name for path in top.glob("*.npy")), "inputs.npy"
-        for name in found:
-            check_name(name, top)
     if needed not in found:
         missing = "" if is_exported(fetch) or place.expanduser().exists() else ", which does not exist"
         raise DataError(
@@ -79,27 +78,41 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Write .npy files into the empty ``directory``, from the function or saved data set that ``fetch.arrays`` names.
+    """Write .npy files into the empty ``directory``: the digits, or what the function or saved data set yields that
+    ``fetch.arrays`` names.
 
     A function is called twice, first with ``split`` "train" and then with "test". It yields the split's samples in
     chunks. A chunk is a dict of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one
     chunk is in memory at a time. Raises DataError if the function or the data set yields anything else.
     """
-    name = str(fetch.arrays)
+    name = str(fetch.arrays if fetch.dataset == "arrays" else fetch.dataset)
     for split, prefix in (("train", ""), ("test", TEST)):
-        chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
+        if fetch.dataset == "digits":
+            chunks = _digits() if split == "train" else ()
+        else:
+            chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         files: dict[str, GrowingArray] = {}
         with ExitStack() as opened:
             for chunk in tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None):
                 for key, rows in _yielded(chunk, name).items():
                     if key not in files:
-                        files[key] = opened.enter_context(GrowingArray(directory / f"{prefix}{key}.npy"))
+                        files[key] = GrowingArray(directory / f"{prefix}{key}.npy")
+                        opened.callback(files[key].close)
                     try:
                         files[key].append(rows)
                     except ValueError as error:
                         raise DataError(
                             f"{KEY}: {name} yielded {key} in which {error}; expected one type and shape."
                         ) from None
+
+
+def _digits() -> Iterator[Any]:
+    """Yield scikit-learn's digits: images uint8 [1797, 1, 8, 8], scaled from 0..16 to 0..255, and labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    yield {"inputs": images[:, None], "targets": digits.target}
 
 
 def _called(fetch: Fetch, name: str, split: str) -> Any:
@@ -113,14 +126,9 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     Raises DataError if the library is missing, if the data set cannot be read, or if one of its splits is named neither
     ``train`` nor ``test``.
     """
-    try:
-        from datasets import load_from_disk
-    except ImportError:
-        raise DataError(
-            f"{KEY}: {folder} was saved by the library datasets, which is not installed: install it."
-        ) from None
+    datasets = factories.library("datasets", f"{KEY}: the library datasets saved {folder}", DataError)
     with naming(folder):
-        found: Any = load_from_disk(folder)
+        found = datasets.load_from_disk(folder)
     splits = found if isinstance(found, Mapping) else {"train": found}
     if others := sorted(set(splits) - {"train", "test"}):
         raise DataError(
@@ -160,7 +168,8 @@ def decode(config: Config, directory: Path) -> Decoded:
     for arrays in (train.values(), test.values()):
         if len({array.shape[0] for array in arrays}) > 1:
             raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples; make them equal.")
-    inputs, targets, labels, vocabulary, classes = train["inputs"], train.get("targets"), None, None, 0
+    inputs, targets, vocabulary, classes = train["inputs"], train.get("targets"), None, 0
+    labels = np.zeros(inputs.shape[0], np.uint16)
     types = {name: _prepared_type(name, each.dtype) for name, each in train.items()}
     if not targets and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
         vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
@@ -175,12 +184,8 @@ def decode(config: Config, directory: Path) -> Decoded:
         classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
         labels = _labels(targets, classes)
         types["targets"] = np.dtype(np.int64)
-    out, kept = None, config.prepare
-    if not test:
-        count = inputs.shape[0]
-        out = held_out(
-            map(str, range(count)), np.zeros(count, np.uint8) if labels is None else labels, kept.test_fraction
-        )
+    kept = config.prepare
+    out = None if test else held_out(map(str, range(len(labels))), labels, kept.test_fraction)
     return Decoded(
         train=_rows(train, types, None if out is None else ~out, kept.train_limit),
         test=_rows(test or train, types, out, kept.test_limit),
@@ -218,11 +223,7 @@ def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, l
 
 def _labels(array: Array, classes: int) -> npt.NDArray[np.uint16]:
     """Return the labels [N]. Raises DataError for a class without a training sample."""
-    labels = np.empty(array.shape[0], np.uint16)
-    start = 0
-    for chunk in array.chunks():
-        labels[start : start + len(chunk)] = chunk
-        start += len(chunk)
+    labels = np.concatenate([np.empty(0, np.uint16), *(chunk.astype(np.uint16) for chunk in array.chunks())])
     absent = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
     if len(absent) and len(labels):
         raise DataError(

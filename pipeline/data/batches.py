@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import psutil
@@ -126,9 +125,25 @@ class TrainBatches:
         A micro-batch is a pair of inputs [b, ...] and targets [b, ...] on the device. The caller may keep or change
         these tensors. The iteration never waits for the device.
         """
-        if not 0 <= start_step <= self.steps_per_epoch:
-            raise ValueError(f"start_step {start_step} is outside an epoch of {self.steps_per_epoch} steps")
-        return self._epoch(epoch, start_step)
+        drawn = draw_epoch(self._seed, epoch, len(self._arrays[0]), self._sides or (1, 1), self._augment.crop_padding)
+        host = Draws(*(self._own_part(values, start_step) for values in drawn))
+        if self._loader:
+            for inputs, targets in self._loader.epoch(host):
+                yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+            return
+        draws = Draws(*(_move(values, self._device) for values in host))
+        if self.placement == "resident":
+            for index in range(len(draws.order)):
+                yield self._batch([array.index_select(0, draws.order[index]) for array in self._arrays], draws, index)
+            return
+        reader = Reader(self._arrays, self._files, host.order, self._device)
+        self._readers.add(reader)
+        try:
+            for index in range(len(draws.order)):
+                yield self._batch(reader.take(), draws, index)
+        finally:
+            reader.stop()
+            self._readers.discard(reader)
 
     def hold(self) -> None:
         """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
@@ -150,32 +165,8 @@ class TrainBatches:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _epoch(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        drawn = draw_epoch(self._seed, epoch, len(self._arrays[0]), self._sides or (1, 1), self._augment.crop_padding)
-        host = Draws(*(self._own_part(values, start_step) for values in drawn))
-        if self._loader:
-            for inputs, targets in self._loader.epoch(host):
-                yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
-            return
-        draws = Draws(*(_move(values, self._device) for values in host))
-        if self.placement == "resident":
-            for index in range(len(draws.order)):
-                yield self._batch([array.index_select(0, draws.order[index]) for array in self._arrays], draws, index)
-            return
-        reader = Reader(self._arrays, self._files, host.order, self._device)
-        self._readers.add(reader)
-        try:
-            reader.start()
-            for index in range(len(draws.order)):
-                yield self._batch(reader.take(), draws, index)
-        finally:
-            reader.stop()
-            self._readers.discard(reader)
 
     def _own_part(self, values: Tensor, start_step: int) -> Tensor:
         """Return this rank's part of ``values`` [N], which are in the epoch's order, as [remaining micro-batches,

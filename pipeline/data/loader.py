@@ -104,11 +104,9 @@ class _Samples(TorchDataset[Batch]):
             first = F.hflip(first)
         (inputs,), (target,) = self._task.batch([array.unsqueeze(0) for array in (first, *others)])
         if augment.cutout:
-            height, width = inputs.shape[1:]
             upper, begin = row - augment.cutout // 2, column - augment.cutout // 2
-            lower, end = upper + augment.cutout, begin + augment.cutout
-            upper, begin, lower, end = max(0, upper), max(0, begin), min(height, lower), min(width, end)
-            inputs = F.erase(inputs, upper, begin, lower - upper, end - begin, torch.zeros(()))
+            inputs = inputs.clone()
+            inputs[:, max(0, upper) : upper + augment.cutout, max(0, begin) : begin + augment.cutout] = 0
         return inputs, target
 
 

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data import DataError
+from pipeline.data.array_files import GrowingArray
 from pipeline.data.datasets import decode
-from pipeline.data.decoded import Chunk, Decoded
-from pipeline.data.growing import GrowingArray
-from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, check_batch
-from pipeline.errors import ConfigError
+from pipeline.data.decoded import Chunk
+from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics
 from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
 
@@ -34,23 +33,24 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     unchanged.
 
     Memory holds only a few chunks of rows, and at most 32 bytes per row to choose test samples and to count repeated
-    inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN, infinite
-    or out of range. It also raises DataError if a training channel is constant, or if all training samples have the
-    same label.
+    inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN or infinite. It
+    also raises DataError if a training channel is constant, or if all training samples have the same label.
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
         arrays, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
         test_arrays, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
         if test_arrays != arrays:
-            tested, trained = (
-                ", ".join(f"{name} {form}" for name, form in forms.items()) for forms in (test_arrays, arrays)
-            )
             raise DataError(
-                f"the rows of the test split are {tested}, but those of the train split are {trained}; make them equal."
+                f"the rows of the test split are {_named(test_arrays)}, but those of the train split are "
+                f"{_named(arrays)}; make them equal."
             )
-        train, test = ({name: _open(work, split, name) for name in arrays} for split in ("train", "test"))
-        counts = [_class_counts(name, each, decoded) for name, each in (("train", train), ("test", test))]
+        train = {name: np.load(work / f"train_{name}.npy", mmap_mode="r") for name in arrays}
+        counts = [_class_counts(work / f"{split}_targets.npy", decoded.classes) for split in ("train", "test")]
+        if np.count_nonzero(counts[0]) == 1:
+            raise DataError(
+                f"all training labels are {np.argmax(counts[0])}; classification needs two classes or more."
+            )
         numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
@@ -69,17 +69,12 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         description = description.model_copy(update={"sha256": description.digest()})
         text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
         (work / DESCRIPTION).write_text(text, encoding="utf-8")
-    rows = ", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in arrays.items())
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
-        f"samples of {rows}; {description.test_in_train_count:,} test inputs are also training inputs, "
+        f"samples of {_named(arrays)}; {description.test_in_train_count:,} test inputs are also training inputs, "
         f"and {description.test_repeated_count:,} repeat another test input",
         file=sys.stderr,
     )
-    try:
-        check_batch(config.train.batch_size, description.name, description.train_count)
-    except ConfigError as error:  # only a warning, because preparing may take hours; training raises the error
-        print(f"warning: {error}", file=sys.stderr)
 
 
 def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
@@ -127,15 +122,11 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
         chunk = images[start : start + step]
         for channel in range(channels):
             histogram[channel] += np.bincount(chunk[:, channel].ravel(), minlength=256)
-    mean, std = [], []
-    for counts in histogram.tolist():
-        pixels = sum(counts)
-        total = sum(value * number for value, number in enumerate(counts))
-        squares = sum(value * value * number for value, number in enumerate(counts))
-        variance = pixels * squares - total * total  # pixels**2 times the variance
-        mean.append(total / (255 * pixels))
-        std.append(math.sqrt(variance) / (255 * pixels))
-    return tuple(mean), tuple(std)
+    counts, values = histogram.astype(object), np.arange(256).astype(object)  # Python's integers do not overflow
+    pixels, total, squares = counts.sum(1), counts @ values, counts @ values**2
+    variance = pixels * squares - total * total  # pixels**2 times the variance
+    std = (math.sqrt(each) / (255 * number) for each, number in zip(variance, pixels, strict=True))
+    return tuple(total / (255 * pixels)), tuple(std)
 
 
 def _write_split(
@@ -150,9 +141,9 @@ def _write_split(
     with ExitStack() as opened:
         for chunk in chunks:
             for name, rows in zip(names, chunk, strict=False):
-                assert len(rows) == len(chunk[0])
                 if name not in files:
-                    files[name] = opened.enter_context(GrowingArray(directory / f"{split}_{name}.npy"))
+                    files[name] = GrowingArray(directory / f"{split}_{name}.npy")
+                    opened.callback(files[name].close)
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():
                     row = len(digests) + int(np.argwhere(~np.isfinite(rows))[0, 0])
                     raise DataError(
@@ -173,27 +164,10 @@ def _count_known(known: Digests, digests: Digests) -> int:
     return int(np.count_nonzero(known[places] == digests))
 
 
-def _open(directory: Path, split: str, name: str) -> npt.NDArray[Any]:
-    opened: npt.NDArray[Any] = np.load(directory / f"{split}_{name}.npy", mmap_mode="r")
-    return opened
+def _class_counts(labels: Path, classes: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of samples of each class; () without classes."""
+    return tuple(np.bincount(np.load(labels), minlength=len(classes)).tolist()) if classes else ()
 
 
-def _class_counts(split: str, arrays: Mapping[str, npt.NDArray[Any]], decoded: Decoded) -> tuple[int, ...]:
-    """Return the number of samples of each class; () without classes.
-
-    Raises DataError if a label or a token is out of range, or if all training labels are equal.
-    """
-    if decoded.vocabulary:
-        _check_range(f"{split} tokens", arrays["inputs"], decoded.vocabulary, "tokens in the vocabulary")
-    if not decoded.classes:
-        return ()
-    _check_range(f"{split} labels", arrays["targets"], len(decoded.classes), "classes")
-    counts = np.bincount(arrays["targets"], minlength=len(decoded.classes))
-    if split == "train" and np.count_nonzero(counts) == 1:
-        raise DataError(f"all training labels are {counts.argmax()}; classification needs two classes or more.")
-    return tuple(counts.tolist())
-
-
-def _check_range(what: str, values: npt.NDArray[Any], count: int, of: str) -> None:
-    if values.min() < 0 or values.max() >= count:
-        raise DataError(f"{what} range from {values.min()} to {values.max()}, but there are {count} {of}.")
+def _named(forms: Mapping[str, Form]) -> str:
+    return ", ".join(f"{name} {form}" for name, form in forms.items())

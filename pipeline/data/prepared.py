@@ -156,9 +156,13 @@ def read(directory: Path) -> Dataset:
     and its SHA-256 differs.
     """
     import numpy as np
+    import psutil
     import torch
 
+    from pipeline import environment
+
     description = described(directory)
+    cached = CACHED_FRACTION * min([psutil.virtual_memory().total, *environment.memory_limits()])
     _verify_newer(directory, description)
 
     def split(name: str, count: int) -> Split:
@@ -169,7 +173,7 @@ def read(directory: Path) -> Dataset:
         files = {
             array: RowFile(directory / f"{name}_{array}.npy", rows.offset, rows.nbytes // len(rows))
             for array, rows in opened.items()
-            if hasattr(os, "posix_fadvise") and _exceeds_cache(rows.nbytes)
+            if hasattr(os, "posix_fadvise") and rows.nbytes > cached
         }
         for array in files:
             memory = opened[array].base
@@ -222,20 +226,16 @@ def _verify_newer(directory: Path, description: Description) -> None:
 
 def described(directory: Path) -> Description:
     """Read ``dataset.json`` in ``directory``. Raises DataError if it is missing, cannot be read or was changed."""
-    description = _describe(directory)
-    if description.sha256 != description.digest():
-        raise DataError(f"{directory / DESCRIPTION} was changed after it was written; {_AGAIN}")
-    return description
-
-
-def _describe(directory: Path) -> Description:
     path = directory / DESCRIPTION
     try:
-        return Description.model_validate_json(path.read_bytes())
+        description = Description.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run `dvc repro prepare` first.") from None
     except (OSError, ValidationError) as error:
         raise DataError(f"{path} is not a description that this version can read; {_AGAIN} ({error})") from None
+    if description.sha256 != description.digest():
+        raise DataError(f"{path} was changed after it was written; {_AGAIN}")
+    return description
 
 
 def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.dtype[Any]]:
@@ -249,12 +249,3 @@ def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.d
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
     return array
-
-
-def _exceeds_cache(size: int) -> bool:
-    """Whether an array of ``size`` bytes is larger than ``CACHED_FRACTION`` of the memory."""
-    import psutil
-
-    from pipeline import environment
-
-    return size > CACHED_FRACTION * min([psutil.virtual_memory().total, *environment.memory_limits()])

@@ -74,8 +74,6 @@ class Reader:
         self._ready: queue.SimpleQueue[_Loaded | BaseException] = queue.SimpleQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def take(self) -> list[Tensor]:
@@ -107,8 +105,7 @@ class Reader:
         self._stopped = True
         self._may_go.set()
         self._room.release()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._ready.put(StopIteration())  # wakes a consumer that waits in another thread
 
     def _run(self) -> None:

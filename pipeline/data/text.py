@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from pipeline import factories
 from pipeline.data import LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.errors import count, first_line
@@ -119,13 +120,10 @@ class _OfFile:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise DataError(f"{KEY}: found {str(path)!r}, but tokenizers is not installed: install it.") from None
+        tokenizers = factories.library("tokenizers", f"{KEY}: found {str(path)!r}", DataError)
         try:
             content = path.read_bytes()
-            self._tokenizer = Tokenizer.from_buffer(content)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}); save it anew.") from None
         self._tokenizer.no_truncation()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,22 +45,10 @@ def build(
     ``classes``. The initial weights depend only on torch's random state. Raises ModelError for an invalid name, option
     or output.
     """
-    if ":" in name:
-        model = _from_factory(name, options, data)
-    else:
-        factory: Callable[..., nn.Module] = _OWN.get(name, torchvision_model)
-        taken = inspect.signature(factory).parameters
-        needed = {key for key, each in taken.items() if each.default is each.empty} - {"name", "options"}
-        if not needed <= data.keys() <= taken.keys():
-            raise ModelError(
-                f"train.model: {name} is made for {_listed(needed)}, but the job's data have {_listed(data)}; take "
-                "another model, or module:factory of your own."
-            )
-        if name in _OWN:
-            _check_options(name, options, taken.keys() - data.keys())
-            model = factory(**data, **options)
-        else:
-            model = factory(name, options, **data)
+    factory = _factory(name) if ":" in name else _OWN.get(name, partial(torchvision_model, name))
+    model = factories.call(factory, name, "train.model", options, error=ModelError, **data)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
     _check_output(name, model, inputs, outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"train.model: {name} has no parameter to train; expected parameters that require a gradient.")
@@ -78,7 +67,8 @@ def load(name: str) -> None:
     elif name not in _OWN:
         from torchvision import models
 
-        _check_name(name, models.list_models(module=models))
+        if problem := unknown_model(name, models.list_models(module=models)):
+            raise ModelError(problem)
 
 
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
@@ -170,9 +160,7 @@ _OWN: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def torchvision_model(
-    name: str, options: dict[str, Any], *, channels: int, height: int, width: int, classes: int
-) -> nn.Module:
+def torchvision_model(name: str, *, channels: int, height: int, width: int, classes: int, **options: Any) -> nn.Module:
     """Return a torchvision classification model without trained weights, adapted to the data.
 
     - The first convolution takes ``channels`` channels.
@@ -190,20 +178,20 @@ def torchvision_model(
     """
     from torchvision import models  # imported here: the import takes a second, and only these models need it
 
-    _check_name(name, models.list_models(module=models))
+    load(name)
     builder = models.get_model_builder(name)
     fixed = {"weights": None, "num_classes": classes}
     if name in ("inception_v3", "googlenet"):
         fixed |= {"aux_logits": False, "transform_input": False, "init_weights": options.get("init_weights", True)}
     parameters = inspect.signature(inspect.signature(builder).return_annotation).parameters.values()
     accepted = {p.name for p in parameters if p.default is not p.empty or p.name in _FILLED_IN}
-    _check_options(name, options, accepted - {"num_classes", "aux_logits", "transform_input"})
-    try:
-        model: nn.Module = builder(**{**options, **fixed})
-    except Exception as error:
-        if not options:
-            raise
-        raise ModelError(f"train.model_options: {name} does not take {options}: {error}") from error
+    accepted -= {"num_classes", "aux_logits", "transform_input"}
+    if unknown := options.keys() - accepted:
+        raise ModelError(
+            f"train.model_options: found {', '.join(sorted(unknown))}, which {name} does not take; allowed: "
+            f"{', '.join(sorted(accepted))}."
+        )
+    model: nn.Module = builder(**{**options, **fixed})
 
     if isinstance(model, models.ResNet) and min(height, width) < _SMALL_IMAGE:
         _replace_first_convolution(model, channels, kernel_size=3, stride=1, padding=1)
@@ -222,30 +210,18 @@ def torchvision_model(
     if size != (height, width):
         # A hook, because a wrapper module would change the names in the state dict and the modules that techniques
         # find.
-        model.register_forward_pre_hook(_Resize(size, antialias=size[0] < height or size[1] < width))
+        model.register_forward_pre_hook(partial(_resized, size, size[0] < height or size[1] < width))
     return model
-
-
-def _check_name(name: str, known: Sequence[str]) -> None:
-    """Raise ModelError unless ``name`` is one of torchvision's ``known`` classification models."""
-    if problem := unknown_model(name, known):
-        raise ModelError(problem)
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
     """Replace the first convolution by one of ``channels`` input channels. Its new weights are scaled to keep the
     variance of the outputs."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
-    settings: dict[str, Any] = {
-        "kernel_size": old.kernel_size,
-        "stride": old.stride,
-        "padding": old.padding,
-        "dilation": old.dilation,
-        "groups": old.groups,
-        "bias": old.bias is not None,
-        "padding_mode": old.padding_mode,
+    kept = {
+        key: getattr(old, key) for key in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     }
-    new = nn.Conv2d(channels, old.out_channels, **(settings | changes))
+    new = nn.Conv2d(channels, old.out_channels, **(kept | {"bias": old.bias is not None} | changes))
     with torch.no_grad():
         spread = old.weight.std() * math.sqrt(old.weight[0].numel() / new.weight[0].numel())
         new.weight.copy_(torch.randn_like(new.weight) * spread)
@@ -254,39 +230,13 @@ def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) 
     model.set_submodule(name, new)
 
 
-class _Resize:
-    """A forward pre-hook that resizes a model's images."""
-
-    def __init__(self, size: tuple[int, ...], antialias: bool) -> None:
-        self.size, self.antialias = size, antialias
-
-    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
-        return F.interpolate(inputs[0], self.size, mode="bilinear", antialias=self.antialias)
+def _resized(size: tuple[int, ...], antialias: bool, _: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    return F.interpolate(inputs[0], size, mode="bilinear", antialias=antialias)
 
 
 def _factory(name: str) -> Callable[..., Any]:
     """Return the function that ``module:factory`` names."""
     return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
-
-
-def _from_factory(name: str, options: dict[str, Any], data: dict[str, Any]) -> nn.Module:
-    """Build a model with the user's factory. Raises ModelError, also for an error in the factory."""
-    model = factories.call(_factory(name), name, "train.model", options, error=ModelError, **data)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
-    return model
-
-
-def _check_options(name: str, options: dict[str, Any], accepted: Iterable[str]) -> None:
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ModelError(
-            f"train.model_options: found {_listed(unknown)}, which {name} does not take; allowed: {_listed(accepted)}."
-        )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
 
 
 def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
@@ -304,10 +254,6 @@ def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tu
             found: object = torch.func.functional_call(model, buffers, (inputs.to(device),))
     except Exception as error:
         raise ModelError(f"{where} fails: {error}") from error
-    if not isinstance(found, torch.Tensor):
-        raise ModelError(f"{where} returns a {type(found).__name__}; expected a tensor of shape {list(expected)}.")
-    if (tuple(found.shape), found.dtype) != (expected, torch.float32):
-        raise ModelError(
-            f"{where} returns {found.dtype} of shape {list(found.shape)}; "
-            f"expected torch.float32 of shape {list(expected)}."
-        )
+    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (expected, torch.float32):
+        got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ModelError(f"{where} returns {got}; expected a tensor, torch.float32 of shape {list(expected)}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pipeline import factories
 from pipeline.errors import PipelineError, first_line
 
 
@@ -50,9 +51,5 @@ class FromConfig(nn.Module):
 
 def load() -> None:
     """Import the library ``transformers``. Raises PipelineError if it is missing."""
-    try:
-        import transformers.models.auto.modeling_auto  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise PipelineError(
-            f"train.model: found 'transformers', but {error.name} is not installed (pip install '.[text]')."
-        ) from None
+    factories.library("transformers", "train.model: found 'transformers'", PipelineError)
+    import transformers.models.auto.modeling_auto  # noqa: F401

@@ -116,8 +116,7 @@ def _own_loss(train: Train, device: torch.device, arguments: Mapping[str, int]) 
     if not callable(loss):
         raise ObjectiveError(f"train.loss: {train.loss} returned {loss!r}; expected a function of outputs and targets.")
     if isinstance(loss, nn.Module):
-        trained = [name for name, _ in loss.named_parameters()]
-        if trained:
+        if trained := [name for name, _ in loss.named_parameters()]:
             raise ObjectiveError(
                 f"train.loss: {train.loss} has parameters of its own ({', '.join(trained)}), which nothing would "
                 "train; make them a part of the model, or buffers."

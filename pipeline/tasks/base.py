@@ -95,9 +95,9 @@ class Task(ABC):
     def output_arguments(self) -> dict[str, int]:
         """Return the arguments that describe the outputs to the factories of models and losses."""
 
-    @abstractmethod
     def output_shape(self) -> tuple[int, ...]:
         """Return the shape of a sample's output."""
+        return tuple(self.output_arguments().values())
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -163,6 +163,30 @@ class Task(ABC):
         _, targets = self.on(CPU).batch([self.dataset.train.arrays[name][rows] for name in self.arrays])
         noise = torch.randn(PROBES, *self.output_shape(), generator=torch.Generator().manual_seed(0))
         loss_and_metric.check(self.train, self.on(CPU).objective, noise, targets)
+
+
+class LogitsTask(Task):
+    """A task whose outputs are logits [b, ..., classes]."""
+
+    def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
+        """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.
+
+        The gradients of KL shrink as 1 / T^2, and the factor T^2 compensates for this. Source: Hinton et al.,
+        "Distilling the Knowledge in a Neural Network", 2015, section 2.
+        """
+        ours, theirs = ((each.float() / temperature).flatten(0, -2).log_softmax(-1) for each in (outputs, taught))
+        return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(-1)
+
+    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
+        """Return the number of rows whose two largest logits differ by at most ``nearness`` times the row's largest
+        absolute logit."""
+        if outputs.shape[-1] < 2:
+            return 0
+        first, second = outputs.topk(2).values.unbind(-1)
+        return int((first - second <= nearness * outputs.abs().amax(-1)).sum())
 
 
 class Normalise(nn.Module):

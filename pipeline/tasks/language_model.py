@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.data.batches import Batch
-from pipeline.tasks.base import Task, TaskError
-from pipeline.tasks.classification import divergence, near_ties
+from pipeline.tasks.base import LogitsTask, TaskError
 
 
-class LanguageModel(Task):
+class LanguageModel(LogitsTask):
     """The loss is the next token's cross-entropy, and the score is the next token's accuracy.
 
     A sample is a window. Its loss and its score are means over its tokens.
@@ -71,16 +70,7 @@ class LanguageModel(Task):
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the share of a window's tokens for which the next token has the largest logit, [b]."""
-        return (outputs.argmax(-1) == targets).double().mean(1)
-
-    def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
-        return divergence(outputs, taught, temperature)
-
-    def predicted(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(-1)
-
-    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
-        return near_ties(outputs, nearness)
+        return (self.predicted(outputs) == targets).double().mean(1)
 
     def findings(self, test_loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(test_loss, 700.0))}

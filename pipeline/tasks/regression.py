@@ -55,9 +55,6 @@ class Regression(Task):
     def output_arguments(self) -> dict[str, int]:
         return {"outputs": self.dataset.train.targets[0].numel()}
 
-    def output_shape(self) -> tuple[int, ...]:
-        return (self.dataset.train.targets[0].numel(),)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, targets)
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import psutil
 import pytest
 import torch
 
-from pipeline.data import loader, packing, sources
+from pipeline.data import loader
 from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
-from pipeline.params import parse
-from tests.data.test_batches import EVERYTHING, make
+from tests.data.test_batches import EVERYTHING, make, same
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -45,20 +44,6 @@ def workers() -> list[psutil.Process]:
 
 def loaded(dataset: Dataset, count: int = 2, **changes: Any) -> TrainBatches:
     return make(dataset, placement="dataloader", workers=count, augment=EVERYTHING, **changes)
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not (held := holds()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return held
-
-
-def same(made: Iterator[Any], expected: Iterator[Any]) -> None:
-    for (images, labels), (others, other_labels) in zip(made, expected, strict=True):
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
-        assert images.is_contiguous()
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -147,10 +132,7 @@ def test_held_workers_do_nothing_until_a_batch_is_asked_for(digits: Dataset, mon
 
 
 @pytest.mark.slow
-def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
-    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-    sources.fetch(config.fetch, tmp_path / "raw")
-    packing.prepare(config, tmp_path / "raw", tmp_path / "prepared")
+def test_held_workers_end_when_their_trainer_is_killed(digits_folder: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -162,12 +144,15 @@ def test_held_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
         "print(*(worker.pid for worker in workers()), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "prepared")]
+    command = [sys.executable, "-c", program, str(digits_folder)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    assert eventually(lambda: not any(map(_runs, pids)))
+    end = time.monotonic() + 30
+    while any(map(_runs, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _runs(pid: int) -> bool:

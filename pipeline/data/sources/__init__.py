@@ -7,14 +7,14 @@ untrusted source is safe.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline.data import DataError, arrays, text
-from pipeline.data.sources.listings import LISTINGS, Listing
-from pipeline.data.sources.local import describe_synthetic, export_digits, images_of, list_files
-from pipeline.data.sources.places import Mirror
+from pipeline.data.checksums import SHA256
+from pipeline.data.sources.listings import ARCHIVES, SOURCES
+from pipeline.data.sources.local import describe_synthetic, images_of, list_files
+from pipeline.data.sources.places import mirror
 from pipeline.data.sources.store import SourceError, Store, say
 from pipeline.errors import count
 from pipeline.files import whole_directory
@@ -35,30 +35,29 @@ def fetch(config: Fetch, directory: Path) -> None:
     """
     target = directory / config.dataset
     target.mkdir(parents=True, exist_ok=True)
-    if config.dataset == "digits":
-        export_digits(target)
-    elif config.dataset == "image_folder":
-        list_files("fetch.image_folder", *images_of(config), target)
+    key = f"fetch.{config.dataset}"
+    if config.dataset == "image_folder":
+        list_files(key, *images_of(config), target)
+    elif arrays.is_exported(config):
+        with whole_directory(target) as place:
+            arrays.export(config, place)
+            list_files(key, place, arrays.files(config, place), place)
     elif config.dataset == "arrays":
-        exported = arrays.is_exported(config)
-        with whole_directory(target) if exported else nullcontext(target) as place:
-            if exported:
-                arrays.export(config, place)
-            list_files(arrays.KEY, arrays.root(config, place), arrays.files(config, place), place)
+        list_files(key, arrays.root(config, target), arrays.files(config, target), target)
     elif config.dataset in text.FOLDERS:
-        list_files("fetch.text_folder", text.root(config), text.files(config), target)
+        list_files(key, text.root(config), text.files(config), target)
     elif config.dataset == "synthetic":
         describe_synthetic(config.synthetic, target)
     else:
-        _collect(config, LISTINGS[config.dataset], target, directory.with_name(f"{directory.name}.partial"))
+        _collect(config, target, directory.with_name(f"{directory.name}.partial"))
 
 
-def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> None:
+def _collect(config: Fetch, target: Path, partials: Path) -> None:
     store = Store(target, partials, config.timeout_seconds, config.attempts)
-    sources = listing.sources
+    sources = SOURCES[config.dataset]
     if config.mirror is not None:
-        sources = (Mirror(_mirror_path(config.mirror), listing.archive), *sources)
-    missing = store.missing(listing.files)
+        sources = (mirror(_mirror_path(config.mirror), ARCHIVES.get(config.dataset)), *sources)
+    missing = store.missing(SHA256[config.dataset])
     failures: list[str] = []
     for source in sources:
         if not missing:
@@ -76,7 +75,7 @@ def _collect(config: Fetch, listing: Listing, target: Path, partials: Path) -> N
     if missing:
         reasons = "\n".join(f"  {number}. {failure}" for number, failure in enumerate(failures, 1))
         raise DataError(
-            f"{config.dataset}: {', '.join(file.name for file in missing)} could not be fetched. Tried in this order:\n"
+            f"{config.dataset}: {', '.join(missing)} could not be fetched. Tried in this order:\n"
             f"{reasons}\n"
             "What to do: check the network (HTTPS_PROXY names a proxy) and run again; finished parts are kept. Or put "
             "the files, plain or gzipped, into a directory and name it in params.yaml as fetch.mirror."

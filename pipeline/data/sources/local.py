@@ -1,8 +1,9 @@
-"""Data sets that need no network: scikit-learn's digits, synthetic samples, and files already on this machine."""
+"""Data sets that need no network: synthetic samples, and files already on this machine."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import shutil
@@ -15,23 +16,14 @@ import numpy as np
 from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError
 from pipeline.data.sources.store import progress, say
 from pipeline.errors import printable, said
-from pipeline.files import file_sha256, naming, write_array, write_text
+from pipeline.files import file_sha256, whole, write_text
 from pipeline.params import Fetch, Synthetic
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
-def export_digits(target: Path) -> None:
-    """Write scikit-learn's bundled digits as uint8 images [1797, 8, 8] with values 0 to 16, and their labels."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    write_array(target / "images.npy", digits.images.astype(np.uint8))
-    write_array(target / "labels.npy", digits.target.astype(np.uint8))
-
-
 def describe_synthetic(requested: Synthetic, target: Path) -> None:
-    """Write the settings from which ``prepare`` generates samples. Raises DataError if the samples do not fit on the
+    """Write the settings of the samples that ``prepare`` generates. Raises DataError if the samples do not fit on the
     disk."""
     item_bytes = 2 if requested.targets == "tokens" else np.dtype(requested.dtype).itemsize
     needed = (requested.train + requested.test) * math.prod(requested.shape) * item_bytes
@@ -91,24 +83,21 @@ def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None
     Raises DataError, naming ``key``, if a file cannot be read. Raises OSError if the disk is full or permission is
     denied.
     """
-    partial = target / f"{LISTING}.partial"
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "size_bytes", "sha256"])
     try:
         with (
-            naming(target / LISTING),
-            partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
             ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
             progress("checksums", len(paths), " files") as bar,
         ):
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["path", "size_bytes", "sha256"])
             for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
                 rows.writerow([path, (root / path).stat().st_size, digest])
                 bar.update()
-        partial.replace(target / LISTING)
     except OSError as error:
         if said(error):
             raise
         raise DataError(f"{key}: {error.filename}: {error.strerror}.") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole(target / LISTING) as file:
+        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
     say(f"listed {len(paths)} files of {key}")
