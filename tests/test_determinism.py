@@ -90,7 +90,7 @@ def test_an_operation_that_first_runs_after_the_trial_is_an_error_with_a_remedy(
 
 
 def _puts_in_the_third_step(model: nn.Module) -> nn.Module:
-    return Puts(model, first=3)  # after the trial and two steps
+    return Puts(model, first=2)  # the trial has a copy of the model
 
 
 def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:

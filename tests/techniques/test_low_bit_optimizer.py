@@ -9,7 +9,6 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.profiling import ledger
 from pipeline.techniques import low_bit_optimizer
-from tests.nets import ALONE
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
@@ -64,7 +63,7 @@ class TestWithTheLibrary:
     ) -> None:
         monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # because the net is small
         message, before, after = _until_broken(
-            ALONE, digits, 0, False, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
+            digits, False, train=ADAMW, optimizer_state="8bit", optimizer_in_backward=in_backward
         )
         assert "epoch 1, step 8: the loss became nan" in message
         assert after == before[7]

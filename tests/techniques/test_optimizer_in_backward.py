@@ -9,7 +9,7 @@ import torch
 
 from pipeline.data.prepared import Dataset
 from pipeline.training.loop import Training
-from tests.nets import ALONE, conv_net
+from tests.nets import conv_net
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
@@ -49,7 +49,7 @@ def test_parameters_change_in_the_backward_pass_and_gradients_are_freed(digits: 
 
 @pytest.mark.parametrize("state", ["fp32", "factored"])
 def test_a_loss_that_is_not_finite_changes_no_parameter(digits: Dataset, state: str) -> None:
-    message, before, after = _until_broken(ALONE, digits, 0, False, optimizer_in_backward=True, optimizer_state=state)
+    message, before, after = _until_broken(digits, False, optimizer_in_backward=True, optimizer_state=state)
     assert "epoch 1, step 8: the loss became nan" in message
     assert after == before[7]
 

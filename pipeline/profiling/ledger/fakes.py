@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pipeline.data.prepared import Split
 from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.profiling.ledger.tracker import Call, Calls, Tracker
 from pipeline.tasks import Task
+from pipeline.training.evaluation import copied
 from pipeline.training.losses import HostLosses
 
 _IN_FLOAT32 = {
@@ -108,11 +108,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     """Return a copy of ``model`` whose parameters and buffers are fake tensors."""
-    copies: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        copied = fake.from_tensor(tensor.detach())
-        copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    copied_model = copy.deepcopy(model, copies)
+    copied_model = copied(model, lambda tensor: fake.from_tensor(tensor.detach()))
     # Module.to swaps the contents of fake parameters. Swapping fails for tensors with weak references, and all fake
     # parameters have weak references.
     vars(copied_model)["_apply"] = functools.partial(_apply, copied_model)
