@@ -147,7 +147,7 @@ class Assembly:
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
             return plan
-        samples, parts, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+        samples, failed = plan.micro_batches * plan.micro_batch_size, 0
 
         def too_large(why_not_fewer: str = "") -> OutOfMemory:
             return OutOfMemory(
@@ -156,7 +156,7 @@ class Assembly:
                 "model, or a technique that saves memory, such as activation_checkpointing."
             )
 
-        while True:
+        for parts in (each for each in range(plan.micro_batches, samples + 1) if samples % each == 0):
             reason = f", because {failed} did not fit into its memory" if failed else ", which is its whole share"
             decision = f"{count(parts, 'micro-batch')} of {count(samples // parts, 'sample')} per process{reason}"
             tried = plan.divided(parts, decided=plan.decided | {technique: decision})
@@ -170,16 +170,13 @@ class Assembly:
             del training
             forget_last_run(self.world)
             if fits:
-                break
+                if self.world.is_main:
+                    print(f"{plan.name}: {technique}: {decision}", flush=True)
+                return tried
             if plan.applied.compile != "none":
                 torch.compiler.reset()  # otherwise torch would compile the second try for any batch size
             failed = tried.micro_batch_size
-            if failed == 1:
-                raise too_large()
-            parts = next(more for more in range(parts + 1, samples + 1) if samples % more == 0)
-        if self.world.is_main:
-            print(f"{plan.name}: {technique}: {decision}", flush=True)
-        return tried
+        raise too_large()
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:

@@ -117,16 +117,9 @@ def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Do what ``Module._apply`` does, but with new parameters in place of the old ones. Tied parameters stay tied."""
-    converted: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in converted:
-                    with torch.no_grad():
-                        converted[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
-                module._parameters[name] = converted[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else convert(buffer)
+    changed = copied(model, lambda tensor: convert(tensor.detach()))
+    for module, new in zip(model.modules(), changed.modules(), strict=True):
+        module._parameters, module._buffers = new._parameters, new._buffers
     return model
 
 

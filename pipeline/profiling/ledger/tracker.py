@@ -85,13 +85,10 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
     """Clear the last step's gradients, then take one step of ``training`` and watch it."""
     step, parameters = training.step, list(training.model.parameters())
 
-    def note() -> None:
-        tracker.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
-
     def noting(part: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(argument: Any) -> None:
             part(argument)
-            note()
+            tracker.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
         return noted
 
