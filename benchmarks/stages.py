@@ -35,7 +35,6 @@ from pipeline.params import Train, parse
 from pipeline.plans import plan
 from pipeline.processes.malloc import keep_freed_memory
 from pipeline.training.composition import compose
-from pipeline.training.loop import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}
 
@@ -218,7 +217,7 @@ class Steady:
             placement="resident",
         ) as batches:
             results.write_history([], self.history)
-            training = Training(compose(job, self.net(), self.task, batches, self.world, ()), seed=0)
+            training = compose(job, self.net(), self.task, batches, self.world, (), seed=0)
             with results.adding_to_history(self.history) as add_to_history:
                 for row in training.run():
                     if row:

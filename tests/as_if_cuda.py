@@ -23,9 +23,9 @@ and fragmentation, NCCL's own limits, the driver, or a GPU's random generator, b
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +75,7 @@ class Gpus:
         """The bit mask in which NVML tells why it has reduced the clocks."""
         self.allocated, self.peaks = [0] * count, [0] * count
         """Bytes of live tensors on each GPU: now, and at most since the last reset."""
-        self.debug_mode = 0
+        self.debug_mode = "default"
         self.nccl = False
         """Whether the process group was opened with the backend NCCL."""
         self.graph: _Graph | None = None
@@ -105,9 +105,9 @@ class Gpus:
         """Add ``what`` to ``waits`` if the debug mode is on. Raises RuntimeError where CUDA would."""
         if self.graph is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
-        if self.debug_mode:
+        if self.debug_mode != "default":
             self.waits.append(f"{what} at {_where()}")
-            if self.debug_mode == 2:
+            if self.debug_mode == "error":
                 raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
 
     def take(self, storage: Any, index: int) -> None:
@@ -140,14 +140,9 @@ class Gpus:
 
 def _where() -> str:
     """Return the innermost line of code outside torch and this file, and the pipeline's line that led to it."""
-    lines: list[str] = []
-    frame = sys._getframe(2)
-    while frame.f_back is not None and not any("/pipeline/" in line for line in lines):
-        path = frame.f_code.co_filename
-        if path != __file__ and "/torch/" not in path:
-            lines.append(f"{path}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " in ".join(dict.fromkeys((lines[0], lines[-1])))
+    stack = [each for each in traceback.extract_stack() if each.filename != __file__ and "/torch/" not in each.filename]
+    ours = [f"{each.filename}:{each.lineno}" for each in reversed(stack)]
+    return " in ".join(dict.fromkeys((ours[0], next((line for line in ours if "/pipeline/" in line), ours[0]))))
 
 
 _PLAYED: list[Gpus] = []
@@ -586,9 +581,6 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
     def reset(device: Any = None) -> None:
         gpus.peaks[gpus.index(device)] = allocated(device)
 
-    def set_debug_mode(mode: int | str) -> None:
-        gpus.debug_mode = mode if isinstance(mode, int) else ("default", "warn", "error").index(mode)
-
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -603,8 +595,7 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
         "get_device_capability": lambda _=None: (9, 0),
         "is_bf16_supported": lambda *_: True,
         "synchronize": lambda _=None: gpus.wait("torch.cuda.synchronize"),
-        "set_sync_debug_mode": set_debug_mode,
-        "get_sync_debug_mode": lambda: gpus.debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(gpus, "debug_mode", mode),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: _Stream(device),

@@ -20,8 +20,8 @@ from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
+from pipeline.training import composition
 from pipeline.training.assembly import Assembly
-from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 from pipeline.training.losses import HostLosses
 
@@ -115,17 +115,7 @@ def batches_of(
     dataset: Dataset, plan: Plan, joined: World, seed: int = 0, placement: Placement = "resident"
 ) -> TrainBatches:
     """Return the batches that a training with ``plan`` reads on this rank."""
-    return TrainBatches(
-        task_of(dataset, plan.train, joined.device),
-        batch_size=plan.train.batch_size,
-        micro_batches=plan.micro_batches,
-        rank=joined.rank // plan.model_processes,
-        world_size=plan.data_processes,
-        seed=seed,
-        augment=plan.train.augment,
-        placement=placement,
-        workers=plan.applied.loader_workers,
-    )
+    return composition.batches_of(plan, task_of(dataset, plan.train, joined.device), joined, seed, placement)
 
 
 def stopped(training: Training, after: int) -> dict[str, Any]:
@@ -154,7 +144,7 @@ def chosen(plan: Plan, world: World) -> list[Technique]:
 def training_of(
     plan: Plan, model: nn.Module, task: Task, batches: TrainBatches, world: World, seed: int = 0, **options: Any
 ) -> Training:
-    return Training(compose(plan, model, task, batches, world, of_plan(plan), **options), seed)
+    return composition.compose(plan, model, task, batches, world, of_plan(plan), seed, **options)
 
 
 def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement = "resident") -> Assembly:

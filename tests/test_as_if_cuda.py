@@ -47,23 +47,14 @@ def test_a_new_thread_has_the_simulated_gpus_and_starts_on_the_first(gpus: Gpus)
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda values: values[0].item(),
-    "bool": lambda values: bool(values.sum()),
-    "float": lambda values: float(values[0]),
-    "int": lambda values: int(values[0]),
     "tolist": lambda values: values.tolist(),
     "cpu": lambda values: values.cpu(),
     "to": lambda values: values.to("cpu"),
     "copy": lambda values: torch.empty(2).copy_(values),
     "nonzero": lambda values: values.nonzero(),
     "mask": lambda values: values[values > 0],
-    "selected": lambda values: values.masked_select(values > 0),
     "equal": lambda values: torch.equal(values, values),
-    "allclose": lambda values: torch.allclose(values, values),
-    "written": lambda _: torch.empty(2, device=GPU).copy_(torch.ones(2)),
-    "sent": lambda _: torch.ones(2).to(GPU),
-    "made": lambda _: torch.tensor([1.0], device=GPU),
     "picked": lambda values: values[[1, 0]],
-    "clipped": lambda values: values.clamp(0, 1) if values.max() > 1 else values,
     "synchronize": lambda _: torch.cuda.synchronize(),
 }  # fmt: skip
 
@@ -85,20 +76,14 @@ def test_an_operation_that_waits_for_the_device_is_reported_with_its_line(read: 
     ("wrong", "message"),
     [
         (lambda: on_gpu(1.0, 2.0) + torch.ones(2), "Expected all tensors to be on the same device"),
-        (lambda: on_gpu(1.0) + torch.ones(1, device="cuda:1"), "Expected all tensors to be on the same device"),
         (lambda: nn.Linear(2, 2)(on_gpu(1.0, 2.0)), "Expected all tensors to be on the same device"),
         (lambda: torch.cuda.set_device(2), "invalid device ordinal"),
+        (lambda: on_gpu(1.0).numpy(), "can't convert cuda:0 device type tensor to numpy"),
     ],
 )
 def test_what_would_fail_on_gpus_raises_the_same_error(wrong: Callable[[], Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, TypeError), match=message):
         wrong()
-
-
-@pytest.mark.usefixtures("gpus")
-def test_a_tensor_on_a_gpu_cannot_become_a_numpy_array() -> None:
-    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
-        on_gpu(1.0).numpy()
 
 
 def test_memory_counts_live_tensors_up_to_the_limit() -> None:
@@ -136,9 +121,9 @@ def _sent(world: World, host: bool) -> dict[str, tuple[int, int]]:
     with Traffic() as traffic:
         world.sum_(tensor)
         dist.broadcast(tensor, src=0)
-        assert world.gather(world.rank) == [0, 1]
+    assert world.gather(world.rank) == [0, 1]
     assert tensor.tolist() == [2.0] * 5
-    return {kind: (count, traffic.bytes[kind]) for kind, count in traffic.calls.items() if "gather" not in kind}
+    return {kind: (count, traffic.bytes[kind]) for kind, count in traffic.calls.items()}
 
 
 @pytest.mark.usefixtures("gpus")
@@ -151,17 +136,7 @@ def test_ranks_use_simulated_nccl_and_their_collectives_are_counted() -> None:
 
 def test_all_patches_are_undone_at_the_end() -> None:
     def seen() -> list[Any]:
-        owned = [
-            torch,
-            torch.cuda,
-            torch.nn.attention,
-            torch.Tensor,
-            torch.autocast,
-            dist,
-            threading.Thread,
-            pynvml,
-            launching,
-        ]
+        owned = (torch, torch.cuda, torch.nn.attention, torch.Tensor, torch.autocast, dist, pynvml, launching)
         return [vars(owner).copy() for owner in owned]
 
     before = seen()

@@ -9,7 +9,7 @@ import torch
 from pipeline.training import checkpoints
 
 
-def test_a_checkpoint_of_the_same_job_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_for_the_same_job_alone(tmp_path: Path) -> None:
     path = checkpoints.checkpoint_file("ddp", 3, tmp_path)
     checkpoints.save({"identity": "job", "weights": torch.arange(3.0)}, path)
     found = checkpoints.load(path, "job")
@@ -17,11 +17,6 @@ def test_a_checkpoint_of_the_same_job_comes_back(tmp_path: Path) -> None:
     state, file = found
     assert (state["weights"].tolist(), file) == ([0.0, 1.0, 2.0], path)
     assert [file.name for file in path.parent.iterdir()] == ["seed-3.pt"]
-
-
-def test_a_checkpoint_of_another_job_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "seed-0.pt"
-    checkpoints.save({"identity": "job"}, path)
     assert checkpoints.load(path, "another") is None
     assert checkpoints.load(tmp_path / "absent.pt", "job") is None
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +17,13 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.measurement.detectors import (
-    Detector,
-    Rejection,
-    cpu,
-    detectors,
-    gpu,
-    of_memory,
-    of_ranks,
-    of_steps,
-    processes,
-)
+from pipeline.measurement.detectors import cpu, detectors, gpu, processes
+from pipeline.measurement.detectors.base import Detector, Rejection
 from pipeline.measurement.detectors.compiler import Recompilation
 from pipeline.measurement.detectors.cpu import CpuThrottling, ForeignLoad
+from pipeline.measurement.detectors.figures import of_ranks
 from pipeline.measurement.detectors.gpu import GpuThrottling, SharedGpu
-from pipeline.measurement.windows import Memory
+from tests.drivers import plug
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -40,6 +32,13 @@ def reason(detector: Detector) -> str:
     [rejection] = detector.rejections()
     assert not rejection.voids_memory
     return rejection.reason
+
+
+def watched(detector: Detector, during: Callable[[], object], *, measured: bool = True) -> None:
+    """Run ``during`` in a window of the detector."""
+    detector.open()
+    during()
+    detector.close(measured=measured)
 
 
 # Recompilation
@@ -55,30 +54,16 @@ def compiled() -> Any:
     return torch.compile(_step, backend="eager", dynamic=False)
 
 
-def test_a_recompile_after_the_warm_up_is_refused(compiled: Any) -> None:
+def test_a_recompile_in_a_measured_window_alone_is_refused(compiled: Any) -> None:
     detector = Recompilation()
-    detector.open()
-    compiled(torch.ones(3))
-    detector.close(measured=False)
-    detector.open()
-    compiled(torch.ones(3))
-    detector.close(measured=True)
-    assert detector.rejections() == []
-    detector.open()
-    compiled(torch.ones(4))
-    detector.close(measured=True)
+    watched(detector, lambda: compiled(torch.ones(3)), measured=False)
+    compiled(torch.ones(4))  # between windows
+    for size in (3, 4):
+        watched(detector, lambda size=size: compiled(torch.ones(size)))  # type: ignore[misc]
+    assert not [*detector.rejections()]
+    watched(detector, lambda: compiled(torch.ones(5)))
     assert "s after the warm-up; raise train.warmup_steps" in reason(detector)
     assert 0 < detector.seconds < 60
-
-
-def test_a_recompile_between_windows_harms_none(compiled: Any) -> None:
-    detector = Recompilation()
-    for size in (3, 4):
-        compiled(torch.ones(size))
-        detector.open()
-        compiled(torch.ones(size))
-        detector.close(measured=True)
-    assert detector.rejections() == []
 
 
 def test_a_recompile_is_seen_when_the_compiler_was_reset(compiled: Any) -> None:
@@ -95,9 +80,8 @@ def test_a_recompile_is_seen_when_the_compiler_was_reset(compiled: Any) -> None:
 def test_the_compiler_is_not_loaded_to_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     detector = Recompilation()
-    detector.open()
-    detector.close(measured=True)
-    assert detector.rejections() == []
+    watched(detector, lambda: None)
+    assert not [*detector.rejections()]
     assert "torch._dynamo.utils" not in sys.modules
 
 
@@ -162,13 +146,15 @@ def window(
 ) -> ForeignLoad:
     """Measure a window of two seconds in which both cores are busy, unless ``second`` sets other times for the second
     core. The job uses ``own`` CPU seconds, and its threads wait as long as ``waits`` says."""
+
+    def work() -> None:
+        machine.seconds += 2
+        machine.work(0, busy=2)
+        machine.work(1, **{"busy": 2} | second)
+        machine.process(10, parent=1, own=5 + own, waits=waits and {thread: 1 + wait for thread, wait in waits.items()})
+
     machine.process(10, parent=1, own=5, waits=waits and dict.fromkeys(waits, 1.0))
-    detector.open()
-    machine.seconds += 2
-    machine.work(0, busy=2)
-    machine.work(1, **{"busy": 2} | second)
-    machine.process(10, parent=1, own=5 + own, waits=waits and {thread: 1 + wait for thread, wait in waits.items()})
-    detector.close(measured=True)
+    watched(detector, work)
     return detector
 
 
@@ -185,9 +171,10 @@ def test_cpu_time_that_others_take_from_the_job_is_rejected(
     machine: Machine, cores: tuple[int, ...], own: float, waits: dict[int, float], taken: float
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
-    assert [detector.own_seconds, detector.taken_seconds] == pytest.approx([own, taken])
-    assert bool(detector.rejections()) is (taken == 0.5)
-    if taken == 0.5:
+    assert [detector.seconds["own"], detector.taken_seconds] == pytest.approx([own, taken])
+    if taken < 0.5:
+        assert not [*detector.rejections()]
+    else:
         assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
         assert reason(detector).endswith("or accept this load with bench.max_foreign_load: 0.4")
 
@@ -207,9 +194,8 @@ def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
     machine.process(12, parent=10, own=4.4, ended=0.5 + 0.4 + 0.4, waits={12: 0.6})
     machine.end(13)
     detector.close(measured=True)
-    assert detector.own_seconds == pytest.approx(1.8 + 1.4 + 0.8)
+    assert detector.seconds["own"] == pytest.approx(1.8 + 1.4 + 0.8)
     assert detector.taken_seconds == pytest.approx(0)
-    assert detector.rejections() == []
 
 
 def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -> None:
@@ -246,7 +232,9 @@ def test_only_measured_windows_count_and_they_add_up(machine: Machine) -> None:
         waited, own = waited + taken, own + 1 - taken
         machine.process(10, parent=1, own=own, waits={10: waited})
         detector.close(measured=measured)
-    assert [detector.window_seconds, detector.own_seconds, detector.taken_seconds] == pytest.approx([3, 2.25, 0.75])
+    assert [detector.seconds["window"], detector.seconds["own"], detector.taken_seconds] == pytest.approx(
+        [3, 2.25, 0.75]
+    )
     assert "0.75 of the 3.00 s" in reason(detector)
 
 
@@ -278,16 +266,12 @@ def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
     with busy_processes(3, core) as (job, *_):
         beside, whole = (ForeignLoad({core}, root_pid, limit=0.1) for root_pid in (job, os.getpid()))
         deadline = time.monotonic() + 60
-        while beside.own_seconds < 0.1 and time.monotonic() < deadline:
-            for detector in (beside, whole):
-                detector.open()
-            time.sleep(0.5)
-            for detector in (whole, beside):
-                detector.close(measured=True)
+        while beside.seconds["own"] < 0.1 and time.monotonic() < deadline:
+            watched(beside, lambda: watched(whole, lambda: time.sleep(0.5)))
     assert "other processes took" in reason(beside)
     # Other load on this machine takes as much time from the three processes together as from the single one.
-    others = whole.own_seconds - beside.own_seconds
-    assert others > beside.own_seconds
+    others = whole.seconds["own"] - beside.seconds["own"]
+    assert others > beside.seconds["own"]
     assert beside.taken_seconds - whole.taken_seconds > others / 2
 
 
@@ -298,318 +282,214 @@ def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bo
     """Measure windows of almost no length. Each of ``windows`` has the milliseconds of throttling of a core and of its
     package at the window's start, the same at its end, and whether the window is measured."""
     files = [tmp_path / "core_throttle_total_time_ms", tmp_path / "package_throttle_total_time_ms"]
+
+    def write(counts: tuple[int, int]) -> None:
+        for file, count in zip(files, counts, strict=True):
+            file.write_text(f"{count}\n")
+
     detector = CpuThrottling(files)
     for before, after, measured in windows:
-        for counts, turn in ((before, detector.open), (after, lambda: detector.close(measured=measured))):  # noqa: B023
-            for file, count in zip(files, counts, strict=True):
-                file.write_text(f"{count}\n")
-            turn()
+        write(before)
+        watched(detector, lambda after=after: write(after), measured=measured)  # type: ignore[misc]
     return detector
 
 
-def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
+def test_a_cpu_that_got_too_hot_in_measured_windows_is_refused(tmp_path: Path) -> None:
+    assert not [*_heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True)).rejections()]
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
     assert "the CPU got too hot and was throttled for 0.01 of " in reason(detector)
     detector.window_seconds = 0.11  # 5 ms of throttling are less than a twentieth
-    assert detector.rejections() == []
-
-
-def test_a_cpu_that_was_hot_before_and_between_windows_is_not(tmp_path: Path) -> None:
-    detector = _heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True))
-    assert detector.rejections() == []
-
-
-class FakeNvml:
-    """A fake NVML. The functions that the detectors call return what a test sets; all other names are pynvml's own."""
-
-    def __init__(self) -> None:
-        self.answers: Iterator[int | Exception] = iter(())
-        self.steady = 0
-        """The reasons for reduced clocks, as bits, after all ``answers`` have been returned."""
-        self.pids: list[int] = []
-        self.clients: list[int] = []
-        """Process ids of the clients of an MPS server."""
-        self.asked = 0
-        self.slow: set[str] = set()
-        """Handles of GPUs that always report a hardware slowdown."""
-        self.held: set[str] = set()
-        """Handles of GPUs that the foreign process 20 uses too."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pynvml, name)
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid == "GPU-gone":
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return uuid
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
-        self.asked += 1
-        if handle in self.slow:
-            return int(pynvml.nvmlClocksEventReasonHwSlowdown)
-        answer = next(self.answers, self.steady)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in [*self.pids, *([20] if handle in self.held else [])]]
-
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: ARG002
-        return [SimpleNamespace(pid=pid) for pid in self.clients]
-
-
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 0.001)
-    return FakeNvml()
+    assert not [*detector.rejections()]
 
 
 SLOW = pynvml.nvmlClocksEventReasonHwSlowdown
 
 
-def watch_clocks(detector: GpuThrottling, nvml: FakeNvml, *answers: int | Exception, measured: bool = True) -> None:
-    """Run a window in which the driver is queried at least once for each of ``answers``."""
-    nvml.answers, nvml.asked = iter(answers), 0
-    detector.open()
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A fake driver. ``answers``: the reasons for reduced clocks, as bits, or errors, after which none is reported."""
+    driver = SimpleNamespace(answers=iter(()), asked=0, pids=[], clients=[])
+
+    def clocks(_: str) -> int:
+        driver.asked += 1
+        answer = next(driver.answers, 0)
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer)
+
+    plug(
+        monkeypatch,
+        nvmlDeviceGetCurrentClocksEventReasons=clocks,
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=pid) for pid in driver.pids],
+        nvmlDeviceGetMPSComputeRunningProcesses=lambda _: driver.clients,
+    )
+    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 0.001)
+    return driver
+
+
+def watch_clocks(driver: SimpleNamespace, *answers: int | Exception, measured: bool = True) -> GpuThrottling:
+    """Return the detector after a window in which the driver is queried at least once for each of ``answers``."""
+    detector = GpuThrottling("this one")
+    driver.answers, driver.asked = iter(answers), 0
     deadline = time.monotonic() + 60
-    while nvml.asked < len(answers) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    detector.close(measured=measured)
+
+    def wait() -> None:
+        while driver.asked < len(answers) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    watched(detector, wait, measured=measured)
+    return detector
 
 
 @pytest.mark.parametrize(
     ("bits", "words"),
     [
         (pynvml.nvmlClocksEventReasonSwThermalSlowdown, "software thermal slowdown"),
-        (pynvml.nvmlClocksEventReasonHwSlowdown, "hardware slowdown"),
-        (
-            pynvml.nvmlClocksEventReasonHwSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
-            "hardware slowdown, hardware thermal slowdown",
-        ),
+        (SLOW | pynvml.nvmlClocksEventReasonHwThermalSlowdown, "hardware slowdown, hardware thermal slowdown"),
         (pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | pynvml.nvmlClocksEventReasonGpuIdle, "power brake"),
+        (pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonSyncBoost, None),
+        (pynvml.nvmlClocksEventReasonGpuIdle | pynvml.nvmlClocksEventReasonApplicationsClocksSetting, None),
     ],
 )
-def test_a_gpu_that_throttled_is_refused(nvml: FakeNvml, bits: int, words: str) -> None:
-    detector = GpuThrottling(nvml, "this one")
-    watch_clocks(detector, nvml, 0, bits, 0, bits, 0)
+def test_a_gpu_that_throttled_is_refused(driver: SimpleNamespace, bits: int, words: str | None) -> None:
+    detector = watch_clocks(driver, 0, bits, 0, bits, 0)
+    assert detector.looks >= 5
     detector.looks = 10
-    assert f"the GPU throttled ({words}) in 2 of 10 queries (at most 5% are allowed)" in reason(detector)
+    if words:
+        assert f"the GPU throttled ({words}) in 2 of 10 queries (at most 5% are allowed)" in reason(detector)
+    else:
+        assert not [*detector.rejections()]
 
 
-def test_a_gpu_that_throttled_for_a_moment_is_not_refused(nvml: FakeNvml) -> None:
-    detector = GpuThrottling(nvml, "this one")
-    watch_clocks(detector, nvml, 0, SLOW)
+def test_neither_a_moment_nor_the_warm_up_nor_a_silent_driver_is_refused(driver: SimpleNamespace) -> None:
+    assert not [*watch_clocks(driver, SLOW, measured=False).rejections()]
+    silent = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+    detector = watch_clocks(driver, silent, SLOW, silent)
     for looks, refused in ((20, False), (19, True)):
         detector.looks = looks
-        assert bool(detector.rejections()) is refused
+        assert bool([*detector.rejections()]) is refused
 
 
 def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 60)
-    detector = GpuThrottling(nvml, "this one")
-    nvml.steady = SLOW
-    detector.open()
-    nvml.steady = 0
-    detector.close(measured=True)
+    detector = GpuThrottling("this one")
+    driver.answers = iter([SLOW])
+    watched(detector, lambda: setattr(driver, "answers", iter(())))
     assert (detector.looks, detector.slow_looks) == (1, 0)  # the only query is at the window's end
-
-
-def test_what_holds_a_healthy_gpus_clocks_is_not_refused(nvml: FakeNvml) -> None:
-    normal = (
-        pynvml.nvmlClocksEventReasonSwPowerCap
-        | pynvml.nvmlClocksEventReasonGpuIdle
-        | pynvml.nvmlClocksEventReasonApplicationsClocksSetting
-        | pynvml.nvmlClocksEventReasonSyncBoost
-    )
-    detector = GpuThrottling(nvml, "this one")
-    watch_clocks(detector, nvml, normal, normal)
-    assert detector.rejections() == []
-    assert detector.looks >= 2
-
-
-def test_a_gpu_that_throttled_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
-    detector = GpuThrottling(nvml, "this one")
-    watch_clocks(detector, nvml, SLOW, measured=False)
-    watch_clocks(detector, nvml, 0)
-    assert detector.rejections() == []
-
-
-def test_a_driver_that_is_silent_for_a_moment_does_not_stop_the_job(nvml: FakeNvml) -> None:
-    detector = GpuThrottling(nvml, "this one")
-    silent = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-    watch_clocks(detector, nvml, silent, pynvml.nvmlClocksEventReasonSwThermalSlowdown, silent)
-    assert detector.slow_looks == 1
 
 
 # Another process on the GPU
 
 
-def shared_gpu(nvml: FakeNvml, before: list[int], after: list[int], *, measured: bool = True) -> SharedGpu:
+def shared_gpu(driver: SimpleNamespace, before: list[int], after: list[int], *, measured: bool = True) -> SharedGpu:
     """Return the detector after a window, with the processes that are on the GPU ``before`` and ``after`` the window.
 
     Process 10 is the job's root."""
-    detector = SharedGpu(nvml, "this one", root_pid=10)
-    nvml.pids = before
-    detector.open()
-    nvml.pids = after
-    detector.close(measured=measured)
+    detector = SharedGpu("this one", root_pid=10)
+    driver.pids = before
+    watched(detector, lambda: setattr(driver, "pids", after), measured=measured)
     return detector
 
 
 @pytest.fixture
 def rank(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process one of the two ranks 11 and 12 of job 10; process 20 does not belong to the job."""
+    """Make this process one of the two ranks 11 and 12 of job 10. Process 20 and its child 21 do not belong to the job,
+    and process 30 is the server of MPS."""
     for pid, parent in ((10, 1), (11, 10), (12, 10), (20, 1), (21, 20)):
         machine.process(pid, parent)
+    machine.process(30, parent=1, name="nvidia-cuda-mps")
+    (machine.root / "30" / "cmdline").write_text("nvidia-cuda-mps-server\0")
     monkeypatch.setattr(os, "getpid", lambda: 11)
 
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(
-    ("before", "after", "others"),
+    ("before", "after", "clients", "others"),
     [
-        ([11], [11], 0),
-        ([11, 12], [11, 12], 0),
-        ([11, 20, 21], [11], 2),
-        ([11], [20, 11], 1),
+        ([11], [11], [], 0),
+        ([11, 12], [11, 12], [], 0),
+        ([11, 20, 21], [11], [], 2),
+        ([11], [20, 11], [], 1),
         # In a container, the driver lists the host's process ids.
-        ([7001], [7001], 0),
-        ([], [], 0),
-        ([7001], [7001, 7002], 1),
+        ([7001], [7001], [], 0),
+        ([], [], [], 0),
+        ([7001], [7001, 7002], [], 1),
+        # The server of MPS is not another process.
+        ([30, 11, 12], [30, 11, 12], [11, 12], 0),
+        ([30, 11, 20], [30, 11, 20], [11, 20], 1),  # a foreign client
+        ([30], [30], [11], 0),  # on a GPU older than Volta, only the server is listed
+        # In a container, the names of the host's processes cannot be read.
+        ([7000, 7001], [7000, 7001], [7001], 0),
+        ([7000, 7001, 7002], [7000, 7001, 7002], [7001, 7002], 1),
     ],
 )
 def test_other_processes_on_the_gpu_are_refused(
-    nvml: FakeNvml, before: list[int], after: list[int], others: int
+    driver: SimpleNamespace, before: list[int], after: list[int], clients: list[int], others: int
 ) -> None:
-    detector = shared_gpu(nvml, before, after)
+    driver.clients = clients
+    detector = shared_gpu(driver, before, after)
     assert detector.others == others
-    assert (reason(detector).startswith(f"{others} other process")) if others else True
-    assert bool(detector.rejections()) is bool(others)
-
-
-@pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize(
-    ("pids", "clients", "others"),
-    [
-        ([30, 11], [11], 0),
-        ([30, 11, 12], [11, 12], 0),
-        ([30, 11, 20], [11, 20], 1),  # a foreign client
-        ([30], [11], 0),  # on a GPU older than Volta, only the server is listed
-        # In a container, the names of the host's processes cannot be read.
-        ([7000, 7001], [7001], 0),
-        ([7000, 7001, 7002], [7001, 7002], 1),
-        ([7001, 7002], [], 1),  # without MPS
-    ],
-)
-def test_the_server_of_mps_is_not_another_process(
-    nvml: FakeNvml, machine: Machine, pids: list[int], clients: list[int], others: int
-) -> None:
-    machine.process(30, parent=1, name="nvidia-cuda-mps")
-    (machine.root / "30" / "cmdline").write_text("nvidia-cuda-mps-server\0")
-    nvml.clients = clients
-    assert shared_gpu(nvml, pids, pids).others == others
-
-
-@pytest.mark.usefixtures("rank")
-def test_every_gpu_of_a_process_is_watched(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    uuids = ["0", "1", "gone", "3"]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
-    nvml.pids, nvml.slow, nvml.held = [11], {"GPU-1"}, {"GPU-3"}
-    active_detectors = detectors(
-        [torch.device("cuda", index) for index in range(4)], root_pid=10, max_foreign_load=None
+    assert [each.reason.split(" used ")[0] for each in detector.rejections()] == (
+        [f"{others} other process{'es' if others > 1 else ''}"] if others else []
     )
+    assert not [*shared_gpu(driver, before, after, measured=False).rejections()], "in the warm-up"
+
+
+@pytest.mark.usefixtures("rank")
+def test_every_gpu_of_a_process_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(uuid: str) -> str:
+        if uuid == "GPU-gone":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    uuids = ["0", "1", "gone", "3"]
+    plug(
+        monkeypatch,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda gpu: SLOW if gpu == "GPU-1" else 0,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: [
+            SimpleNamespace(pid=pid) for pid in ([11, 20] if gpu == "GPU-3" else [11])
+        ],
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    gpus = [torch.device("cuda", index) for index in range(4)]
+    active_detectors = detectors(gpus, root_pid=10, max_foreign_load=None)
     for detector in active_detectors:
-        detector.open()
-    for detector in active_detectors:
-        detector.close(measured=True)
+        watched(detector, lambda: None)
     throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
     assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
     assert held.startswith("1 other process used GPU 3;")
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_driver_that_knows_no_mps_is_believed(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_knows_no_mps_is_believed(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
-    monkeypatch.setattr(nvml, "nvmlDeviceGetMPSComputeRunningProcesses", unknown, raising=False)
-    assert shared_gpu(nvml, [7001, 7002], [7001, 7002]).others == 1
-
-
-@pytest.mark.usefixtures("rank")
-def test_another_process_on_the_gpu_in_the_warm_up_is_not_refused(nvml: FakeNvml) -> None:
-    assert shared_gpu(nvml, [11, 20], [11, 20], measured=False).rejections() == []
-
-
-# Contradictory figures
-
-
-def test_allocator_retries_void_the_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    retries = 4
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": retries})
-    for name in ("reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    monkeypatch.setattr("pipeline.measurement.windows.driver_bytes", lambda _: None)
-    memory = Memory(GPU)
-    memory.open()
-    memory.close(measured=True)
-    assert of_memory(memory) == []
-    memory.open()
-    retries += 2
-    memory.close(measured=True)
-    [rejection] = of_memory(memory)
-    assert "the allocator ran out of memory and flushed its cache 2 times" in rejection.reason
-    assert rejection.voids_memory
-
-
-@pytest.mark.parametrize(
-    ("measured", "words"),
-    [
-        ([20], []),
-        ([20, 20], []),
-        ([25], []),
-        ([19], ["19 of 20 steps were measured"]),
-        ([0], ["no step was measured: the run ended within the 7 steps of its warm-up"]),
-        ([20, 21, 20], ["the ranks measured different numbers of steps: [20, 21]"]),
-        ([18, 20], ["the ranks measured different numbers of steps: [18, 20]", "18 of 20 steps were measured"]),
-    ],
-)
-def test_too_few_steps_are_refused(measured: list[int], words: list[str]) -> None:
-    rejections = of_steps(measured, requested=20, warmup=7)
-    assert len(rejections) == len(words)
-    assert all(rejection.reason.startswith(start) for rejection, start in zip(rejections, words, strict=True))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", unknown)
+    assert shared_gpu(driver, [7001, 7002], [7001, 7002]).others == 1
 
 
 def test_ranks_are_named_where_there_are_several() -> None:
     hot, full = Rejection("too hot"), Rejection("too full", voids_memory=True)
-    assert of_ranks([[hot, full]]) == [hot, full]
-    assert of_ranks([[], [hot], [full]]) == [
-        Rejection("rank 1: too hot"),
-        Rejection("rank 2: too full", voids_memory=True),
-    ]
+    assert [*of_ranks([[hot, full]])] == [hot, full]
+    assert [*of_ranks([[], [hot], [full]])] == [("rank 1: too hot", False), ("rank 2: too full", True)]
 
 
 # All together
 
 
-def test_a_resumed_run_remembers_what_was_seen(nvml: FakeNvml, machine: Machine, tmp_path: Path) -> None:
-    machine.process(10, parent=1)
-    throttled = GpuThrottling(nvml, "this one")
-    watch_clocks(throttled, nvml, SLOW)
+@pytest.mark.usefixtures("machine")
+def test_a_resumed_run_remembers_what_was_seen(driver: SimpleNamespace, tmp_path: Path) -> None:
     for seen, resumed in (
-        (throttled, GpuThrottling(nvml, "this one")),
+        (watch_clocks(driver, SLOW), GpuThrottling("this one")),
         (_heated(tmp_path, ((0, 0), (0, 1), True)), CpuThrottling([])),
     ):
         torch.save(seen.state(), tmp_path / "state")
         resumed.restore(torch.load(tmp_path / "state", weights_only=True))
-        assert resumed.rejections() == seen.rejections() != []
+        assert [*resumed.rejections()] == [*seen.rejections()] != []
 
 
 def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,10 +505,9 @@ def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: p
     active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in active_detectors] == [Recompilation, ForeignLoad, CpuThrottling]
     for core, refused in ((1, False), (3, True)):  # core 1 does not count, because this process may not use it
-        active_detectors[2].open()
-        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("400\n")
-        active_detectors[2].close(measured=True)
-        assert bool(active_detectors[2].rejections()) is refused
+        file = tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms"
+        watched(active_detectors[2], lambda file=file: file.write_text("400\n"))  # type: ignore[misc]
+        assert bool([*active_detectors[2].rejections()]) is refused
 
 
 @pytest.mark.gpu("a driver that reports slowdowns")

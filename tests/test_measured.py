@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.measurement.detectors import Rejection
+from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.results import Window
 from pipeline.training.loop import Training

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.measurement import windows
-from pipeline.measurement.detectors import Detector, Rejection
+from pipeline.measurement.detectors.base import Detector, Rejection
 from pipeline.models.optimizers import learning_rate
 from pipeline.params import Augment, Train
 from pipeline.results import HistoryRow
@@ -87,6 +86,12 @@ def test_a_run_learns_and_tells_its_history(digits: Dataset) -> None:
     assert seconds == sorted(seconds)
     last_epoch = [(row, row.step - before.step) for before, row in pairwise(rows) if row.epoch > 1]
     assert training.epoch_loss == pytest.approx(sum(row.train_loss * steps for row, steps in last_epoch) / per_epoch)
+    clock = training.clock
+    assert len(clock.step_seconds) == training.total_steps - TRAIN.warmup_steps
+    assert clock.first_step_seconds is not None
+    assert clock.first_step_seconds + clock.measured_seconds < clock.train_seconds
+    assert 0 < clock.input_seconds < clock.measured_seconds
+    assert clock.disagreement() is None
 
 
 def test_each_step_takes_the_learning_rate_of_its_number(digits: Dataset) -> None:
@@ -95,17 +100,6 @@ def test_each_step_takes_the_learning_rate_of_its_number(digits: Dataset) -> Non
     training.advance(5)
     assert taken == [learning_rate(training.train, step, training.total_steps) for step in range(5)]
     assert len(set(taken)) == 5
-
-
-def test_steps_after_the_warm_up_are_measured(digits: Dataset) -> None:
-    training = make_training(digits)
-    list(training.run())
-    clock = training.clock
-    assert len(clock.step_seconds) == training.total_steps - TRAIN.warmup_steps
-    assert clock.first_step_seconds is not None
-    assert clock.first_step_seconds + clock.measured_seconds < clock.train_seconds
-    assert 0 < clock.input_seconds < clock.measured_seconds
-    assert clock.disagreement() is None
 
 
 def test_a_seed_repeats_to_the_last_bit_and_another_does_not(digits: Dataset) -> None:
@@ -141,7 +135,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(
 
     interrupted = make_training(few, model=conv_net(**model), precision=precision)
     steps = interrupted.run()
-    before = [row for row in (next(steps) for _ in range(stop_after)) if row]
+    before = rows_of(next(steps) for _ in range(stop_after))
     with interrupted.paused():
         state = interrupted.state()
     state = {**state, "model": {name: value.clone() for name, value in state["model"].items()}}
@@ -186,7 +180,7 @@ class _BreaksAt(nn.Module):
         return logits * math.nan if self.seen == self.breaks else logits
 
 
-def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any) -> Training:
+def _broken(joined: World, dataset: Dataset, broken_rank: int, *, on_device: bool = True, **applied: Any) -> Training:
     """A training whose loss becomes NaN in step 8, on one rank."""
     training = make_training(
         dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == broken_rank else None), **applied
@@ -196,22 +190,17 @@ def _broken(joined: World, dataset: Dataset, broken_rank: int, on_device: bool, 
     return training
 
 
-def _until_broken(
-    joined: World, dataset: Dataset, broken_rank: int, on_device: bool, **applied: Any
-) -> tuple[str, list[str], str]:
+def _until_broken(dataset: Dataset, on_device: bool, **applied: Any) -> tuple[str, list[str], str]:
     """Return the error's message, the weights before each step, and the weights after the error."""
-    training = _broken(joined, dataset, broken_rank, on_device, **applied)
+    training = _broken(ALONE, dataset, 0, on_device=on_device, **applied)
     before = [weights(training)]
-    try:
-        for _ in training.run():
-            before.append(weights(training))
-    except NonFiniteLoss as error:
-        return str(error), before, weights(training)
-    raise AssertionError("the run did not stop")
+    with pytest.raises(NonFiniteLoss) as caught:
+        before.extend(weights(training) for _ in training.run())
+    return str(caught.value), before, weights(training)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_where(digits: Dataset) -> None:
-    message, before, after = _until_broken(ALONE, digits, 0, on_device=False)
+    message, before, after = _until_broken(digits, False)
     assert message.startswith("variant tried, seed 0, epoch 1, step 8: the loss became nan, and the optimizer ")
     assert after == before[7]
 
@@ -220,47 +209,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_says_wher
 def test_on_the_device_it_stops_the_run_when_the_losses_are_read_and_says_where_it_began(
     digits: Dataset, applied: dict[str, Any]
 ) -> None:
-    message, before, _ = _until_broken(ALONE, digits, 0, on_device=True, **applied)
+    message, before, _ = _until_broken(digits, True, **applied)
     assert message.startswith(
         "variant tried, seed 0, epoch 1, step 8: the loss became nan, which was noticed after 3 steps"
     )
     assert len(before) == 10  # in step 10 a row of history is due
 
 
-def test_all_ranks_stop_where_one_rank_s_loss_is_not_finite_on_the_device(digits: Dataset) -> None:
-    ranks = run_ranks(_until_broken, digits, 1, True)
-    assert [message.partition(", so")[0] for message, _, _ in ranks] == [
-        "variant tried, seed 0, epoch 1, step 8: the loss became nan, which was noticed after 3 steps"
-    ] * 2
-
-
-class _Reads(TorchDispatchMode):
-    """Counts how often the host reads a tensor's value, which on a GPU means waiting for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "applied",
-    [{}, {"optimizer_kernel": "foreach"}, {"optimizer_kernel": "for_loop"}, {"optimizer_in_backward": True}],
-)
-def test_no_step_on_the_device_waits_for_a_value(digits: Dataset, applied: dict[str, Any]) -> None:
-    training = _broken(ALONE, digits, 0, on_device=True, **applied)
-    batches = training.batches.epoch(0)
-    with _Reads() as reads:  # type: ignore[no-untyped-call]
-        for _ in range(3):
-            training.step(batches)
-        assert reads.count == 0
-        training.losses.read_and_reset()
-        assert reads.count == 1
-
-
 def _checkpointed_when_broken(joined: World, dataset: Dataset) -> str:
-    training = _broken(joined, dataset, 1, on_device=True)
+    training = _broken(joined, dataset, 1)
     training.advance(9)
     with pytest.raises(NonFiniteLoss) as caught, training.paused():
         training.state()
@@ -282,7 +239,7 @@ def test_no_rank_takes_the_step_in_which_one_rank_stops_on_the_host(digits: Data
 
 
 def _note_until_broken(joined: World, dataset: Dataset, directory: str) -> None:
-    training = make_training(dataset, joined, model=_BreaksAt(conv_net(), 8 if joined.rank == 1 else None))
+    training = _broken(joined, dataset, 1, on_device=False)
     with Path(directory, str(joined.rank)).open("w") as file:
         try:
             for _ in training.run():
@@ -319,8 +276,8 @@ class _Counts(Detector):
         self.closed += 1
         self.watched += measured
 
-    def rejections(self) -> list[Rejection]:
-        return []
+    def rejections(self) -> Iterator[Rejection]:
+        return iter(())
 
 
 def test_advancing_in_parts_trains_the_same_and_measures_the_last_part(digits: Dataset) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.data.prepared import Dataset
-from pipeline.distributed import ALONE
 from pipeline.measurement import windows
+from pipeline.measurement.detectors.figures import of_memory
 from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
-from tests import test_gpu
 from tests.drivers import plug
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -77,15 +74,7 @@ def test_clock_sees_time_that_no_step_accounts_for(fake_time: FakeTime) -> None:
     assert "step times add up to 1.000 s, but the wall clock around them shows 1.200 s" in str(clock.disagreement())
 
 
-def test_train_seconds_now_holds_the_open_window(fake_time: FakeTime) -> None:
-    clock = Clock(CPU)
-    _run_window(clock, fake_time, [(0.0, 2.0)], measured=True)
-    clock.open()
-    fake_time.pass_(3.0)
-    assert clock.train_seconds_now() == pytest.approx(5.0)
-
-
-def test_a_restored_clock_goes_on_counting(fake_time: FakeTime) -> None:
+def test_a_restored_clock_goes_on_counting_in_its_open_window_too(fake_time: FakeTime) -> None:
     clock, resumed = Clock(CPU), Clock(CPU)
     _run_window(clock, fake_time, [(0.5, 1.5)], measured=True)
     resumed.restore(clock.state())
@@ -93,6 +82,9 @@ def test_a_restored_clock_goes_on_counting(fake_time: FakeTime) -> None:
     assert resumed.train_seconds == pytest.approx(3.0)
     assert resumed.step_seconds == pytest.approx([2.0, 1.0])
     assert resumed.first_step_seconds == pytest.approx(2.0)
+    resumed.open()
+    fake_time.pass_(3.0)
+    assert resumed.train_seconds_now() == pytest.approx(6.0)
 
 
 def test_percentiles_are_interpolated_milliseconds() -> None:
@@ -106,36 +98,27 @@ def test_percentiles_are_interpolated_milliseconds() -> None:
 needs_linux = pytest.mark.skipif(own_peak_bytes() is None, reason="this system does not report the resident peak")
 
 
-def _peak_of(mebibytes: int) -> int:
-    memory = Memory(CPU)
-    memory.open()
-    torch.ones(mebibytes * MIB, dtype=torch.uint8)
-    memory.close(measured=True)
-    assert memory.peak_bytes is not None
-    return memory.peak_bytes
-
-
 @needs_linux
-def test_memory_sees_a_peak_that_is_gone_again_and_forgets_it_in_the_next_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_keeps_the_highest_peak_of_its_measured_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "imported_bytes", 0)
-    before, large, after = _peak_of(1), _peak_of(256), _peak_of(1)
-    assert large - before == pytest.approx(255 * MIB, rel=0.1)
-    assert after - before < 50 * MIB
-
-
-@needs_linux
-def test_memory_keeps_the_highest_measured_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "imported_bytes", 0)
-    memory = Memory(CPU)
+    memory, later = Memory(CPU), Memory(CPU)
     peaks = []
-    for mebibytes, measured in ((256, True), (1, True), (512, False)):
-        memory.open()
+    for used, mebibytes, measured in (
+        (memory, 1, True),
+        (memory, 256, True),
+        (memory, 1, True),
+        (memory, 512, False),
+        (later, 1, True),
+    ):
+        used.open()
         torch.ones(mebibytes * MIB, dtype=torch.uint8)
-        memory.close(measured=measured)
-        peaks.append(memory.peak_bytes)
-    assert peaks[0] == peaks[1] == peaks[2]
+        used.close(measured=measured)
+        assert used.peak_bytes is not None
+        peaks.append(used.peak_bytes)
+    before, large, *same, after = peaks
+    assert large - before == pytest.approx(255 * MIB, rel=0.1)
+    assert same == [large, large]
+    assert after - before < 50 * MIB, "a later window forgets an earlier peak"
 
 
 @needs_linux
@@ -183,9 +166,9 @@ def test_the_figure_of_the_driver_is_that_of_this_process(monkeypatch: pytest.Mo
     assert driver_bytes(GPU) is None
 
 
-def test_allocator_and_driver_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    _running(monkeypatch, (os.getpid(), 500 * MIB))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 0})
+def test_allocator_and_driver_have_peaks_of_their_own_and_retries_void_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = 4
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": retries})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100 * MIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 120 * MIB)
@@ -195,26 +178,15 @@ def test_allocator_and_driver_have_peaks_of_their_own(monkeypatch: pytest.Monkey
         memory.open()
         memory.close(measured=measured)
     assert (memory.peak_bytes, memory.reserved_bytes, memory.driver_bytes) == (100 * MIB, 120 * MIB, 500 * MIB)
+    assert not [*of_memory(memory)]
     _running(monkeypatch)
     memory.open()
+    retries += 2
     memory.close(measured=True)
     assert memory.driver_bytes == 500 * MIB, "the highest figure is lost when the driver stops reporting"
-
-
-def test_the_look_for_steps_that_wait_stays_on_for_no_other_test(
-    digits: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes: list[str] = []
-
-    def set_mode(mode: str) -> None:
-        modes.append(mode)
-        if len(modes) == 1:  # torch warns at the first call
-            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    monkeypatch.setattr(test_gpu, "on_gpu", lambda: ALONE)
-    test_gpu.test_steps_do_not_wait_for_the_device(digits)
-    assert modes == ["error", "default"]
+    [rejection] = of_memory(memory)
+    assert "the allocator ran out of memory and flushed its cache 2 times" in rejection.reason
+    assert rejection.voids_memory
 
 
 def test_a_clock_that_the_user_s_code_replaces_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ from pipeline import environment
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
-from pipeline.measurement.detectors import children_seconds, detectors, of_turns
+from pipeline.measurement.detectors import detectors
+from pipeline.measurement.detectors.figures import of_turns
+from pipeline.measurement.detectors.processes import children_seconds
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.measurement.windows import Memory
 from pipeline.params import Config, Machine, Variant, catalogue

@@ -2,7 +2,7 @@
 
 from pipeline.distributed.interruptions import Interruption, interruption
 from pipeline.distributed.launching import WorkerError, forked, launch
-from pipeline.distributed.worlds import ALONE, World, launched_size, own_part, whole, world
+from pipeline.distributed.worlds import ALONE, World, launched_size, own_part, share_of, whole, world
 
 __all__ = [
     "ALONE",
@@ -14,6 +14,7 @@ __all__ = [
     "launch",
     "launched_size",
     "own_part",
+    "share_of",
     "whole",
     "world",
 ]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -121,62 +120,53 @@ def forked(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
-    started: list[Any] = []
-    pipes: list[Connection] = []
+    ranks: list[tuple[Any, Connection]] = []
     with tempfile.TemporaryDirectory() as private:
+        variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), STORE: f"{private}/store"}
         try:
             for rank in range(processes):
                 here, there = context.Pipe()
-                variables = _variables(rank, processes, Path(private, "store"))
-                process = context.Process(target=_forked, args=(there, variables, worker, arguments))
+                own = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if processes > 1 else {}
+                process = context.Process(target=_forked, args=(there, own, worker, arguments))
                 process.start()
                 there.close()
-                started.append(process)
-                pipes.append(here)
-            yield partial(_ask, pipes, started)
-            _close(pipes, started)
+                ranks.append((process, here))
+            yield partial(_ask, ranks)
+            _close(ranks)
         except BaseException:  # a signal's handler may raise it, even while the ranks run to their end
-            for process in started:
+            for process, _ in ranks:
                 process.kill()
-            _close(pipes, started)
+            _close(ranks)
             raise
 
 
-def _close(pipes: Sequence[Connection], processes: Sequence[Any]) -> None:
+def _close(ranks: Sequence[tuple[Any, Connection]]) -> None:
     """Let the ranks that are still alive run to their end, and wait until all ranks have ended."""
-    for pipe in pipes:
+    for _, pipe in ranks:
         pipe.close()
-    for process in processes:
+    for process, _ in ranks:
         process.join()
 
 
-def _variables(rank: int, size: int, store: Path) -> dict[str, str]:
-    """Return the environment variables that a launcher sets for a rank; an empty dict for a single process."""
-    if size == 1:
-        return {}
-    of_rank = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    return of_rank | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)) | {STORE: str(store)}
-
-
-def _ask(pipes: Sequence[Connection], processes: Sequence[Any], request: Any) -> list[Any]:
+def _ask(ranks: Sequence[tuple[Any, Connection]], request: Any) -> list[Any]:
     values: dict[int, Any] = {}
     failures: list[tuple[bool, str]] = []
     with suppress(BrokenPipeError):  # the rank is dead; its missing answer is noticed below
-        for pipe in pipes:
+        for _, pipe in ranks:
             pipe.send(request)
-    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while waiting and (ready := wait(list(waiting), DEATH_SECONDS if failures else None)):
         for pipe in cast("list[Connection]", ready):
             rank, died = waiting.pop(pipe), False
             try:
                 values[rank], failure = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                failure, died = _end_of(processes[rank]), True
+                failure, died = _end_of(ranks[rank][0]), True
             if failure:
                 failures.append((not died, f"rank {rank}: {failure}"))
     if failures:
         raise WorkerError(min(failures, key=lambda failure: failure[0])[1])
-    return [values[rank] for rank in range(len(pipes))]
+    return [values[rank] for rank in range(len(ranks))]
 
 
 def _end_of(process: Any) -> str:

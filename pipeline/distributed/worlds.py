@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
 import psutil
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from pipeline.errors import PipelineError
+from pipeline.processes import default_environment
 
 T = TypeVar("T")
 
@@ -54,30 +56,28 @@ class World:
         """
         if self.size == 1:
             return [value]
-        forms: list[Any] = [None] * self.size
-        dist.all_gather_object(forms, tree_map_only(torch.Tensor, _form, value))
-        return [self._filled(form, value, rank) for rank, form in enumerate(forms)]
+        return [self.sent(self.announced(value, rank), rank) for rank in range(self.size)]
 
     def broadcast(self, value: T) -> T:
         """Return the main rank's ``value`` (picklable) on every rank; tensors are sent as in ``gather``."""
         return self.sent(self.announced(value)) if self.size > 1 else value
 
-    def announced(self, value: T) -> T:
-        """Return the main rank's ``value`` (picklable). On other ranks, its tensors are on the meta device, without
+    def announced(self, value: T, source: int = 0) -> T:
+        """Return rank ``source``'s ``value`` (picklable). On other ranks, its tensors are on the meta device, without
         content; ``sent`` sends the content."""
         if self.size == 1:
             return value
-        forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
-        dist.broadcast_object_list(forms, src=0, device=self.device)
-        return value if self.is_main else cast("T", forms[0])
+        forms = [tree_map_only(torch.Tensor, _form, value) if self.rank == source else None]
+        dist.broadcast_object_list(forms, src=source, device=self.device)
+        return value if self.rank == source else cast("T", forms[0])
 
-    def sent(self, announced: T) -> T:
-        """Return ``announced`` with copies of the main rank's tensors, on every rank's host.
+    def sent(self, announced: T, source: int = 0) -> T:
+        """Return ``announced`` with copies of rank ``source``'s tensors, on every rank's host.
 
         The argument must be the return value of the method ``announced``, or a part of this value that is the same on
         every rank.
         """
-        return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, tensor, 0), announced))
+        return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, source), announced))
 
     def wholes_on_main(self, value: T) -> T:
         """Return ``value`` with each DTensor replaced: on the main rank by the whole tensor, on other ranks by None.
@@ -93,29 +93,16 @@ class World:
 
         return cast("T", tree_map(gathered, value))
 
-    def _filled(self, form: T, value: T, source: int) -> T:
-        """Return ``form`` with copies, on the host, of the tensors in rank ``source``'s ``value``.
-
-        Other ranks' ``value`` is ignored.
-        """
-        own = iter(tree_leaves(value))
-
-        def filled(leaf: Any) -> Any:
-            mine = next(own) if self.rank == source else leaf
-            return self._sent(leaf, mine, source) if isinstance(leaf, torch.Tensor) else leaf
-
-        return cast("T", tree_map(filled, form))
-
-    def _sent(self, form: torch.Tensor, value: torch.Tensor, source: int) -> torch.Tensor:
-        """Return a copy, on this rank's host, of rank ``source``'s ``value``; other ranks' ``value`` is ignored."""
-        copy = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+    def _sent(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return a copy, on this rank's host, of rank ``source``'s ``tensor``; other ranks' values are ignored."""
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         if self.size == 1:
-            copy.copy_(value.detach())
+            copy.copy_(tensor.detach())
         elif copy.numel():
-            held = value.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype)
+            held = tensor.detach() if self.rank == source else torch.empty(tensor.shape, dtype=tensor.dtype)
             flat = held.to(self.device).flatten().view(torch.uint8).contiguous()  # as bytes, to send any dtype
             dist.broadcast(flat, src=source)
-            copy.copy_(flat.cpu().view(form.dtype).view(form.shape))
+            copy.copy_(flat.cpu().view(tensor.dtype).view(tensor.shape))
         return copy
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -164,11 +151,7 @@ class World:
 
         Each mesh is created once; all ranks must call this together.
         """
-        key = tuple(dimensions.items())
-        if key not in _MESHES:
-            names, shape = zip(*key, strict=True)
-            _MESHES[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return _MESHES[key]
+        return _mesh(self.device.type, tuple(dimensions.items()))
 
     def synchronise(self) -> None:
         """Wait until this rank's device has finished all work that was queued."""
@@ -200,8 +183,11 @@ def whole(tensor: Any) -> torch.Tensor:
     return cast("torch.Tensor", found)
 
 
-_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-"""The meshes of the current process group."""
+@cache
+def _mesh(device: str, dimensions: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    names, shape = zip(*dimensions, strict=True)
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 """A single process on the CPU."""
@@ -231,11 +217,9 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may vary the order of sums
     else:
         here = torch.device("cpu")
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, int(cores / local_size)))
     if size == local_size and (loopback := _loopback()):
         variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
-    with _environment(variables):
+    with default_environment(variables), share_of(cores, local_size) if device == "cpu" else nullcontext():
         if size is None:
             yield World(rank=0, size=1, device=here, backend=None)
             return
@@ -255,7 +239,7 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             raise PipelineError(
                 f"rank {os.environ['RANK']} and another rank of this host were given the same GPU. {A_GPU_EACH}"
             ) from None
-        _MESHES.clear()
+        _mesh.cache_clear()
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
         # Skipped after an error: the ranks may then be at different steps, and destroying the group may wait for them
         # forever. The launcher ends the processes.
@@ -263,15 +247,15 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, set the environment ``variables``, except for variables that the user has set."""
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ |= ours
+def share_of(cores: float, processes: int) -> Iterator[None]:
+    """While the block runs, torch uses an equal share of ``cores`` as threads, unless OMP_NUM_THREADS is set."""
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(cores / processes)))
     try:
         yield
     finally:
-        for name in ours:
-            os.environ.pop(name, None)
+        torch.set_num_threads(before)
 
 
 def _loopback() -> str | None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pynvml
 import torch
 
 from pipeline.measurement.nvml import handle_of
@@ -87,8 +88,6 @@ class Energy:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        import pynvml
-
         try:
             yield
         except (OSError, pynvml.NVMLError) as error:
@@ -113,8 +112,6 @@ def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
 
     Raises NVMLError, for example on GPUs older than Volta.
     """
-    import pynvml
-
     counter = _Counter(partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle_of(device)), 1e-3, 2**64)
     return str(torch.cuda.get_device_properties(device).uuid), counter
 

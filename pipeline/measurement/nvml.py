@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import pynvml
 import torch
+
+T = TypeVar("T")
 
 
 def handle_of(device: torch.device) -> Any:
@@ -12,7 +16,13 @@ def handle_of(device: torch.device) -> Any:
 
     Raises NVMLError.
     """
-    import pynvml
-
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def answer(ask: Callable[..., T], *arguments: Any) -> T | None:
+    """Return ``ask(*arguments)``; None if it raises NVMLError, because the driver does not provide the answer."""
+    try:
+        return ask(*arguments)
+    except pynvml.NVMLError:
+        return None

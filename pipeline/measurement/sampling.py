@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import psutil
+import pynvml
 import torch
 
-from pipeline.measurement.nvml import handle_of
+from pipeline.measurement.nvml import answer, handle_of
 
 
 class SystemSampler(AbstractContextManager["SystemSampler"]):
@@ -27,11 +28,17 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
     def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:
         self._path = path
         self._interval = interval_seconds
-        self._process = psutil.Process()
-        self._readings: dict[str, Callable[[], float]] = {}
+        process = psutil.Process()
+        self._columns: dict[str, Callable[[], float | None]] = {
+            "seed": lambda: self.seed,
+            "seconds": lambda: round(time.time(), 3),
+            "cpu_utilization_percentage": psutil.cpu_percent,
+            "system_memory_usage_megabytes": lambda: round(psutil.virtual_memory().used / 1e6, 1),
+            "process_resident_megabytes": lambda: round(process.memory_info().rss / 1e6, 1),
+        }
         for device in devices:
             if device.type == "cuda":
-                self._readings |= _readings(device)
+                self._columns |= _of_gpu(device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
@@ -43,58 +50,33 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._sample_until_stopped()
+            with self._path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(self._columns)
+                stopped = False
+                while not stopped:
+                    stopped = self._stop.wait(self._interval)
+                    writer.writerow([read() for read in self._columns.values()])
+                    file.flush()
         except OSError as error:  # the training continues without this file
-            print(
-                f"{self._path} gets no more rows, because it could not be written: {error.strerror}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _sample_until_stopped(self) -> None:
-        with self._path.open("w", newline="", encoding="utf-8") as file:
-            writer: csv.DictWriter[str] | None = None
-            more = True
-            while more:
-                more = not self._stop.wait(self._interval)
-                sample = self._sample()
-                if writer is None:
-                    writer = csv.DictWriter(file, list(sample))
-                    writer.writeheader()
-                writer.writerow(sample)
-                file.flush()
-
-    def _sample(self) -> dict[str, float | None]:
-        memory = psutil.virtual_memory()
-        return {
-            "seed": self.seed,
-            "seconds": round(time.time(), 3),
-            "cpu_utilization_percentage": psutil.cpu_percent(),
-            "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
-            "process_resident_megabytes": round(self._process.memory_info().rss / 1e6, 1),
-            **{name: _answer(read) for name, read in self._readings.items()},
-        }
+            said = f"{self._path} gets no more rows, because it could not be written: {error.strerror}"
+            print(said, file=sys.stderr, flush=True)
 
 
-def _readings(device: torch.device) -> dict[str, Callable[[], float]]:
-    """Return column -> function that reads a figure of the GPU from NVML.
+def _of_gpu(device: torch.device) -> dict[str, Callable[[], float | None]]:
+    """Return column -> function that reads a figure of the GPU from NVML; a figure that is missing later is None.
 
     A figure that the driver does not provide at the start, for example for a MIG instance or a virtual GPU, has no
     column.
     """
-    import pynvml
-
-    try:
-        handle = handle_of(device)
-    except pynvml.NVMLError:
+    handle = answer(handle_of, device)
+    if handle is None:
         return {}
     name = f"gpu_{device.index or 0}"
     readings: dict[str, Callable[[], float]] = {
@@ -102,14 +84,4 @@ def _readings(device: torch.device) -> dict[str, Callable[[], float]]:
         f"{name}_memory_usage_megabytes": lambda: round(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e6, 1),
         f"{name}_power_usage_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
     }
-    return {column: read for column, read in readings.items() if _answer(read) is not None}
-
-
-def _answer(read: Callable[[], float]) -> float | None:
-    """Return what ``read`` returns; None, which leaves the cell empty, if the driver does not provide the figure."""
-    import pynvml
-
-    try:
-        return read()
-    except pynvml.NVMLError:
-        return None
+    return {column: partial(answer, read) for column, read in readings.items() if answer(read) is not None}

@@ -10,9 +10,10 @@ from time import perf_counter  # bound here, before the user's code can replace 
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import pynvml
 import torch
 
-from pipeline.measurement.nvml import handle_of
+from pipeline.measurement.nvml import answer, handle_of
 
 T = TypeVar("T")
 
@@ -203,13 +204,8 @@ def driver_bytes(device: torch.device) -> int | None:
     Returns None if the driver does not report these bytes. Also returns None in a container with its own process ids,
     because the driver lists the host's ids.
     """
-    import pynvml
-
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle_of(device))
-    except pynvml.NVMLError:
-        return None
-    own = [process.usedGpuMemory for process in running if process.pid == os.getpid()]
+    running = answer(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle_of(device)))
+    own = [process.usedGpuMemory for process in running or () if process.pid == os.getpid()]
     return None if None in own or not own else sum(own)
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,3 +90,15 @@ def importing() -> Iterator[None]:
         if len(sys.modules) > modules:  # otherwise, freezing would only keep earlier garbage
             gc.freeze()
             atexit.register(gc.unfreeze)  # Python's shutdown has to collect them
+
+
+@contextmanager
+def default_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, set the environment ``variables``, except for variables that the user has set."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ |= ours
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)

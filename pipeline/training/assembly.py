@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import warnings
@@ -15,13 +16,13 @@ import torch
 from torch import nn
 
 from pipeline import models, tasks
-from pipeline.data.batches import Placement, TrainBatches, choose_placement, evaluation_batches
+from pipeline.data.batches import Placement, choose_placement, evaluation_batches
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import code, cores
 from pipeline.errors import ConfigError, count
-from pipeline.measurement.detectors import Detector
+from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine, catalogue
@@ -31,7 +32,7 @@ from pipeline.processes import importing
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.techniques.precision import DTYPES
-from pipeline.training.composition import compose
+from pipeline.training.composition import batches_of, compose
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
 
@@ -127,21 +128,10 @@ class Assembly:
         model = change_model(task.model())
         with (
             self._repeating(plan, model) as plan,
-            TrainBatches(
-                task,
-                batch_size=train.batch_size,
-                micro_batches=plan.micro_batches,
-                rank=world.rank // plan.model_processes,
-                world_size=plan.data_processes,
-                seed=seed,
-                augment=train.augment,
-                placement=self.placement,
-                workers=plan.applied.loader_workers,
-            ) as batches,
+            batches_of(plan, task, world, seed, self.placement) as batches,
         ):
-            composed = compose(plan, model, task, batches, world, self.techniques, **options)
+            training = compose(plan, model, task, batches, world, self.techniques, seed, detectors, **options)
             options.clear()  # frees the memory of a teacher's weights
-            training = Training(composed, seed, detectors)
             self.check_imports()
             yield training
             self.check_imports()  # steps may have imported more
@@ -157,7 +147,7 @@ class Assembly:
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
             return plan
-        samples, parts, failed = plan.micro_batches * plan.micro_batch_size, plan.micro_batches, 0
+        samples, failed = plan.micro_batches * plan.micro_batch_size, 0
 
         def too_large(why_not_fewer: str = "") -> OutOfMemory:
             return OutOfMemory(
@@ -166,7 +156,7 @@ class Assembly:
                 "model, or a technique that saves memory, such as activation_checkpointing."
             )
 
-        while True:
+        for parts in (each for each in range(plan.micro_batches, samples + 1) if samples % each == 0):
             reason = f", because {failed} did not fit into its memory" if failed else ", which is its whole share"
             decision = f"{count(parts, 'micro-batch')} of {count(samples // parts, 'sample')} per process{reason}"
             tried = plan.divided(parts, decided=plan.decided | {technique: decision})
@@ -180,16 +170,13 @@ class Assembly:
             del training
             forget_last_run(self.world)
             if fits:
-                break
+                if self.world.is_main:
+                    print(f"{plan.name}: {technique}: {decision}", flush=True)
+                return tried
             if plan.applied.compile != "none":
                 torch.compiler.reset()  # otherwise torch would compile the second try for any batch size
             failed = tried.micro_batch_size
-            if failed == 1:
-                raise too_large()
-            parts = next(more for more in range(parts + 1, samples + 1) if samples % more == 0)
-        if self.world.is_main:
-            print(f"{plan.name}: {technique}: {decision}", flush=True)
-        return tried
+        raise too_large()
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
@@ -221,27 +208,22 @@ class Assembly:
         """Try a step of two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
-        one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the
-        random state stay unchanged.
+        one-time work, such as compilation, still happens in the first step. It trains a copy of the model, and leaves
+        the random state unchanged.
         """
         device, task = self.world.device, self.task
-        before = [(buffer, buffer.clone()) for buffer in model.to(device).buffers()]
-        dtype = DTYPES.get(plan.applied.precision)
+        tried, dtype = copy.deepcopy(model).to(device), DTYPES.get(plan.applied.precision)
         try:
             samples = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=2)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 inputs, targets = next(samples)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                    outputs = model(inputs)
+                    outputs = tried(inputs)
                     loss = task.objective.loss(outputs, targets)
                 loss.backward()
             task.objective.scores(outputs.detach().float(), targets)
         except Exception as error:  # the training itself will raise any other error
             return without_deterministic_form(error)
-        finally:
-            model.zero_grad()
-            for buffer, values in before:
-                buffer.copy_(values)
         return None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from pipeline.data.batches import TrainBatches
+from pipeline.data.batches import Placement, TrainBatches
 from pipeline.distributed import World
+from pipeline.measurement.detectors.base import Detector
 from pipeline.models import optimizers
 from pipeline.params import catalogue
 from pipeline.plans import Plan
@@ -17,26 +17,23 @@ from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Stored, Technique
 from pipeline.training.evaluation import without_weights
+from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, HostLosses
 
 
-@dataclass(frozen=True)
-class Composed:
-    """One rank's training, ready for its first step."""
-
-    plan: Plan
-    world: World
-    task: Task
-    batches: TrainBatches
-    model: nn.Module
-    """The single-device model, on the rank's device. ``setup.step.model`` may wrap or split this model."""
-    parameter_count: int
-    whole: nn.Module | None
-    """The model before any technique, without weights, if evaluation cannot run the trained model; else None."""
-    techniques: Sequence[Technique]
-    setup: Setup
-    step_changes: Mapping[str, Sequence[str]]
-    """Each technique -> the parts of the step that it has replaced."""
+def batches_of(plan: Plan, task: Task, world: World, seed: int, placement: Placement) -> TrainBatches:
+    """Return the micro-batches that this rank trains on."""
+    return TrainBatches(
+        task,
+        batch_size=plan.train.batch_size,
+        micro_batches=plan.micro_batches,
+        rank=world.rank // plan.model_processes,
+        world_size=plan.data_processes,
+        seed=seed,
+        augment=plan.train.augment,
+        placement=placement,
+        workers=plan.applied.loader_workers,
+    )
 
 
 def compose(
@@ -46,11 +43,13 @@ def compose(
     batches: TrainBatches,
     world: World,
     techniques: Sequence[type[Technique]],
+    seed: int,
+    detectors: Sequence[Detector] = (),
     *,
     losses: Losses | None = None,
     steady: bool = False,
     teacher: Mapping[str, torch.Tensor] | None = None,
-) -> Composed:
+) -> Training:
     """Compose the training of ``model``, which is moved to the rank's device. All ranks call this function together.
 
     ``model``: a single-device module with the same initial weights on every rank. ``losses``: adds up the losses;
@@ -81,4 +80,6 @@ def compose(
     for technique in made:
         technique.change_checkpoint(setup)
     setup.teacher = None  # frees memory: the teacher model has these weights
-    return Composed(plan, world, task, batches, model, parameter_count, whole, made, setup, changes)
+    return Training(
+        plan, world, task, batches, model, parameter_count, whole, made, setup, changes, seed=seed, detectors=detectors
+    )

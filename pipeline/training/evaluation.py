@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -33,19 +34,25 @@ class Score:
         return self.correct / self.count
 
 
-def without_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` on the meta device; only buffers that its state dict leaves out keep their values."""
-    stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    copies = {
-        id(tensor): _without_values(tensor) if id(tensor) in stored else tensor.detach().clone()
-        for tensor in (*model.parameters(), *model.buffers())
-    }
+def copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a copy of ``model``, in which ``change`` has replaced each parameter and buffer."""
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        changed = change(tensor)
+        copies[id(tensor)] = (
+            nn.Parameter(changed, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else changed
+        )
     return copy.deepcopy(model, copies)
 
 
-def _without_values(tensor: torch.Tensor) -> Any:
-    shadow = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(shadow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shadow
+def without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` on the meta device; only buffers that its state dict leaves out keep their values."""
+    stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if id(tensor) in stored else tensor.detach().clone()
+
+    return copied(model, changed)
 
 
 def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_processes: int = 1) -> Score:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pipeline import environment, results
-from pipeline.distributed import Interruption, World, interruption, launch
+from pipeline.distributed import World, interruption, launch
 from pipeline.environment import stages
 from pipeline.errors import PipelineError, count
 from pipeline.files import file_sha256, json_sha256
@@ -29,9 +29,9 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import age_seconds
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
+from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit, summarise
 from pipeline.training import checkpoints, teachers
-from pipeline.training.assembly import Assembly, assembled, forget_last_run, planned
+from pipeline.training.assembly import assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
@@ -55,71 +55,57 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     # launcher, so its plan is made without the launcher's number of processes.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
-    launch(_work, (config, plan, prepared, fingerprint, depends_on, key, started), plan.processes)
+    launch(Job.work, (Job(config, plan, prepared, fingerprint, depends_on, key, started),), plan.processes)
 
 
-def _work(
-    config: Config,
-    plan: Plan,
-    prepared: Path,
-    fingerprint: dict[str, Any],
-    depends_on: dict[str, Any],
-    key: str,
-    started: float,
-) -> None:
-    """Train every seed in this process; the main process also writes the result.
-
-    ``fingerprint``: the environment's fingerprint. ``depends_on``: see ``stages.training``. ``key``: the result's key.
-    ``started``: when the command started, in seconds of the monotonic clock.
-    """
-    keep_freed_memory()
-    with assembled(plan, prepared) as assembly, _alone(plan.name) if assembly.world.is_main else nullcontext():
-        world, device_name = assembly.world, device_name_of(assembly.world, fingerprint)
-        if world.is_main:
-            _announce(plan, world, device_name)
-        live = _live_mirror(plan.name) if world.is_main and config.publish.live else nullcontext()
-        everywhere = world.gather((platform.node(), world.devices(plan.devices_per_process)))
-        here = dict.fromkeys(device for host, devices in everywhere if host == platform.node() for device in devices)
-        sampler = SystemSampler(results.system_file(plan.name), here) if world.is_main else None
-        max_step_skew = max((each.max_step_skew for each in catalogue.acting(plan.applied)), default=0)
-        with live, sampler or nullcontext(), interruption(world, max_step_skew) as heard:
-            environment_hash = environment.hash_of(fingerprint, "variants", plan.name)
-            job = Job(config, assembly, environment_hash, depends_on, device_name, started, sampler, heard)
-            runs = [job.train(seed) for seed in plan.train.seeds]
-            if world.is_main:
-                job.write_result(runs, key)
-    if heard.signal:  # the signal came too late to stop this stage, but no other stage should begin
-        sys.exit(heard.exit_code)
-    if world.is_main:  # last, because an interrupted job resumes from its checkpoints
-        for seed in plan.train.seeds:
-            checkpoints.discard(checkpoints.checkpoint_file(plan.name, seed))
-
-
+@dataclass
 class Job:
     """All seeds of one variant, on one rank."""
 
-    def __init__(
-        self,
-        config: Config,
-        assembly: Assembly,
-        environment_hash: str,
-        depends_on: dict[str, Any],
-        device_name: str,
-        started: float,
-        sampler: SystemSampler | None,
-        interruption: Interruption,
-    ) -> None:
-        self.config, self.assembly, self.world = config, assembly, assembly.world
-        self.plan = assembly.plan
-        """The plan, with the decisions of the first seed's training or of the interrupted job that is resumed."""
-        self.environment_hash, self.depends_on = environment_hash, depends_on
-        self.device_name, self.started = device_name, started
-        self.sampler, self.interruption = sampler, interruption
+    config: Config
+    plan: Plan
+    """The plan. In ``work`` it gets the decisions of the first seed's training, or of the job that is resumed."""
+    prepared: Path
+    fingerprint: dict[str, Any]
+    """The environment's fingerprint."""
+    depends_on: dict[str, Any]
+    """See ``stages.training``."""
+    key: str
+    """The result's key."""
+    started: float
+    """When the command started, in seconds of the monotonic clock."""
+
+    def work(self) -> None:
+        """Train every seed in this process; the main process also writes the result."""
+        keep_freed_memory()
+        name, seeds = self.plan.name, self.plan.train.seeds
         self.history: list[HistoryRow] = []
         """The rows of all seeds so far; the main rank writes them to ``history_file``."""
-        self.history_file = results.history_file(self.plan.name)
-        self.conditions: RunConditions | None = None
-        """How the variant runs here; set when the first seed's model exists."""
+        self.history_file = results.history_file(name)
+        self.environment_hash = environment.hash_of(self.fingerprint, "variants", name)
+        with (
+            assembled(self.plan, self.prepared) as self.assembly,
+            _alone(name) if self.assembly.world.is_main else nullcontext(),
+        ):
+            self.world = world = self.assembly.world
+            self.device_name = device_name_of(world, self.fingerprint)
+            if world.is_main:
+                _announce(self.plan, world, self.device_name)
+            live = _live_mirror(name) if world.is_main and self.config.publish.live else nullcontext()
+            host = platform.node()
+            everywhere = world.gather((host, world.devices(self.plan.devices_per_process)))
+            here = dict.fromkeys(device for node, devices in everywhere if node == host for device in devices)
+            self.sampler = SystemSampler(results.system_file(name), here) if world.is_main else None
+            max_step_skew = max((each.max_step_skew for each in catalogue.acting(self.plan.applied)), default=0)
+            with live, self.sampler or nullcontext(), interruption(world, max_step_skew) as self.interruption:
+                runs = [self.train(seed) for seed in seeds]
+                if world.is_main:
+                    self.write_result(runs)
+        if self.interruption.signal:  # the signal came too late to stop this stage, but no other stage should begin
+            sys.exit(self.interruption.exit_code)
+        if world.is_main:  # last, because an interrupted job resumes from its checkpoints
+            for seed in seeds:
+                checkpoints.discard(checkpoints.checkpoint_file(name, seed))
 
     def train(self, seed: int) -> Run:
         """Train one seed, from the start or from its checkpoint; return the same record on every rank."""
@@ -175,30 +161,29 @@ class Job:
                     leaving = self.interruption.agreed() and training.steps < training.total_steps
                     if leaving or self._checkpoint_is_due(training):
                         with training.paused():
-                            self._save(training, checkpoint, identity, seed, resumes, None)
+                            self._save(training, checkpoint, identity, resumes, None)
                     if leaving:
                         again = f"run the same command to continue from {checkpoint}"
                         self._say(f"seed {seed}: interrupted after step {training.steps}; {again}")
                         sys.exit(self.interruption.exit_code)
-                run = self._run(training, seed, resumes, None if saved or earlier else startup_seconds)
+                run = self._run(training, resumes, None if saved or earlier else startup_seconds)
                 run = run.model_copy(update={"teacher_sha256": teacher_sha256})
-                self._save(training, checkpoint, identity, seed, resumes, run)
+                self._save(training, checkpoint, identity, resumes, run)
             trained = self.world.wholes_on_main(training.model_state.read())
         if self.world.is_main:
             checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
 
-    def write_result(self, runs: list[Run], key: str) -> None:
+    def write_result(self, runs: list[Run]) -> None:
         """Write the result, now that every seed is done."""
         config, plan = self.config, self.plan
-        assert self.conditions is not None
         result = Result(
             variant=plan.name,
             environment=self.environment_hash,
             config={"train": config.train.model_dump(mode="json"), "variant": plan.requested.model_dump(mode="json")},
             **dict(self.conditions),
             dataset=dataset_of(self.assembly.task.dataset),
-            key=key,
+            key=self.key,
             history_sha256=file_sha256(self.history_file),
             score=ScoreName(name=plan.train.metric),
             unit=Unit(name=self.assembly.task.unit, per_sample=self.assembly.task.units_per_sample),
@@ -212,16 +197,15 @@ class Job:
         """Yield what ``training.run`` yields. Show a progress bar on a terminal, and print a line per epoch."""
         label = f"{self.plan.name} seed {seed}"
         tqdm.set_lock(RLock())  # tqdm's own lock is a semaphore, which would outlive a killed rank
-        bar = tqdm(
+        samples = training.batches.steps_per_epoch * training.train.batch_size
+        ends = [row.train_seconds for row in self.history if row.seed == seed and row.test_accuracy is not None]
+        with tqdm(
             total=training.total_steps,
             initial=training.steps,
             desc=label,
             unit="step",
             disable=None if self.world.is_main else True,  # None: shown only on a terminal
-        )
-        samples = training.batches.steps_per_epoch * training.train.batch_size
-        ends = [row.train_seconds for row in self.history if row.seed == seed and row.test_accuracy is not None]
-        with bar:
+        ) as bar:
             for row in training.run():
                 bar.update()
                 if row and row.test_accuracy is not None:
@@ -247,22 +231,22 @@ class Job:
             done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
         )
 
-    def _save(self, training: Training, path: Path, identity: str, seed: int, resumes: int, run: Run | None) -> None:
+    def _save(self, training: Training, path: Path, identity: str, resumes: int, run: Run | None) -> None:
         self.assembly.check_imports()  # before saving: a run that this check refuses must not be resumed
         state = self.world.wholes_on_main(training.state())
         if self.world.is_main:
-            rows = [row.model_dump() for row in self.history if row.seed == seed]
+            rows = [row.model_dump() for row in self.history if row.seed == training.seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
             checkpoints.keep(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
 
-    def _run(self, training: Training, seed: int, resumes: int, startup_seconds: float | None) -> Run:
+    def _run(self, training: Training, resumes: int, startup_seconds: float | None) -> Run:
         """Return the record of a finished run, from the measurements of all ranks."""
         clock, score = training.clock, training.score
         assert score is not None  # the last epoch ends with an evaluation
         window = window_of(training, requested_steps=0, max_input_wait=None)
         return Run(
             **dict(window),
-            seed=seed,
+            seed=training.seed,
             test_accuracy=score.accuracy,
             test_correct=score.correct,
             test_count=score.count,
@@ -287,15 +271,16 @@ class Job:
 
     def _identity(self, seed: int, teacher_sha256: str | None) -> str:
         """Return a digest of everything that a run depends on. A checkpoint of another run has another digest."""
-        content = {
-            "seed": seed,
-            "history_every_steps": self.plan.train.history_every_steps,
-            "depends_on": self.depends_on,
-            "dataset": self.assembly.task.dataset.sha256,
-            "environment": self.environment_hash,
-            **({"teacher": teacher_sha256} if teacher_sha256 else {}),
-        }
-        return json_sha256(content)
+        return json_sha256(
+            {
+                "seed": seed,
+                "history_every_steps": self.plan.train.history_every_steps,
+                "depends_on": self.depends_on,
+                "dataset": self.assembly.task.dataset.sha256,
+                "environment": self.environment_hash,
+                "teacher": teacher_sha256,
+            }
+        )
 
 
 @contextmanager

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
+from pipeline.data.batches import TrainBatches
+from pipeline.distributed import World
 from pipeline.errors import PipelineError, count, first_line
-from pipeline.measurement.detectors import Detector
+from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.energy import Energy
-from pipeline.measurement.windows import Clock, Memory
+from pipeline.measurement.windows import Clock, Memory, Resumable
 from pipeline.models import optimizers
 from pipeline.params import GRAPH_WARMUP_STEPS
+from pipeline.plans import Plan
 from pipeline.results import HistoryRow
 from pipeline.step import Losses
+from pipeline.tasks import Task
+from pipeline.techniques import Setup, Technique
 from pipeline.training import checkpoints
-from pipeline.training.composition import Composed
 from pipeline.training.counting import Counted, Work, counted, most_missing
 from pipeline.training.evaluation import Score, evaluate
 from pipeline.training.failures import (
@@ -33,6 +39,7 @@ from pipeline.training.failures import (
 from pipeline.training.losses import NonFiniteLoss
 
 
+@dataclass(eq=False)
 class Training:
     """One seed's run of one variant, on one rank.
 
@@ -40,29 +47,36 @@ class Training:
     unless a technique requires that ranks draw the same numbers.
     """
 
-    def __init__(self, composed: Composed, seed: int, detectors: Sequence[Detector] = ()) -> None:
-        self.plan, self.train, self.world, self.seed = composed.plan, composed.plan.train, composed.world, seed
-        self.task, self.batches, self.techniques = composed.task, composed.batches, composed.techniques
-        self.model, self.setup, self._whole = composed.model, composed.setup, composed.whole
-        self.parameter_count, self.step_changes = composed.parameter_count, composed.step_changes
-        self.step, self.optimizer = self.setup.step, self.setup.step.optimizer
+    plan: Plan
+    world: World
+    task: Task
+    batches: TrainBatches
+    model: nn.Module
+    """The single-device model, on the rank's device. ``setup.step.model`` may wrap or split this model."""
+    parameter_count: int
+    whole: nn.Module | None
+    """The model before any technique, without weights, if evaluation cannot run the trained model; else None."""
+    techniques: Sequence[Technique]
+    setup: Setup
+    step_changes: Mapping[str, Sequence[str]]
+    """Each technique -> the parts of the step that it has replaced."""
+    seed: int
+    detectors: Sequence[Detector] = ()
+
+    def __post_init__(self) -> None:
+        self.train, self.step, self.optimizer = self.plan.train, self.setup.step, self.setup.step.optimizer
         self.model_state, self.optimizer_state = self.setup.model_state, self.setup.optimizer_state
-        checkpoints.seed_random(seed, self.plan, self.world)
-        self.detectors, self.energy = detectors, Energy()
-        self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
+        checkpoints.seed_random(self.seed, self.plan, self.world)
         self.total_steps = self.train.epochs * self.batches.steps_per_epoch
         self.steps = 0
         """Optimizer steps taken."""
         self.counted_steps = {0}
         """The steps, numbered from 0, whose samples are counted."""
         self._counted: list[Counted] = []
-        self.warm_after_step = self.train.warmup_steps
-        """The last step of this process's warm-up; windows that end later are measured."""
         self.score: Score | None = None
-        self.evaluate_seconds = 0.0
-        self.epoch_loss = 0.0
-        self._last_row = (0, 0.0)
+        self.evaluate_seconds = self.epoch_loss = 0.0
         self._advancing: Generator[HistoryRow | None, None, None] | None = None
+        self.restart_measuring(self.train.warmup_steps, self.detectors)
 
     @property
     def losses(self) -> Losses:
@@ -86,7 +100,7 @@ class Training:
             batches = self.clock.watch(self.batches.epoch(epoch, start))
             self._open()
             for _ in range(start, per_epoch):
-                self._set_learning_rate()
+                self._set_learning_rate(optimizers.learning_rate(self.train, self.steps, self.total_steps))
                 with self._located(), self._counting() if self.steps in self.counted_steps else nullcontext():
                     self.step(batches)
                 self.steps += 1
@@ -110,8 +124,7 @@ class Training:
         """
         step = self.step
         step.syncs = [False] * min(2, len(step.syncs))  # later micro-batches need as much memory as the second
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
+        self._set_learning_rate(0.0)
 
         def gradients() -> None:
             step.zero_grad()
@@ -188,6 +201,7 @@ class Training:
         self.detectors, self.energy = detectors, energy or Energy()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
         self.warm_after_step = self.steps + warmup_steps
+        """The last step of this process's warm-up; windows that end later are measured."""
         self._last_row = (self.steps, 0.0)
         self._advancing = None
 
@@ -204,9 +218,9 @@ class Training:
     def evaluate(self) -> Score:
         """Score the current model on the test set. All ranks call this method together, while paused."""
         batch_size = self.plan.micro_batch_size
-        if not self._whole:
+        if not self.whole:
             return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
-        model = copy.deepcopy(self._whole)
+        model = copy.deepcopy(self.whole)
         for technique in self.techniques:
             model = technique.for_evaluation(model)
         model.load_state_dict(self.model_state.read(), assign=True)
@@ -225,10 +239,7 @@ class Training:
                 "random": checkpoints.random_state(),
                 "last_row": self._last_row,  # holds seconds of this rank's clock
                 "losses": float(self.losses.total),
-                "clock": self.clock.state(),
-                "memory": self.memory.state(),
-                "techniques": [technique.state() for technique in self.techniques],
-                "detectors": [detector.state() for detector in self.detectors],
+                "parts": [part.state() for part in self._resumable()],
             }
         )
         return {
@@ -248,16 +259,15 @@ class Training:
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]
         self.losses.total += mine["losses"]
-        self.clock.restore(mine["clock"])
-        self.memory.restore(mine["memory"])
-        for technique, remembered in zip(self.techniques, mine["techniques"], strict=True):
-            technique.restore(remembered)
-        for detector, remembered in zip(self.detectors, mine["detectors"], strict=True):
-            detector.restore(remembered)
+        for part, remembered in zip(self._resumable(), mine["parts"], strict=True):
+            part.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.warm_after_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
         checkpoints.restore_random_state(mine["random"])
+
+    def _resumable(self) -> list[Resumable | Technique]:
+        return [self.clock, self.memory, *self.techniques, *self.detectors]
 
     def _open(self) -> None:
         for detector in self.detectors:
@@ -311,8 +321,7 @@ class Training:
             samples_per_second=new_steps * self.train.batch_size / (seconds - last_seconds),
         )
 
-    def _set_learning_rate(self) -> None:
-        rate = optimizers.learning_rate(self.train, self.steps, self.total_steps)
+    def _set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ import torch
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.detectors import Rejection, of_clock, of_memory, of_ranks, of_steps
+from pipeline.measurement.detectors.base import Rejection
+from pipeline.measurement.detectors.figures import of_clock, of_memory, of_ranks, of_steps
 from pipeline.measurement.windows import Memory, percentile_ms
 from pipeline.results import RunConditions, Window
 from pipeline.training.loop import Training
@@ -58,7 +59,7 @@ def window_of(
     *,
     requested_steps: int,
     max_input_wait: float | None,
-    seen: Sequence[Rejection] = (),
+    seen: Iterable[Rejection] = (),
     memory: Memory | None = None,
 ) -> Window:
     """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
@@ -70,11 +71,12 @@ def window_of(
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
-    mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident") + of_memory(memory)
+    mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident")
+    mine += of_memory(memory)
     ranks = world.gather((clock.state(), memory.state(), mine))
     clocks, memories, rejections = zip(*ranks, strict=True)
     steps = [len(each["step_seconds"]) for each in clocks]
-    rejected = of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps) + of_ranks(rejections)
+    rejected = [*of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps), *of_ranks(rejections)]
     if (work := training.work()) and work.missing:
         rejected.append(Rejection(f"{work}, so its speed cannot be compared", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])

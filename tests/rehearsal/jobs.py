@@ -106,17 +106,14 @@ def offered(name: str, variant: str, machine: Machine) -> Config | None:
 @contextmanager
 def watched(steps: list[Step]) -> Iterator[None]:
     """While the block runs, record for each training step its waits (on simulated GPUs) and its communication."""
-    take = TrainingStep.__call__
-    waits = played().waits if torch.cuda.is_available() else []
+    take, waits = TrainingStep.__call__, played().waits
 
     def noted(step: TrainingStep, micro_batches: Any) -> None:
         before = len(waits)
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("warn")
         with Traffic() as traffic:
             take(step, micro_batches)
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
         sent = {kind: (count, traffic.bytes[kind]) for kind, count in traffic.calls.items()}
         steps.append(Step(waits[before:], sent))
 

@@ -51,25 +51,30 @@ def check(measured: Measured | None) -> Measured:
     return measured
 
 
+def arm_of(config: Config, name: str) -> Measured:
+    """Return the measurement of ``variants.<name>`` in this process, as an arm of the bench that takes one turn."""
+    made = plan(config, name, environment.machine())
+    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
+    next(arm)
+    arm.send(STEPS)
+    measured = check(arm.send(None))
+    assert next(arm, None) is None
+    return measured
+
+
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("name", "variant"),
     [pytest.param(*each, marks=() if each[1] in ("stacked", "graphed") else pytest.mark.slow) for each in SINGLE],
 )
 def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
-    config = configure(**{variant: SETS[name][variant]})
-    made = plan(config, variant, environment.machine())
-    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
-    next(arm)
-    arm.send(STEPS)
-    measured = check(arm.send(None))
-    if made.applied.cuda_graph or made.applied.compile in ("reduce-overhead", "max-autotune"):
+    measured = arm_of(configure(**{variant: SETS[name][variant]}), variant)
+    if measured.applied["cuda_graph"] or measured.applied["compile"] in ("reduce-overhead", "max-autotune"):
         assert measured.ledgers is None
     else:
         assert measured.ledgers is not None
         assert measured.ledgers.measured.peak_bytes == measured.window.peak_memory_bytes
         assert (measured.ledgers.predicted is None) is (measured.ledgers.why_not_predicted is not None)
-    assert next(arm, None) is None
 
 
 @pytest.mark.usefixtures("gpus")
@@ -78,11 +83,7 @@ def test_an_arms_energy_is_the_power_of_its_gpu_over_its_windows(monkeypatch: py
     config = configure(baseline={})
     bench = config.bench.model_copy(update={"energy": True, "max_foreign_load": 1.0, "max_input_wait": 1.0})
     config = config.model_copy(update={"bench": bench})
-    made = plan(config, "baseline", environment.machine())
-    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
-    next(arm)
-    arm.send(STEPS)
-    window = check(arm.send(None)).window
+    window = arm_of(config, "baseline").window
     assert window.samples_per_second
     assert window.joules_per_sample
     assert window.joules_per_sample * window.samples_per_second == pytest.approx(100.0, rel=0.5)  # watts
@@ -150,12 +151,17 @@ def test_as_many_micro_batches_as_the_memory_asks_for(tmp_path: Path, monkeypatc
     assert peaks[1] > 500_000 >= peaks[max(peaks)]
 
 
-def test_a_gpu_that_throttles_is_refused(gpus: Gpus) -> None:
-    config = configure(baseline={})
-    reasons = {pynvml.nvmlClocksEventReasonSwPowerCap: False, pynvml.nvmlClocksEventReasonSwThermalSlowdown: True}
-    for bits, refused in reasons.items():
+def test_gpus_that_throttle_are_refused(gpus: Gpus) -> None:
+    config = configure(one={}, both={"parallelism": "data_parallel"})
+    for bits, named in (
+        (pynvml.nvmlClocksEventReasonSwPowerCap, {"one": [], "both": []}),
+        (pynvml.nvmlClocksEventReasonSwThermalSlowdown, {"one": ["the GPU"], "both": ["GPU 0", "GPU 1"]}),
+    ):
         gpus.throttling = bits
-        train(config, "baseline", environment.machine())
-        (run,) = result_of(config, "baseline").runs
-        assert any("GPU throttled (software thermal slowdown)" in reason for reason in run.rejections) is refused
-        assert run.samples_per_second is None or not refused
+        for name, expected in named.items():
+            train(config, name, environment.machine())
+            (run,) = result_of(config, name).runs
+            for each in (run, arm_of(config, name).window):
+                found = [reason for reason in each.rejections if "throttled" in reason]
+                assert [reason.split(" throttled (software thermal slowdown)")[0] for reason in found] == expected
+                assert each.samples_per_second is None or not expected

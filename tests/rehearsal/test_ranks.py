@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -65,26 +66,17 @@ PARALLEL = [
 
 
 def run(folder: Path, name: str, variant: str, gpus: int) -> tuple[Result, list[list[Step]]]:
-    """Train on ``gpus`` simulated GPUs or, if 0, in two CPU processes. Return the result, and each rank's steps."""
-    ranks = gpus or 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        if not gpus:
-            return _run(folder, name, variant, ranks)
-        with as_if_cuda(gpus):
-            return _run(folder, name, variant, ranks)
-
-
-def _run(folder: Path, name: str, variant: str, ranks: int) -> tuple[Result, list[list[Step]]]:
-    machine, values = environment.machine(), SETS[name][variant]
-    samples = PARAMS["train"]["batch_size"] // (2 if "scaling" in values else 1)  # of each rank
-    furnished(folder, **job_of(values) | {"batch_size": samples})
-    config = offered(name, variant, machine)
-    assert config is not None, f"{variant} is not offered"
-    preload = ["pipeline.training.loop", "torch._dynamo", "tests.as_if_cuda"]
-    with forked(on_rank, (config, variant, machine, folder), ranks, preload=preload) as ask:
-        steps = ask(None)
-    return result_of(config, variant), steps
+    """Train on ``gpus`` simulated GPUs. Return the result, and each rank's steps."""
+    with contextlib.chdir(folder), as_if_cuda(gpus):
+        machine, values = environment.machine(), SETS[name][variant]
+        samples = PARAMS["train"]["batch_size"] // (2 if "scaling" in values else 1)  # of each rank
+        furnished(folder, **job_of(values) | {"batch_size": samples})
+        config = offered(name, variant, machine)
+        assert config is not None, f"{variant} is not offered"
+        preload = ["pipeline.training.loop", "torch._dynamo", "tests.as_if_cuda"]
+        with forked(on_rank, (config, variant, machine, folder), gpus, preload=preload) as ask:
+            steps = ask(None)
+        return result_of(config, variant), steps
 
 
 @pytest.mark.parametrize(("name", "variant"), PARALLEL)
@@ -99,23 +91,6 @@ def test_two_ranks_send_what_they_must_and_wait_for_nothing(name: str, variant: 
             assert step.sent in SENT.get(variant, (step.sent,))
             assert bool(step.waits) is bool(waiting), step.waits
     assert [step.sent for step in ranks[0][SETTLED:]] == [step.sent for step in ranks[1][SETTLED:]]
-
-
-@pytest.mark.rehearsal
-@pytest.mark.parametrize(("name", "variant"), [(each.values[0], each.values[1]) for each in PARALLEL])
-def test_gpus_send_what_cpus_send(name: str, variant: str, tmp_path: Path) -> None:
-    values = SETS[name][variant]
-    if values.get("sync_batchnorm") or values.get("cpu_offload"):
-        pytest.skip("this technique needs a GPU")
-    both = []
-    for gpus in (0, 2):
-        (tmp_path / str(gpus)).mkdir()
-        both.append(run(tmp_path / str(gpus), name, variant, gpus)[1])
-    for on_cpu, on_gpu in zip(*both, strict=True):
-        if name == "pipeline":  # the pipeline measures where it cuts the net
-            assert all(step.sent in STAGES for step in (*on_cpu[SETTLED:], *on_gpu[SETTLED:]))
-        else:
-            assert [step.sent for step in on_gpu] == [step.sent for step in on_cpu]
 
 
 @pytest.mark.rehearsal

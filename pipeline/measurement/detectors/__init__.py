@@ -10,17 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.measurement.detectors.base import Detector, Rejection
+from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.detectors.compiler import Recompilation
 from pipeline.measurement.detectors.cpu import cpu_detectors
-from pipeline.measurement.detectors.figures import of_clock, of_memory, of_ranks, of_steps, of_turns
 from pipeline.measurement.detectors.gpu import gpu_detectors
-from pipeline.measurement.detectors.processes import children_seconds
-
-__all__ = [
-    "Detector", "Rejection", "children_seconds", "detectors", "of_clock", "of_memory", "of_ranks", "of_steps",
-    "of_turns",
-]  # fmt: skip
 
 
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:

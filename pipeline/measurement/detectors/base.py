@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.measurement.windows import Resumable
@@ -32,5 +33,5 @@ class Detector(Resumable, ABC):
         """End the window. The counts of measured windows add up; other windows are ignored."""
 
     @abstractmethod
-    def rejections(self) -> list[Rejection]:
-        """Return the reasons to reject the measured windows so far; an empty list if no disturbance was seen."""
+    def rejections(self) -> Iterator[Rejection]:
+        """Yield the reasons to reject the measured windows so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from pipeline.measurement.detectors.base import Detector, Rejection
 
@@ -23,15 +24,12 @@ class Recompilation(Detector):
             now = _compile_seconds()
             self.seconds += now if now < self._before else now - self._before  # torch._dynamo.reset() resets the total
 
-    def rejections(self) -> list[Rejection]:
-        if not self.seconds:
-            return []
-        return [
-            Rejection(
+    def rejections(self) -> Iterator[Rejection]:
+        if self.seconds:
+            yield Rejection(
                 f"torch.compile compiled for {self.seconds:.2f} s after the warm-up; raise train.warmup_steps, or set "
                 "TORCH_LOGS=recompiles to find what changes from step to step"
             )
-        ]
 
 
 def _compile_seconds() -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pipeline.measurement.detectors import processes
 from pipeline.measurement.detectors.base import MAX_THROTTLED_FRACTION, Detector, Rejection
@@ -25,22 +24,6 @@ def cpu_detectors(root_pid: int, max_foreign_load: float | None) -> list[Detecto
     if totals:
         found.append(CpuThrottling(totals))
     return found
-
-
-class _Usage(NamedTuple):
-    """Counters of the CPU at one moment, in seconds."""
-
-    moment: float
-    busy: float
-    """Busy time of the allowed cores, over all processes."""
-    idle: float
-    """Idle time of the allowed cores."""
-    stolen: float
-    """Time in which the allowed cores had work, but the hypervisor gave the cores to other virtual machines."""
-    own: float
-    """CPU time of the job's processes, including children that have ended."""
-    waits: dict[str, float]
-    """Each thread of the job -> time in which it was ready to run but had no core. Empty if the kernel reports none."""
 
 
 class ForeignLoad(Detector):
@@ -62,32 +45,24 @@ class ForeignLoad(Detector):
     def __init__(self, cores: set[int], root_pid: int, limit: float) -> None:
         self._cores = {f"cpu{core}" for core in cores}
         self._root_pid, self._limit = root_pid, limit
-        self._before: _Usage | None = None
-        self.window_seconds = 0.0
-        """Total length of the measured windows."""
-        self.own_seconds = 0.0
-        """CPU time of the job in the measured windows. The next three attributes are times of the allowed cores."""
-        self.busy_seconds = 0.0
-        self.idle_seconds = 0.0
-        self.stolen_seconds = 0.0
+        self._before: tuple[dict[str, float], dict[str, float]] = {}, {}
+        self.seconds = dict.fromkeys(("window", "own", "busy", "idle", "stolen"), 0.0)
+        """Sums over the measured windows: their length, the CPU time of the job ("own"), and the allowed cores' times:
+        busy (with any process), idle, and stolen, in which they had work but the hypervisor ran other machines."""
         self.waited_seconds: float | None = None
         """Time in which the job's threads were ready to run but had no core; None if the kernel does not report it."""
 
     def open(self) -> None:
-        self._before = self._usage()
+        self._before = self._counters()
 
     def close(self, *, measured: bool) -> None:
-        before = self._before
-        if not measured or before is None:
+        if not measured:
             return
-        now = self._usage()
-        self.window_seconds += now.moment - before.moment
-        self.own_seconds += now.own - before.own
-        self.busy_seconds += now.busy - before.busy
-        self.idle_seconds += now.idle - before.idle
-        self.stolen_seconds += now.stolen - before.stolen
-        if now.waits:
-            waited = sum(max(0.0, wait - before.waits.get(thread, 0.0)) for thread, wait in now.waits.items())
+        (before, waits_before), (now, waits) = self._before, self._counters()
+        for name in self.seconds:
+            self.seconds[name] += now[name] - before[name]
+        if waits:
+            waited = sum(max(0.0, wait - waits_before.get(thread, 0.0)) for thread, wait in waits.items())
             self.waited_seconds = (self.waited_seconds or 0.0) + waited
 
     @property
@@ -97,39 +72,35 @@ class ForeignLoad(Detector):
         The counters advance in steps of 10 ms, which can be longer than a window. Rounding errors of single windows
         cancel in the sum over all windows.
         """
-        own, foreign = self.own_seconds, max(0.0, self.busy_seconds - self.own_seconds)
+        own, foreign = self.seconds["own"], max(0.0, self.seconds["busy"] - self.seconds["own"])
         harm = self.waited_seconds
         if harm is None:
-            harm = max(0.0, foreign - self.idle_seconds)
-        stolen = self.stolen_seconds * own / (own + foreign) if own > 0 else 0.0
+            harm = max(0.0, foreign - self.seconds["idle"])
+        stolen = self.seconds["stolen"] * own / (own + foreign) if own > 0 else 0.0
         return min(foreign, harm) + stolen
 
-    def rejections(self) -> list[Rejection]:
-        due = max(self.window_seconds, self.own_seconds + self.taken_seconds)
-        if not due or (share := self.taken_seconds / due) <= self._limit:
-            return []
-        accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
-        return [
-            Rejection(
+    def rejections(self) -> Iterator[Rejection]:
+        due = max(self.seconds["window"], self.seconds["own"] + self.taken_seconds)
+        if due and (share := self.taken_seconds / due) > self._limit:
+            accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
+            yield Rejection(
                 f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
                 f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop other work on this machine and "
                 f"measure again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
             )
-        ]
 
-    def _usage(self) -> _Usage:
-        tick = os.sysconf("SC_CLK_TCK")
-        busy = idle = stolen = 0
+    def _counters(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the counters of ``seconds`` now, and thread of the job -> time in which it waited for a core."""
+        job, tick = processes.job_ticks(self._root_pid), os.sysconf("SC_CLK_TCK")
+        now = {"window": time.monotonic(), "own": sum(job.values()) / tick, "busy": 0.0, "idle": 0.0, "stolen": 0.0}
         for line in (processes.PROC / "stat").read_text(encoding="ascii").splitlines():
             core, *ticks = line.split()
-            if core in self._cores:  # user nice system idle iowait irq softirq steal; guests are in user and nice
-                times = [int(each) for each in ticks[:8]]
-                idle += times[3] + times[4]
-                stolen += times[7]
-                busy += sum(times) - times[3] - times[4] - times[7]
-        job = processes.job_ticks(self._root_pid)
-        waits = {thread: wait for pid in job for thread, wait in processes.thread_waits(pid)}
-        return _Usage(time.monotonic(), busy / tick, idle / tick, stolen / tick, sum(job.values()) / tick, waits)
+            if core in self._cores:  # guests are in user and nice
+                user, nice, system, idle, iowait, irq, softirq, steal = (int(each) / tick for each in ticks[:8])
+                now["busy"] += user + nice + system + irq + softirq
+                now["idle"] += idle + iowait
+                now["stolen"] += steal
+        return now, {thread: wait for pid in job for thread, wait in processes.thread_waits(pid)}
 
 
 class CpuThrottling(Detector):
@@ -156,15 +127,12 @@ class CpuThrottling(Detector):
             longest = max(now - before for now, before in zip(self._read(), self._before, strict=True))
             self.throttled_seconds += longest / 1e3
 
-    def rejections(self) -> list[Rejection]:
-        if self.throttled_seconds <= MAX_THROTTLED_FRACTION * self.window_seconds:
-            return []
-        return [
-            Rejection(
+    def rejections(self) -> Iterator[Rejection]:
+        if self.throttled_seconds > MAX_THROTTLED_FRACTION * self.window_seconds:
+            yield Rejection(
                 f"the CPU got too hot and was throttled for {self.throttled_seconds:.2f} of {self.window_seconds:.2f} "
                 "s; cool it better or limit its clock, and measure again"
             )
-        ]
 
     def _read(self) -> list[int]:
         return [int(file.read_text(encoding="ascii")) for file in self._totals]

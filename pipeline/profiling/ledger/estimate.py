@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.data.batches import Placement, TrainBatches
+from pipeline.data.batches import Placement
 from pipeline.data.reader import READ_AHEAD
-from pipeline.distributed import ALONE
+from pipeline.distributed import ALONE, share_of
 from pipeline.environment import cores
 from pipeline.errors import PipelineError, count, first_line
 from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeTracker, UnreadLosses, faked, faked_task
-from pipeline.profiling.ledger.tracker import Call, KernelTracker, Standing, resident_bytes, tracked_step
+from pipeline.profiling.ledger.tracker import Call, KernelTracker, ledger_parts, resident_bytes, tracked_step
 from pipeline.results import Ledger
 from pipeline.step import Losses
 from pipeline.tasks import Task
 from pipeline.techniques import of_plan
-from pipeline.training.composition import compose
+from pipeline.training.composition import batches_of, compose
 from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses
 
@@ -110,31 +110,16 @@ class Estimate:
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
 
-    def largest_batch(self, memory_bytes: int, reserve_bytes: int | None = None) -> int | None:
-        """Return the largest global batch whose predicted peak leaves ``reserve_bytes`` of ``memory_bytes`` free.
+    def largest_batch(self, memory_bytes: int) -> int | None:
+        """Return the largest global batch whose predicted peak leaves ``RESERVE_FRACTION`` of ``memory_bytes`` free.
 
-        Return None if not even a micro-batch of one sample fits. The batch is never larger than the training set. By
-        default, ``reserve_bytes`` is ``RESERVE_FRACTION`` of the memory. The search ends when the predictions show that
-        a batch fits and that the next larger batch does not. The peak is nearly affine in the batch, so the search
-        follows a line through two predictions.
+        Return None if not even a micro-batch of one sample fits. The batch is never larger than the training set. The
+        search is a bisection, because a larger batch needs more memory.
         """
-        if reserve_bytes is None:
-            reserve_bytes = round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
-        limit = memory_bytes - reserve_bytes
+        limit = memory_bytes - round(RESERVE_FRACTION[self.plan.device] * memory_bytes)
         shares = self.plan.processes * self.plan.micro_batches
-        fits, fails = 0, len(self.task.dataset.train) // shares + 1  # fits <= answer < fails
-        peaks: dict[int, int] = {}
-        while fails - fits > 1:
-            guess = _aim(peaks, limit) if peaks else self.plan.micro_batch_size
-            if len(peaks) > 12:  # the peak is far from affine
-                guess = (fits + fails) // 2
-            guess = min(max(guess, fits + 1), fails - 1)
-            peaks[guess] = self.ledger(guess).peak_bytes
-            if peaks[guess] <= limit:
-                fits = guess
-            else:
-                fails = guess
-        return fits * shares or None
+        sizes = range(1, len(self.task.dataset.train) // shares + 1)
+        return bisect_right(sizes, limit, key=lambda size: self.ledger(size).peak_bytes) * shares or None
 
     def _ledger(self, micro_batch_size: int) -> Ledger:
         plan, on_gpu = self.plan, self.plan.device == "cuda"
@@ -150,10 +135,10 @@ class Estimate:
             with _buckets(training) if plan.applied.parallelism == "ddp" else nullcontext():
                 _make_optimizer_state(training)
                 trace = tracked_step(training, tracker)
-            standing = Standing(training, tracker, trace)
-        parts, rest = standing.parts(trace), 0
+            parts, sizes = ledger_parts(training, tracker, trace)
+        rest = 0
         if on_gpu:
-            rest = standing.rounding_bytes(CUDA_BLOCK_BYTES) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
+            rest = sum(-size % CUDA_BLOCK_BYTES for size in sizes) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
             parts["data_bytes"] += resident_bytes(self.task, self.placement)
             if self.placement == "streamed":
                 row_bytes = sum(self.task.dataset.train.arrays[name][0].nbytes for name in self.task.arrays)
@@ -172,34 +157,25 @@ class Estimate:
                 "micro_batch_size": micro_batch_size,
             }
         )
-        batches = TrainBatches(
-            task,
-            batch_size=micro_batch_size * micro_batches * processes,
-            micro_batches=micro_batches,
-            rank=0,
-            world_size=processes,
-            seed=0,
-            augment=self.plan.train.augment,
-            placement="resident",
-        )
-        return Training(compose(plan, model, task, batches, ALONE, of_plan(plan), losses=losses), seed=0)
+        share = plan.with_train(batch_size=micro_batch_size * micro_batches * processes)
+        share = share.model_copy(update={"processes": processes, "model_processes": 1})
+        batches = batches_of(share, task, ALONE, 0, "resident")
+        return compose(plan, model, task, batches, ALONE, of_plan(plan), 0, losses=losses)
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
         """Return a function that maps an operation of a micro-step to the bytes of its temporary memory."""
         if self.plan.device == "cuda":
             return _cublas_bytes
-        inside = self._inside_on_cpu(samples)
-        return lambda call: inside.get(call, 0)
-
-    def _inside_on_cpu(self, samples: int) -> dict[Call, int]:
-        if samples < TRIED_SAMPLES[0]:
-            return self._tried(samples)
         low, high = TRIED_SAMPLES
-        few, many = self._tried(low), self._tried(high)
-        return {
-            call: max(0, round(few[call] + (many[call] - few[call]) * (samples - low) / (high - low)))
-            for call in few.keys() & many.keys()
-        }
+        if samples < low:
+            inside = self._tried(samples)
+        else:
+            few, many = self._tried(low), self._tried(high)
+            inside = {
+                call: max(0, round(few[call] + (many[call] - few[call]) * (samples - low) / (high - low)))
+                for call in few.keys() & many.keys()
+            }
+        return lambda call: inside.get(call, 0)
 
     def _tried(self, samples: int) -> dict[Call, int]:
         """Measure the temporary memory of each operation of a micro-step with real samples on this machine's CPU."""
@@ -208,7 +184,7 @@ class Estimate:
             if samples > len(train):  # samples are repeated, because their content does not matter here
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
-            with torch.random.fork_rng(devices=[]), _threads(self.plan.processes):
+            with torch.random.fork_rng(devices=[]), share_of(cores(), self.plan.processes):
                 training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
                 # The update is left out, because the optimizer's state can be large.
@@ -216,18 +192,6 @@ class Estimate:
                     tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
-
-
-@contextmanager
-def _threads(processes: int) -> Iterator[None]:
-    """Use as many threads as a process of the job will have, because some kernels allocate memory for each thread."""
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, int(cores() / processes)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _make_optimizer_state(training: Training) -> None:
@@ -271,12 +235,3 @@ def _buckets(training: Training) -> AbstractContextManager[None]:
         parameter.register_post_accumulate_grad_hook(functools.partial(move, place))
         start += parameter.numel()
     return training.step.instrument(no_sync=lambda _: hold)
-
-
-def _aim(peaks: Mapping[int, int], limit: int) -> int:
-    """Estimate the micro-batch size whose peak is ``limit``, from a line through the two peaks nearest to ``limit``."""
-    near = sorted(peaks, key=lambda size: abs(peaks[size] - limit))[:2]
-    if len(near) == 1:
-        return 2 * near[0] if peaks[near[0]] <= limit else near[0] // 2
-    slope = (peaks[near[0]] - peaks[near[1]]) / (near[0] - near[1])
-    return near[0] + int((limit - peaks[near[0]]) // slope) if slope > 0 else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pipeline.data.prepared import Split
 from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.profiling.ledger.tracker import Call, Calls, Tracker
 from pipeline.tasks import Task
+from pipeline.training.evaluation import copied
 from pipeline.training.losses import HostLosses
 
 _IN_FLOAT32 = {
@@ -108,11 +108,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     """Return a copy of ``model`` whose parameters and buffers are fake tensors."""
-    copies: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        copied = fake.from_tensor(tensor.detach())
-        copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    copied_model = copy.deepcopy(model, copies)
+    copied_model = copied(model, lambda tensor: fake.from_tensor(tensor.detach()))
     # Module.to swaps the contents of fake parameters. Swapping fails for tensors with weak references, and all fake
     # parameters have weak references.
     vars(copied_model)["_apply"] = functools.partial(_apply, copied_model)
@@ -121,16 +117,9 @@ def faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Do what ``Module._apply`` does, but with new parameters in place of the old ones. Tied parameters stay tied."""
-    converted: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in converted:
-                    with torch.no_grad():
-                        converted[id(parameter)] = nn.Parameter(convert(parameter), parameter.requires_grad)
-                module._parameters[name] = converted[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else convert(buffer)
+    changed = copied(model, lambda tensor: convert(tensor.detach()))
+    for module, new in zip(model.modules(), changed.modules(), strict=True):
+        module._parameters, module._buffers = new._parameters, new._buffers
     return model
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from pipeline import tasks
 from pipeline.data import prepared
@@ -107,15 +108,13 @@ def show(
 
 def parse_bytes(text: str) -> int:
     """Return the number of bytes in ``24GiB``, ``80GB``, ``512 MiB`` or a plain number. Raises ConfigError."""
-    units: dict[str, int] = {"": 1} | {
-        f"{prefix}{suffix}".lower(): base**power
-        for suffix, base in (("B", 1000), ("iB", 1024))
-        for power, prefix in enumerate("KMGT", start=1)
-    }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].lower() not in units or float(found[1]) == 0:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if not size:
         raise ConfigError(f"memory: found {text!r}; expected a size such as 24GiB, 80GB or 512MiB.")
-    return round(float(found[1]) * units[found[2].lower()])
+    return size
 
 
 def _in_words(size: int) -> str:

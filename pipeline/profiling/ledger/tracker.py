@@ -13,10 +13,11 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.batches import Batch, Placement
+from pipeline.data.batches import Placement
 from pipeline.distributed import own_part
+from pipeline.processes import default_environment
+from pipeline.profiling import QUIET, each_within
 from pipeline.profiling.ledger.allocation_trace import AllocationTrace
-from pipeline.profiling.quiet import quiet
 from pipeline.results import Ledger
 from pipeline.tasks import Task
 from pipeline.training.loop import Training
@@ -48,7 +49,7 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
     if peak_bytes is None:
         return None
     on_gpu = training.world.device.type == "cuda"
-    parts = Standing(training, tracker, trace).parts(trace)
+    parts, _ = ledger_parts(training, tracker, trace)
     if on_gpu:
         parts["data_bytes"] += resident_bytes(training.task, training.batches.placement)
     known = sum(parts.values())
@@ -74,15 +75,6 @@ class Tracker:
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Record that ``gradients`` are now the parameters' gradients."""
 
-    def arriving(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same micro-batches. Each is prepared within ``input``, so that its memory counts as input."""
-        while True:
-            with self.input():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
     @staticmethod
     def key(tensor: torch.Tensor) -> int:
         """Return the key of the tensor's memory in the trace."""
@@ -93,13 +85,10 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
     """Clear the last step's gradients, then take one step of ``training`` and watch it."""
     step, parameters = training.step, list(training.model.parameters())
 
-    def note() -> None:
-        tracker.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
-
     def noting(part: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(argument: Any) -> None:
             part(argument)
-            note()
+            tracker.gradients([parameter.grad for parameter in parameters if parameter.grad is not None])
 
         return noted
 
@@ -109,58 +98,39 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
     step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
-        step(tracker.arriving(training.batches.epoch(epoch, start)))
+        step(each_within(tracker.input, training.batches.epoch(epoch, start)))
         training.world.synchronise()
     return trace
 
 
-class Standing:
-    """Memory that exists during the whole step: size in bytes by key."""
+def ledger_parts(training: Training, tracker: Tracker, trace: AllocationTrace) -> tuple[dict[str, int], list[int]]:
+    """Return the ledger's parts, without the rest, and the sizes of the blocks that exist during the whole step."""
+    model, device = training.model, training.world.device.type
 
-    def __init__(self, training: Training, tracker: Tracker, trace: AllocationTrace) -> None:
-        device = training.world.device.type
-        model, states = training.model, training.optimizer.state.values()
+    def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        held = (own_part(tensor) for tensor in tensors)
+        return {tracker.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
 
-        def sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-            held = (own_part(tensor) for tensor in tensors)
-            return {tracker.key(part): part.untyped_storage().nbytes() for part in held if part.device.type == device}
-
-        # In a pipeline, the other ranks' parts of the model are on the meta device here, with their shapes only.
-        models = [model, *training.setup.kept_models]
-        self.parameters = sizes(
-            tensor
-            for each in models
-            for tensor in (*each.parameters(), *each.buffers())
-            if tensor.device.type == device
-        )
-        self.optimizer_state = sizes(
-            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
-        )
-        gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-        self.buckets = {key: size for key, size in gradients.items() if key not in trace.held}
-        """Gradients that exist during the whole step, such as those in DistributedDataParallel's buckets."""
-        self.communication = sum(kept() for kept in training.setup.kept_bytes)
-        """Further memory that techniques keep for communication."""
-
-    def parts(self, trace: AllocationTrace) -> dict[str, int]:
-        """Return the ledger's parts, without the rest."""
-        buckets = sum(self.buckets.values())
-        # While gradients accumulate, they exist in addition to the buckets. The last micro-batch moves them into the
-        # buckets.
-        beside = trace.at_peak("gradients")
-        return {
-            "parameters_bytes": sum(self.parameters.values()),
-            "gradients_bytes": max(buckets, beside),
-            "optimizer_state_bytes": sum(self.optimizer_state.values()),
-            "activations_bytes": trace.at_peak("activations"),
-            "communication_bytes": min(buckets, beside) + self.communication + trace.at_peak("communication"),
-            "data_bytes": trace.at_peak("data"),
-        }
-
-    def rounding_bytes(self, block_bytes: int) -> int:
-        """Return the bytes that an allocator adds if it rounds each size up to a multiple of ``block_bytes``."""
-        sizes = [*self.parameters.values(), *self.optimizer_state.values(), *self.buckets.values()]
-        return sum(-size % block_bytes for size in sizes)
+    # In a pipeline, the other ranks' parts of the model are on the meta device here, with their shapes only.
+    models = [model, *training.setup.kept_models]
+    parameters = sizes(tensor for each in models for tensor in (*each.parameters(), *each.buffers()))
+    values = (value for state in training.optimizer.state.values() for value in state.values())
+    optimizer_state = sizes(value for value in values if isinstance(value, torch.Tensor))
+    gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    # Gradients that exist during the whole step, such as those in DistributedDataParallel's buckets. While gradients
+    # accumulate, they exist in addition to the buckets. The last micro-batch moves them into the buckets.
+    buckets = {key: size for key, size in gradients.items() if key not in trace.held}
+    bucket_bytes, beside = sum(buckets.values()), trace.at_peak("gradients")
+    kept = sum(kept() for kept in training.setup.kept_bytes)
+    parts = {
+        "parameters_bytes": sum(parameters.values()),
+        "gradients_bytes": max(bucket_bytes, beside),
+        "optimizer_state_bytes": sum(optimizer_state.values()),
+        "activations_bytes": trace.at_peak("activations"),
+        "communication_bytes": min(bucket_bytes, beside) + kept + trace.at_peak("communication"),
+        "data_bytes": trace.at_peak("data"),
+    }
+    return parts, [*parameters.values(), *optimizer_state.values(), *buckets.values()]
 
 
 class DeviceTracker(Tracker):
@@ -173,7 +143,7 @@ class DeviceTracker(Tracker):
     @contextmanager
     def recording(self) -> Iterator[AllocationTrace]:
         trace = AllocationTrace()
-        with quiet(), profiler.profile(profile_memory=True) as profile:
+        with default_environment(QUIET), profiler.profile(profile_memory=True) as profile:
             yield trace
         events = list(_events(profile, self._device))
         held: set[int] = set()
@@ -217,7 +187,7 @@ class KernelTracker(Tracker, TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[AllocationTrace]:
-        with quiet(), profiler.profile(profile_memory=True) as profile, self:
+        with default_environment(QUIET), profiler.profile(profile_memory=True) as profile, self:
             yield AllocationTrace()
         total = before = highest = 0
         for event in _events(profile, "cpu"):

@@ -9,11 +9,12 @@ import gzip
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -23,11 +24,12 @@ from pipeline.distributed import launch
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
+from pipeline.processes import default_environment
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.profiling.quiet import quiet
+from pipeline.profiling import QUIET, each_within
 from pipeline.profiling.steps import trace
 from pipeline.profiling.steps.findings import Facts, findings
-from pipeline.profiling.steps.profile_file import Operator, Profile, StepTimes
+from pipeline.profiling.steps.profile_file import Profile
 from pipeline.profiling.steps.tables import markdown
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
@@ -35,8 +37,6 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 
 __all__ = ["Profile", "annotated", "run", "window"]
-
-T = TypeVar("T")
 
 LEAD_STEPS = 3
 """Steps before the profiled window. The profiler runs in them, but they are left out: they include its start-up."""
@@ -64,7 +64,7 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
     def taking(whole: Callable[[MicroBatches], None]) -> Callable[[MicroBatches], None]:
         def take(micro_batches: MicroBatches) -> None:
             with record_function(trace.STEP):
-                whole(_marked(micro_batches))
+                whole(each_within(partial(record_function, trace.INPUT), micro_batches))
 
         return take
 
@@ -85,17 +85,6 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
         backward=named(trace.BACKWARD),
         update=named(trace.OPTIMIZER),
     )
-
-
-def _marked(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items, and annotate the wait for each item as input."""
-    while True:
-        with record_function(trace.INPUT):
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-        yield item
 
 
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
@@ -124,7 +113,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     windows = schedule(wait=0, warmup=1, active=1, repeat=1)
     with (
         annotated(training.step),
-        quiet() if device.type == "cpu" else nullcontext(),
+        default_environment(QUIET if device.type == "cpu" else {}),
         profile(activities=activities, schedule=windows) as profiler,
     ):
         left = per_epoch - training.steps % per_epoch
@@ -144,10 +133,12 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
     keep_freed_memory()
     with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, plan.train.seeds[0]
-        longer = _long_enough(plan, config.profile.steps, len(assembly.task.dataset.train))
+        steps = plan.train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
+        epochs = steps + 4  # enough, because a window that does not fit into an epoch begins in the next epoch
+        longer = plan.with_train(epochs=max(epochs, plan.train.epochs), history_every_steps=10**9)
         with replace(assembly, plan=longer).training(seed, steady=True) as training:
             found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
-            ranks = tuple(world.gather(StepTimes.of(found.times())))
+            ranks = tuple(world.gather(found.times()))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
             setup = conditions_of(training, device_name_of(world, fingerprint))
         if world.is_main:
@@ -166,14 +157,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
                 step_p50_ms=plain * 1e3,
                 profiled_step_p50_ms=profiled * 1e3,
                 ranks=ranks,
-                operators=tuple(
-                    Operator(
-                        name=each.name,
-                        calls_per_step=each.calls / found.steps,
-                        step_ms=each.nanoseconds / 1e6 / found.steps,
-                    )
-                    for each in found.operators()[:OPERATORS]
-                ),
+                operators=tuple(found.operators()[:OPERATORS]),
                 findings=findings(facts),
                 has_memory_snapshot=snapshot,
             )
@@ -181,14 +165,6 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             for finding in made.findings:
                 print(f"{plan.name}: {finding.text}", flush=True)
             print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
-
-
-def _long_enough(plan: Plan, profiled_steps: int, samples: int) -> Plan:
-    """Return ``plan`` with enough epochs for the profile's steps, and without rows of history during these steps."""
-    train = plan.train
-    steps = train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (profiled_steps + 1)
-    epochs = 4 + -(-steps // max(1, samples // train.batch_size))  # a window that does not fit begins in the next epoch
-    return plan.with_train(epochs=max(epochs, train.epochs), history_every_steps=10**9)
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:

@@ -24,40 +24,17 @@ def union(spans: Iterable[Span]) -> Spans:
     return joined
 
 
-def intersection(a: Spans, b: Spans) -> Spans:
-    """Return the time that both ``a`` and ``b`` cover."""
-    common: Spans = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+def covered(spans: Iterable[Span], whole: Span) -> int:
+    """Return the nanoseconds of ``whole`` that at least one of ``spans`` covers."""
+    return sum(end - start for start, end in union((max(a, whole[0]), min(b, whole[1])) for a, b in spans))
 
 
-def difference(a: Spans, b: Spans) -> Spans:
-    """Return the time that ``a`` covers and ``b`` does not."""
-    if not a:
-        return []
-    first, last = a[0][0], a[-1][1]
-    edges = [first, *(edge for span in b for edge in span), last]
-    gaps = union((max(start, first), min(end, last)) for start, end in zip(edges[::2], edges[1::2], strict=True))
-    return intersection(a, gaps)
-
-
-def length(spans: Spans) -> int:
-    """Return the number of nanoseconds covered."""
-    return sum(end - start for start, end in spans)
-
-
-def partition(whole: Span, claims: Mapping[str, Spans], rest: str) -> dict[str, Spans]:
-    """Assign each instant of ``whole`` to the first of ``claims`` that covers it, or to ``rest`` if none does."""
-    left, shares = union([whole]), {}
-    for name, claimed in claims.items():
-        shares[name] = intersection(left, claimed)
-        left = difference(left, claimed)
-    return {**shares, rest: left}
+def partition(whole: Span, claims: Mapping[str, Iterable[Span]]) -> dict[str, int]:
+    """Assign each instant of ``whole`` to the first of ``claims`` that covers it; return the nanoseconds of each."""
+    claimed: Spans = []
+    shares = {}
+    for name, spans in claims.items():
+        before = covered(claimed, whole)
+        claimed = union([*claimed, *spans])
+        shares[name] = covered(claimed, whole) - before
+    return shares

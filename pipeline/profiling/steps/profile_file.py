@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pipeline.params import Seed
-from pipeline.profiling.steps.trace import PARTS, Times
 from pipeline.results import Record, RunConditions, VariantDocument
 
-_MS = 1e-6
-"""Nanoseconds to milliseconds."""
+WORK = ("optimizer", "forward", "backward", "rest")
+"""The optimizer comes first, because a backward node's event also covers an optimizer step that runs inside it."""
+PARTS = (*WORK, "communication", "input", "idle")
+"""All parts, in the order in which they claim an instant."""
 
 
 class StepTimes(Record):
@@ -38,13 +39,6 @@ class StepTimes(Record):
     def busy_ms(self) -> float:
         """Time in which the device works for this rank."""
         return self.forward_ms + self.backward_ms + self.optimizer_ms + self.rest_ms
-
-    @classmethod
-    def of(cls, times: Times) -> StepTimes:
-        """Return the mean over the window's steps."""
-        scale = _MS / times.steps
-        parts = {f"{part}_ms": times.parts[part] * scale for part in PARTS}
-        return cls(step_ms=times.whole * scale, communication_hidden_ms=times.hidden * scale, **parts)
 
 
 class Operator(Record):

@@ -14,15 +14,19 @@ _MEANINGS = {
     "rest": "other work in the step, such as clearing gradients; or a CUDA graph of the whole step",
     "communication": "exposed communication: the device does nothing else; this includes waits for a slower process",
     "input": "the step waits for its batch, or the device only prepares the batch",
-    "idle": "none of these: {idle}",
+    "idle": "none of these: on a GPU, kernels that the host has yet to launch; on a CPU, Python between operators",
 }
-_IDLE = {True: "the GPU has nothing to do while the host launches kernels", False: "Python between operators"}
 
 
 def markdown(profile: Profile, *, on_gpu: bool) -> str:
     """Return the page ``profile.md``."""
-    several = len(profile.ranks) > 1
+    ranks, step = profile.ranks, profile.ranks[0].step_ms
     place = f"{profile.world_size} processes over {profile.backend}" if profile.backend else "one process"
+    where = "the GPU time of the kernels that they launched" if on_gpu else "their CPU time"
+
+    def row(part: str, key: str, share: str, meaning: str) -> str:
+        return f"| {part} | {' | '.join(f'{getattr(rank, key):.2f}' for rank in ranks)} | {share} | {meaning} |"
+
     lines = [
         f"# Where the time of a step of {profile.variant} goes",
         "",
@@ -31,33 +35,25 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
         f"The times are means of {profile.steps} warm steps of {place} on {profile.device}, with seed {profile.seed}. "
         f"{_overhead(profile)}",
         "",
-        "| part | " + " | ".join(f"rank {rank}" if several else "ms" for rank in range(len(profile.ranks))) + " | | |",
-        "| :-- |" + " --: |" * (len(profile.ranks) + 1) + " :-- |",
-    ]
-    for part, meaning in _MEANINGS.items():
-        cells = [f"{getattr(rank, f'{part}_ms'):.2f}{' ms' if several else ''}" for rank in profile.ranks]
-        share = max(rank.fraction(part) for rank in profile.ranks)
-        meaning = meaning.format(idle=_IDLE[on_gpu])
-        lines.append(f"| {part} | {' | '.join(cells)} | {'up to ' if several else ''}{share:.1%} | {meaning} |")
-    whole = " | ".join(f"{rank.step_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
-    lines.append(f"| **step** | {whole} | | the sum of the parts above |")
-    if any(rank.communication_hidden_ms for rank in profile.ranks):
-        hidden = " | ".join(f"{rank.communication_hidden_ms:.2f}{' ms' if several else ''}" for rank in profile.ranks)
-        lines.append(f"| communication, hidden | {hidden} | | during other work, so it takes no extra time |")
-    where = "the GPU time of the kernels that they launched" if on_gpu else "their CPU time"
+        f"| part | {' | '.join(f'rank {rank}, ms' for rank in range(len(ranks)))} | largest share | |",
+        "| :-- |" + " --: |" * (len(ranks) + 1) + " :-- |",
+        *(row(part, f"{part}_ms", f"{max(each.fraction(part) for each in ranks):.1%}", meaning)
+          for part, meaning in _MEANINGS.items()),
+        row("**step**", "step_ms", "", "the sum of the parts above"),
+    ]  # fmt: skip
+    if any(rank.communication_hidden_ms for rank in ranks):
+        said = "during other work, so it takes no extra time"
+        lines.append(row("communication, hidden", "communication_hidden_ms", "", said))
     lines += [
         "",
         f"## Operators of the main process, by {where}",
         "",
         "| operator | ms a step | of the step | calls a step |",
         "| :-- | --: | --: | --: |",
-    ]
-    step = profile.ranks[0].step_ms
-    lines += [
-        f"| `{each.name}` | {each.step_ms:.3f} | {each.step_ms / step:.1%} | {each.calls_per_step:g} |"
-        for each in profile.operators
-    ]
-    lines += [
+        *(
+            f"| `{each.name}` | {each.step_ms:.3f} | {each.step_ms / step:.1%} | {each.calls_per_step:g} |"
+            for each in profile.operators
+        ),
         "",
         "An operator's time does not include the operators that it calls.",
         "",

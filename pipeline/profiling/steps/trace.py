@@ -19,23 +19,21 @@ from __future__ import annotations
 import gzip
 import json
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.profiling.steps.intervals import Span, Spans, difference, intersection, length, partition, union
+from pipeline.profiling.steps.intervals import Span, Spans, covered, partition, union
+from pipeline.profiling.steps.profile_file import PARTS, WORK, Operator, StepTimes
 
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
 )
 """Names of the annotations that ``annotated`` puts around the parts of a step."""
-
-WORK = ("optimizer", "forward", "backward", "rest")
-"""The optimizer comes first, because a backward node's event also covers an optimizer step that runs inside it."""
-PARTS = (*WORK, "communication", "input", "idle")
-"""All parts, in the order in which they claim an instant."""
 
 _ENGINE = "autograd::engine::evaluate_function"
 """This event surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so the event
@@ -60,27 +58,6 @@ class Event:
     @property
     def span(self) -> Span:
         return self.start, self.end
-
-
-@dataclass(frozen=True)
-class Times:
-    """The times of one rank's window, in nanoseconds."""
-
-    steps: int
-    whole: int
-    parts: dict[str, int]
-    """Time of each of ``PARTS``; the times add up exactly to ``whole``."""
-    hidden: int
-    """Time of communication during work."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """One operator's time on the device in the window, without the operators that it calls."""
-
-    name: str
-    calls: int
-    nanoseconds: int
 
 
 def read(path: Path) -> list[Event]:
@@ -130,66 +107,64 @@ class Trace:
         optimizer = union([*marked(OPTIMIZER), *inside])
         # A pipeline schedule runs the passes without annotations. Then the autograd engine's events show when the
         # backward pass runs.
-        backward = difference(union([*marked(BACKWARD), *(event.span for event in engine)]), optimizer)
-        forward = difference(marked(ACCUMULATE, FORWARD), union([*self.input, *backward, *optimizer]))
-        self._phases = {"input": self.input, "optimizer": optimizer, "backward": backward, "forward": forward}
-        self._starts = {name: [start for start, _ in spans] for name, spans in self._phases.items()}
-        self.work: dict[str, list[Event]] = {name: [] for name in (*WORK, "input")}
-        self.waits: list[Event] = []
-        """Events in which the step's threads send, receive or wait; empty on a GPU."""
+        backward = union([*marked(BACKWARD), *(event.span for event in engine)])
+        self._phases = {
+            "input": self.input,
+            "optimizer": optimizer,
+            "backward": backward,
+            "forward": marked(ACCUMULATE, FORWARD),
+        }
+        self.work: dict[str, list[Event]] = {name: [] for name in ("waits", *WORK, "input")}
+        """Part -> its events; "waits": events in which the step's threads send, receive or wait, none on a GPU."""
         self.operator_of: dict[int, str] = {}
         if gpu is None:
             self._tell_operators(events)
             gloo = [event for event in events if event.name.startswith("gloo:")]
-            self.communication = union(event.span for event in (*gloo, *self.waits))
+            self.communication = union(event.span for event in (*gloo, *self.work["waits"]))
         else:
             self.communication = []
             self._tell_kernels(events, gpu)
 
-    def times(self) -> Times:
+    def times(self) -> StepTimes:
         """Divide the window into parts. The window begins with the first step. It ends when host and device have
         finished the last step."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
-        waits = union(event.span for event in self.waits)
-        claims = {name: difference(union(event.span for event in self.work[name]), waits) for name in WORK}
-        claims["communication"] = self.communication
-        claims["input"] = union([*self.input, *(event.span for event in self.work["input"])])
-        shares = partition(whole, claims, rest="idle")
-        hidden = length(intersection(self.communication, [whole])) - length(shares["communication"])
-        return Times(
-            steps=self.steps,
-            whole=whole[1] - whole[0],
-            parts={name: length(shares[name]) for name in PARTS},
-            hidden=hidden,
+        worked = {name: [event.span for event in events] for name, events in self.work.items()}
+        claims = {
+            # First the waits, because an operator that waits for another rank does no work meanwhile.
+            **{name: worked[name] for name in ("waits", *WORK)},
+            "communication": self.communication,
+            "input": [*self.input, *worked["input"]],
+            "idle": [whole],
+        }
+        shares = partition(whole, claims)
+        shares["communication"] += shares["waits"]
+        hidden = covered(self.communication, whole) - shares["communication"]
+        scale = 1e-6 / self.steps  # nanoseconds of the window to milliseconds of a step
+        return StepTimes(
+            step_ms=(whole[1] - whole[0]) * scale,
+            communication_hidden_ms=hidden * scale,
+            **{f"{part}_ms": shares[part] * scale for part in PARTS},
         )
 
-    def operators(self) -> list[Spent]:
+    def operators(self) -> list[Operator]:
         """Return the operators by their time on the device, the longest first."""
-        calls: dict[str, int] = defaultdict(int)
-        spent: dict[str, int] = defaultdict(int)
-        waits = {id(event) for event in self.waits}
-        for events in self._by_thread():
-            for event, own in _own_times(events):
-                if id(event) in waits:
-                    continue
+        calls, spent = Counter[str](), Counter[str]()
+        for event, own in _own_times([*chain(*self.work.values())]):
+            if not event.name.startswith(_WAITING):
                 name = self.operator_of.get(event.arguments.get("External id", -1), event.name)
                 calls[name] += 1
                 spent[name] += own
-        found = [Spent(name, calls[name], spent[name]) for name in spent]
-        return sorted(found, key=lambda each: (-each.nanoseconds, each.name))
-
-    def _by_thread(self) -> Iterable[list[Event]]:
-        threads: dict[Any, list[Event]] = defaultdict(list)
-        for events in (*self.work.values(), self.waits):
-            for event in events:
-                threads[event.thread].append(event)
-        return threads.values()
+        return [
+            Operator(name=name, calls_per_step=calls[name] / self.steps, step_ms=spent[name] / 1e6 / self.steps)
+            for name in sorted(spent, key=lambda name: (-spent[name], name))
+        ]
 
     def _phase(self, instant: int) -> str:
         """Return the part of the step to which work launched at ``instant`` belongs."""
         for name, spans in self._phases.items():
-            index = bisect_right(self._starts[name], instant) - 1
+            index = bisect_right(spans, instant, key=itemgetter(0)) - 1
             if index >= 0 and instant < spans[index][1]:
                 return name
         return "rest"
@@ -202,7 +177,7 @@ class Trace:
                 if not event.name.startswith(_WAITING):
                     self.work[self._phase(event.start)].append(event)
                 elif not event.name.startswith(_ENGINE):
-                    self.waits.append(event)
+                    self.work["waits"].append(event)
 
     def _tell_kernels(self, events: Sequence[Event], gpu: int) -> None:
         """On a GPU: assign kernels and copies to the part of the step in which the host launched them."""
@@ -233,20 +208,15 @@ class Trace:
         self.communication = union(communication)
 
 
-def _own_times(events: list[Event]) -> Iterable[tuple[Event, int]]:
-    """Yield each event of one thread with its time minus the time of the events nested directly in it."""
-    open_: list[tuple[Event, int]] = []  # each event, and the total time of the events directly inside it
-
-    def close() -> tuple[Event, int]:
-        event, inside = open_.pop()
+def _own_times(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
+    """Return each event with its time minus the time of the events of its thread that are nested directly in it."""
+    ordered = sorted(events, key=lambda each: (str(each.thread), each.start, -each.end))
+    own = [event.end - event.start for event in ordered]
+    open_: list[int] = []
+    for index, event in enumerate(ordered):
+        while open_ and (ordered[open_[-1]].thread != event.thread or ordered[open_[-1]].end <= event.start):
+            open_.pop()
         if open_:
-            outer, sum_ = open_[-1]
-            open_[-1] = (outer, sum_ + event.end - event.start)
-        return event, event.end - event.start - inside
-
-    for event in sorted(events, key=lambda each: (each.start, -each.end)):
-        while open_ and open_[-1][0].end <= event.start:
-            yield close()
-        open_.append((event, 0))
-    while open_:
-        yield close()
+            own[open_[-1]] -= event.end - event.start
+        open_.append(index)
+    return zip(ordered, own, strict=True)
