@@ -309,14 +309,11 @@ def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, in
 
 def _slowed(arm: Arm, loss: float) -> Arm:
     speeds = [each.samples_per_second for each in arm.samples]
-    return arm.model_copy(
-        update={
-            "samples": tuple(
-                each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
-                for each, speed in zip(arm.samples, speeds, strict=True)
-            )
-        }
-    )
+    samples = [
+        each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
+        for each, speed in zip(arm.samples, speeds, strict=True)
+    ]
+    return arm.model_copy(update={"samples": tuple(samples)})
 
 
 def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
@@ -350,41 +347,19 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
-    """Return an arm of the pool as an ``Arm``. Fields that the gate's decision does not read are empty."""
-    samples = [
-        Window(
-            measured_steps=0,
+    """Return an arm of the pool as an ``Arm`` that has only the fields that the gate's decision reads."""
+    samples = (
+        Window.model_construct(
             samples_per_second=speed,
-            step_p50_ms=None,
-            step_p90_ms=None,
-            step_p99_ms=None,
-            input_wait_fraction=None,
-            peak_memory_bytes=None if peak is None else round(peak),
-            peak_memory_rank_bytes=(),
+            peak_memory_bytes=peak,
             peak_reserved_bytes=None,
-            allocator_retries=None,
             rejections=("refused",) if speed is None else (),
         )
         for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
-    ]
-    return Arm(
-        parameter_count=0,
-        name=name,
-        role="aa_control" if name.endswith(CONTROL) else "variant",
-        variant=name.split()[1].rstrip(","),
-        technique=None,
-        applied={},
-        skipped={},
-        decided={},
-        batch_size=0,
-        learning_rate=0.0,
-        micro_batches=1,
-        backend=None,
-        world_size=1,
-        threads_per_process=1,
-        placement="resident",
-        device="",
-        samples=tuple(samples),
+    )
+    role = "aa_control" if name.endswith(CONTROL) else "variant"
+    return Arm.model_construct(
+        name=name, role=role, variant=name.split()[1].rstrip(","), world_size=1, samples=tuple(samples)
     )
 
 

@@ -117,7 +117,6 @@ def main() -> None:
     parser.add_argument("name", help="the name of these figures in the file, such as aslr-off")
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     parser.add_argument(
         "--keep",
         action="store_true",
@@ -125,7 +124,7 @@ def main() -> None:
     )
     requested = parser.parse_args()
     figure = nested(requested.servers, requested.processes, requested.turns, keep=requested.keep)
-    path, _ = machines.keep(requested.figures, "levels-", "levels", requested.name, figure)
+    path, _ = machines.keep(machines.FIGURES, "levels-", "levels", requested.name, figure)
     for name, each in figure["ratios"].items():
         shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
         print(f"{name:20} {each['throughput']:.3f}  {shown}")

@@ -15,9 +15,10 @@ from typing import Any
 
 from benchmarks.pairs import Checkout
 from benchmarks.ready_made import ratios
-from benchmarks.stages import fashion_mnist, write_images
-from pipeline import params, results
-from pipeline.data import packing, prepared, sources
+from benchmarks.stages import fashion_mnist, pack, write_images
+from pipeline import results
+from pipeline.data import prepared
+from pipeline.params import Compare
 
 MOST_SECONDS = 600.0
 JOB: dict[str, Any] = {
@@ -44,13 +45,11 @@ def decided() -> dict[str, Any]:
         write_images(prepared.read(fashion_mnist(folder)[1]), folder / "images", IMAGES)
         job = JOB | {"fetch": JOB["fetch"] | {"image_folder": str(folder / "images")}}
         checkout = Checkout(folder / "checkout", **job)
-        config = params.load(checkout.path / params.PARAMS_FILE)
-        sources.fetch(config.fetch, folder / "raw")
-        packing.prepare(config, folder / "raw", folder / "packed")
+        pack(job, folder / "listing", folder / "packed")
         checkout.use(folder / "packed")
         seconds = checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    _, found = ratios(bench, config.compare)
+    _, found = ratios(bench, Compare())
     return {
         "target_ratio": 1.0,
         "lower_is_better": True,

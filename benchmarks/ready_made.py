@@ -1,6 +1,6 @@
 """Compare every ready-made variant that this machine can run with the baseline of the default job.
 
-    python -m benchmarks.ready_made [SET ...] [--rounds 7] [--figures DIRECTORY]
+    python -m benchmarks.ready_made [SET ...] [--rounds 7]
 
 Each set in ``variants/`` is measured in one bench, with all its variants side by side. The figures are written to
 ``ready-made-<machine>.json``, and tables of them to the ``.md`` file next to it. The figures of sets that the user does
@@ -10,7 +10,6 @@ not name stay in both files.
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,7 +49,6 @@ def measure(name: str, rounds: int) -> dict[str, Any] | None:
         _, packed = fashion_mnist(Path(folder))
         checkout = Checkout(Path(folder, "checkout"), **values)
         checkout.use(packed)
-        shutil.copytree(ROOT / "variants", checkout.path / "variants")
         checkout.stage("variants", name, "--add")
         if len(params.load(checkout.path / params.PARAMS_FILE).variants) == 1:
             return None
@@ -141,7 +139,6 @@ def main() -> None:
     )
     parser.add_argument("sets", nargs="*", metavar="SET", help=f"any of {', '.join(SETS)}; default: all")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
     arguments = parser.parse_args()
     if unknown := set(arguments.sets) - set(SETS):
         parser.error(f"no such set: {', '.join(sorted(unknown))}")
@@ -151,7 +148,7 @@ def main() -> None:
         if found is None:
             print(f"{name}: this machine can run no variant of this set", flush=True)
             continue
-        path, figures = machines.keep(arguments.figures, "ready-made-", "sets", name, found)
+        path, figures = machines.keep(machines.FIGURES, "ready-made-", "sets", name, found)
         files.write_text(path.with_suffix(".md"), page(figures))
         print(f"{name}: {found['rounds']} rounds in {found['seconds']} s", flush=True)
 

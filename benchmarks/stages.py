@@ -56,6 +56,17 @@ def fashion_mnist(folder: Path) -> tuple[Path, Path]:
     return raw / "fashion_mnist", packed
 
 
+def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
+    """Prepare the data that params.yaml's ``sections`` describe; return the seconds. If ``raw`` is missing, fetch the
+    data first."""
+    config = parse({**sections, "variants": BASELINE})
+    started = time.perf_counter()
+    if not raw.exists():
+        sources.fetch(config.fetch, raw)
+    packing.prepare(config, raw, packed)
+    return time.perf_counter() - started
+
+
 def write_images(data: prepared.Dataset, folder: Path, counts: Mapping[str, int]) -> None:
     """Write the first images of each split, with a border of 2 pixels, as RGB to SPLIT/CLASS/INDEX.png.
 

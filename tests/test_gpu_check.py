@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import gpu_check, transfers
 from benchmarks.gpu_check import Step
+from benchmarks.pairs import Checkout
 from pipeline import environment, params
 from pipeline.errors import PipelineError
 from pipeline.params import Machine
@@ -62,7 +63,7 @@ def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_the_copy_is_a_repository_of_its_own(tmp_path: Path) -> None:
-    gpu_check.copied(tmp_path)
+    Checkout(tmp_path, ["."]).commit()
     assert (tmp_path / "dvc.yaml").read_bytes() == (ROOT / "dvc.yaml").read_bytes()
     told = gpu_check.done(shell("git", "git status --short && git rev-list --count HEAD"), tmp_path)
     assert told.output == "1"
