@@ -68,7 +68,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = views.link(uri, experiment_id, wanted)
+    link = views.link(uri, experiment_id)
     if not uri.startswith("http"):
         link += " (after `make ui`)"
     if not changes:
@@ -81,11 +81,10 @@ def publish(config: Config, root: Path = Path()) -> Published:
 
 
 def _show(wanted: Wanted, store: Store) -> None:
-    """Make the views show this comparison, even if the store held its runs before."""
-    known = store.client.get_experiment(store.experiment_id).tags
-    for tag, value in views.tags(wanted).items():
-        if value != known.get(tag):
-            store.client.set_experiment_tag(store.experiment_id, tag, value)
+    """Make the view show this comparison, even if the store held its runs before."""
+    view = views.verdicts(wanted)
+    if view != store.client.get_experiment(store.experiment_id).tags.get(views.TAG):
+        store.client.set_experiment_tag(store.experiment_id, views.TAG, view)
 
 
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
