@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 
+_STRANGE = "the server at this address is not MLflow"
+_OTHER_ADDRESS = "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it"
 _NEW_STORE = "python -m pipeline publish (it writes the runs of the present results into a new store)"
 
 
@@ -88,7 +90,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     except Exception as error:  # an error of MLflow or of a parser
         return _failure(error, uri, place)
     if found and found.name != experiment:
-        return _strange(place)
+        return Health(False, f"{place}: {_STRANGE}", _OTHER_ADDRESS)
     artifacts = str(found.artifact_location) if found else ""
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
@@ -128,13 +130,5 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
         found = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     else:
-        return _strange(place)
+        found, remedy = _STRANGE, _OTHER_ADDRESS
     return Health(False, f"{place}: {found}", remedy)
-
-
-def _strange(place: str) -> Health:
-    return Health(
-        False,
-        f"{place}: the server at this address is not MLflow",
-        "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
-    )
