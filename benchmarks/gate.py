@@ -332,13 +332,10 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
 def _in_words(judged: Judged) -> str:
     """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
-    decisions = {
-        "throughput": {row.throughput.decision for row in rows if row.throughput},
-        "memory": {row.memory.decision for row in rows if row.memory},
-    }
+    ratios = [(name, each.decision) for row in rows for name, each in row.figures.items() if each]
     if judged.outcome == "worse":
-        return f"worse: {', '.join(name for name, found in decisions.items() if 'worse' in found)}"
-    left_open = any(found & {"undecided", "untrusted"} for found in decisions.values())
+        return f"worse: {', '.join(dict.fromkeys(name for name, found in ratios if found == 'worse'))}"
+    left_open = any(found in ("undecided", "untrusted") for _, found in ratios)
     return "passed, in part undecided" if judged.outcome == "passed" and left_open else judged.outcome
 
 

@@ -57,8 +57,12 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     compared = accuracies(head.dataset.test_count * head.unit.per_sample, trained, _accuracies(head), margin)
     worse = ", ".join(name for name in names if compared[name].decision == "worse")
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
+    commit = checked_out()
+    stale = (
+        f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}, but the commit here is now {commit}."
+    )
     remarks = [
-        *_stale(head),
+        *([stale] if commit != head.bench.commit else []),
         *unshared(there, here),
         *differing(base.bench.config["bench"], head.bench.config["bench"], "bench"),
         *differing(variants[0], variants[1], "variants"),
@@ -120,14 +124,6 @@ def _changed(change: Any) -> list[str]:
     for path, how in change.get("changed deps", {}).items():
         names.append(f"{path} ({', '.join(how)})" if isinstance(how, dict) else path)
     return names
-
-
-def _stale(head: Comparison) -> list[str]:
-    """Return a sentence if the comparison was measured at another commit than the one that is checked out."""
-    here = checked_out()
-    if here == head.bench.commit:
-        return []
-    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}, but the commit here is now {here}."]
 
 
 def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:
