@@ -43,7 +43,7 @@ def ratio(
     }
 
 
-FILES = ("pipeline", "variants", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ":(glob)*/README.md")
+FILES = ("pipeline", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ":(glob)*/README.md")
 """Files that the stages need."""
 
 

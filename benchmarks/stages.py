@@ -38,6 +38,12 @@ from pipeline.training.composition import compose
 from pipeline.training.loop import Training
 
 BASELINE: dict[str, Any] = {"baseline": {}}
+DIGITS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"batch_size": 64, "epochs": 1, "seeds": [0]},
+    "variants": BASELINE,
+}
+"""Sections of params.yaml for a job of about a second."""
 
 
 def fashion_mnist(folder: Path) -> tuple[Path, Path]:
@@ -251,16 +257,9 @@ def nothing_to_do(pairs: int = 7) -> dict[str, Any]:
 
     The ``dvc repro`` includes the stages that always run. Lower is better.
     """
-    train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
+    bench = {"max_rounds": 1, "window_seconds": 0.05}
     with tempfile.TemporaryDirectory() as folder:
-        checkout = Checkout(
-            Path(folder, "checkout"),
-            fetch={"dataset": "digits"},
-            train=train,
-            bench={"max_rounds": 1, "window_seconds": 0.05},
-            publish={"models": False},
-            variants=BASELINE,
-        )
+        checkout = Checkout(Path(folder, "checkout"), **DIGITS, bench=bench, publish={"models": False})
         checkout.commit()
         checkout.run("dvc", "repro")
         measured = ratio(lambda: checkout.run("dvc", "repro"), lambda: checkout.run("dvc", "status"), pairs)
@@ -287,15 +286,8 @@ WITH_OPTIMIZER = "import torch; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
 def fixed_cost(reference: str, pairs: int = 9) -> dict[str, Any]:
     """Return a train stage's wall time without training and evaluation, divided by the wall time of a Python process
     that runs the code ``reference``."""
-    train = {"batch_size": 64, "epochs": 1, "seeds": [0]}
     with tempfile.TemporaryDirectory() as folder:
-        checkout = Checkout(
-            Path(folder, "checkout"),
-            fetch={"dataset": "digits"},
-            train=train,
-            publish={"live": False},
-            variants=BASELINE,
-        )
+        checkout = Checkout(Path(folder, "checkout"), **DIGITS, publish={"live": False})
         for stage in ("environment", "fetch", "prepare"):
             checkout.stage(stage)
 
