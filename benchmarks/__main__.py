@@ -23,8 +23,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "bare_loop": stages.bare_loop,
     "tracking": stages.tracking,
     "nothing_to_do": stages.nothing_to_do,
-    "fixed_cost": lambda: stages.fixed_cost(stages.IMPORT_TORCH),
-    "fixed_cost_over_optimizer": lambda: stages.fixed_cost(stages.WITH_OPTIMIZER),
+    "fixed_cost": stages.fixed_cost,
     "turns": turns.noise,
     "default_job": stages.default_job,
 }

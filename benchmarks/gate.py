@@ -202,9 +202,11 @@ def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, pictu
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-    drawn = {"worse": ("#b3261e", "worse (1)"), "undecided": ("#8a8a8a", "not decided (3)")}
-    drawn["passed"] = ("#1b7f4b", "passed (0)")
-    for words, (color, label) in drawn.items():
+    for words, label, color in (
+        ("worse", "worse (1)", "#b3261e"),
+        ("undecided", "not decided (3)", "#8a8a8a"),
+        ("passed", "passed (0)", "#1b7f4b"),
+    ):
         shares = [
             sum(count for outcome, count in found["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
             for loss in losses
