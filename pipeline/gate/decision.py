@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline import environment
+from pipeline import environment, results
 from pipeline.comparison import verdicts
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
@@ -352,7 +352,7 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
 
 def differing(base: Any, head: Any, path: str) -> list[str]:
     """Return a line for each value that differs, with its dotted path."""
-    if isinstance(base, Mapping) and isinstance(head, Mapping):
-        keys = dict.fromkeys([*base, *head])
-        return [line for key in keys for line in differing(base.get(key), head.get(key), f"{path}.{key}")]
-    return [f"{path}: base {json.dumps(base)}, head {json.dumps(head)}"] if base != head else []
+    return [
+        f"{where}: base {json.dumps(there)}, head {json.dumps(here)}"
+        for where, there, here in results.differing(base, head, path)
+    ]

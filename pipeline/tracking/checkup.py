@@ -66,20 +66,14 @@ def _read_only(path: Path) -> str:
 
 
 def _unreadable(error: Exception, where: str, path: Path) -> Health:
-    said = str(error)
-    if "database is locked" in said:
+    if "database is locked" in str(error):
         return Health(None, f"{where} is in use: another process has locked it")
-    if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
-        return Health(
-            False,
-            f"{where} was made by another version of MLflow, was left half-written, or is not an MLflow store",
-            f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
-            f"away and run: {_NEW_STORE}",
-        )
+    # The cause may be another version of MLflow, an interrupted migration, or a file of another program.
     return Health(
         False,
-        f"{where} cannot be read ({first_line(error)})",
-        f"move {path.name} away and run: {_NEW_STORE}",
+        f"{where} cannot be read by this version of MLflow ({first_line(error)})",
+        f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
+        f"away and run: {_NEW_STORE}",
     )
 
 
