@@ -334,19 +334,13 @@ def _rounded(value: float | None) -> float | None:
 
 def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
     """Return an arm of the pool as an ``Arm`` that has only the fields that the gate's decision reads."""
-    samples = (
-        Window.model_construct(
-            samples_per_second=speed,
-            peak_memory_bytes=peak,
-            peak_reserved_bytes=None,
-            rejections=("refused",) if speed is None else (),
-        )
-        for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
-    )
-    role = "aa_control" if name.endswith(CONTROL) else "variant"
-    return Arm.model_construct(
-        name=name, role=role, variant=name.split()[1].rstrip(","), world_size=1, samples=tuple(samples)
-    )
+    samples = []
+    for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True):
+        figures: dict[str, Any] = {"samples_per_second": speed, "peak_memory_bytes": peak, "peak_reserved_bytes": None}
+        samples.append(Window.model_construct(**figures, rejections=("refused",) if speed is None else ()))
+    known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "world_size": 1}
+    known["role"] = "aa_control" if name.endswith(CONTROL) else "variant"
+    return Arm.model_construct(**known, samples=tuple(samples))
 
 
 def _of(part: Rounds, name: str) -> tuple[Window, ...]:

@@ -205,7 +205,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
     """
-    found = {}
+    found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             found |= {f"{allowed(key)}.{inner}": text for inner, text in flatten(value).items()}

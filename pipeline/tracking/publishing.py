@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
     points = metrics.parent_points(wanted, root, ended_ms, client.get_run(run_id).data.metrics)
     tags = labels.origin_tags(root, "publish") | labels.parent_tags(config, wanted, root)
     store.log(run_id, points, labels.parent_params(wanted), tags)
-    folders = {
+    folders: dict[str | None, Sequence[Path]] = {
         None: comparisons.report_files(root) + comparisons.context_files(root),
         "results": sorted({child.result_file for child in wanted.children.values()}),
         **{f"profiles/{variant}": files for variant, files in wanted.profiles.items()},
