@@ -19,7 +19,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path_augmented": lambda: data_path.ratio_of("augmented"),
     "ledgers": ledgers.predictions,
     "textbook": stages.textbook,
-    "textbook_in_memory": stages.textbook_in_memory,
+    "textbook_in_memory": lambda: stages.textbook(in_memory=True),
     "bare_loop": stages.bare_loop,
     "tracking": stages.tracking,
     "nothing_to_do": stages.nothing_to_do,

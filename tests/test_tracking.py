@@ -33,16 +33,7 @@ from pipeline.environment import hash_of
 from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
-from pipeline.tracking import (
-    comparisons,
-    labels,
-    live,
-    logged_models,
-    promoting,
-    stamps,
-    stores,
-    views,
-)
+from pipeline.tracking import comparisons, labels, live, logged_models, promoting, stamps, stores, views
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, Wanted
 from pipeline.tracking.reconciliation import reconcile
 from pipeline.tracking.stores import Store
@@ -75,12 +66,9 @@ VARIANTS = ("baseline", "ddp")
 SIDE = DESCRIBED.arrays["inputs"].shape[-1]
 
 
-def config_of(*, models: bool = False, variants: tuple[str, ...] = VARIANTS, **sections: Any) -> Config:
-    values = {
-        "train": {"seeds": list(SEEDS)},
-        "publish": {"models": models},
-        "variants": {name: {} for name in variants},
-    }
+def config_of(*, models: bool = False, **sections: Any) -> Config:
+    variants: dict[str, Any] = {name: {} for name in VARIANTS}
+    values = {"train": {"seeds": list(SEEDS)}, "publish": {"models": models}, "variants": variants}
     return parse(values | sections)
 
 
@@ -204,9 +192,8 @@ def agrees(root: Path, config: Config) -> bool:
     return not reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
 
 
-def stamp_agrees(root: Path, wanted: Wanted | None = None) -> bool:
-    uri = stores.address(root)
-    return stamps.agreeing(uri, "training-performance", wanted or wanted_of(root)) is not None
+def stamp_agrees(root: Path) -> bool:
+    return stamps.agreeing(stores.address(root), "training-performance", wanted_of(root)) is not None
 
 
 def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keywords: Any) -> subprocess.Popen[str]:
