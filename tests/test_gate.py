@@ -776,16 +776,11 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         (tmp_path / side / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
         write_digests(tmp_path / side, bench=side)
 
-    class Server:
+    class Server(nullcontext[Any]):
         def __init__(self, root: Path, python: Path) -> None:
             assert python == Path(sys.executable)
+            super().__init__(self)
             self.side = ("base", "head").index(root.name)
-
-        def __enter__(self) -> Server:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
         def describe(self) -> dict[str, Any]:
             about = sides.about[self.side]
@@ -793,16 +788,6 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
         def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
             return values
-
-        def open(self, *_: object, ledgers: bool) -> None:
-            assert not ledgers
-
-        def turn(self, name: str, steps: int) -> None:
-            pass
-
-        def close(self, name: str) -> dict[str, Any]:  # noqa: ARG002
-            window = make_window(samples_per_second=25_600.0)  # a step takes 10 ms
-            return {"window": window.model_dump(mode="json")}
 
     @contextmanager
     def two(_: str) -> Iterator[tuple[Copy, Copy]]:
@@ -837,6 +822,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     replaced: dict[str, Any] = {"Server": Server, "copies": two, "dvc": dvc, "measure": measure}
     replaced |= {"commit_of": lambda _: "a" * 40, "checked_out": lambda: "b" * 40 + "+"}
     replaced["check_arms"] = replaced["check_imports"] = lambda *_: None
+    replaced["steps_of"] = lambda _, window_seconds: (round(100 * window_seconds), 1.0)
     for name, value in replaced.items():
         monkeypatch.setattr(side_by_side, name, value)
     return sides
