@@ -6,7 +6,6 @@ path takes most of a step. ``beyond_memory_heavier`` trains the same net on four
 lighter than most models for 64x64 images.
 
     python -m benchmarks beyond_memory beyond_memory_heavier
-    python -m benchmarks.beyond_memory try MEBIBYTES    # measures one pair with another limit; writes no file
 """
 
 from __future__ import annotations
@@ -110,15 +109,8 @@ def _run(what: str, folder: str, limit_bytes: int, pool: int, group: Path | None
     return found
 
 
-def main(what: str, folder: str, limit: str = "", pool: str = "", group: str = "") -> None:
-    """Run one of three commands, and print the figures as JSON.
-
-    ``try`` measures one pair with a limit of ``folder`` MiB. ``prepare`` and ``train``, which ``_run`` starts in
-    processes of their own, prepare the set in ``folder`` or train from it.
-    """
-    if what == "try":
-        print(json.dumps(training(pairs=1, limit_bytes=int(folder) << 20), indent=1))
-        return
+def main(what: str, folder: str, limit: str, pool: str, group: str = "") -> None:
+    """Prepare the set in ``folder``, or train from it, and print the figures as JSON."""
     if group:
         Path(group).write_text(str(os.getpid()), encoding="ascii")
     count, steps = 3 * int(limit) // SAMPLE_BYTES, _steps(int(limit))

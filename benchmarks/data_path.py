@@ -6,7 +6,6 @@ timing, a check requires that both sides make identical tensors if they read the
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 import time
@@ -116,7 +115,3 @@ def _seconds_per_sample(batches: Iterable[tuple[Tensor, Tensor]], wanted: int) -
         if number == wanted:
             break
     return (time.perf_counter() - start) / (wanted * BATCH_SIZE)
-
-
-if __name__ == "__main__":
-    print(json.dumps({case: ratio_of(case) for case in CASES}, indent=2))

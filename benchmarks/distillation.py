@@ -27,8 +27,8 @@ from scipy.special import stdtrit
 
 from benchmarks import machines
 from benchmarks.pairs import ratio
+from benchmarks.stages import pack
 from pipeline import environment, params
-from pipeline.data import packing, sources
 from pipeline.plans import Plan, plan
 from pipeline.training.assembly import assembled
 from pipeline.training.loop import Training
@@ -47,9 +47,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.prepared = folder / "prepared"
-        config = params.parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-        sources.fetch(config.fetch, folder / "raw")
-        packing.prepare(config, folder / "raw", self.prepared)
+        pack({"fetch": {"dataset": "digits"}}, folder / "raw", self.prepared)
 
     def accuracy(
         self, variant: dict[str, Any], seed: int, epochs: int, weights: Mapping[str, torch.Tensor] | None = None
@@ -129,15 +127,12 @@ def main() -> None:
         prog="python -m benchmarks.distillation", description="Measure what a teacher adds to a student's accuracy."
     )
     parser.add_argument("--seeds", type=int, default=24, metavar="N", help="train seeds 0 to N - 1; N is at least 2")
-    parser.add_argument(
-        "--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY", help="write figures to this directory"
-    )
     arguments = parser.parse_args()
     figure = gains(arguments.seeds)
     for name, each in figure["students"].items():
         for key in ("gain_points", "gain_points_at_equal_time"):
             print(f"{name:28} {key:28} {each[key]['mean']:+.2f} ({each[key]['low']:.2f} to {each[key]['high']:.2f})")
-    machines.keep(arguments.figures, "distillation-", "benchmarks", "distillation", figure)
+    machines.keep(machines.FIGURES, "distillation-", "benchmarks", "distillation", figure)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ from pipeline.benchmark.server import Server
 from pipeline.comparison.planning import RoundCost
 from pipeline.gate.decision import CONFIDENCE_OF_LOOKS, Judged, judge, noises, settled
 from pipeline.gate.side_by_side import arms_of, steps_of
-from pipeline.params import Compare, Config, Gate
+from pipeline.params import Compare, Gate
 from pipeline.results import Arm, Window
 
 SLOWDOWN_FRACTION = 0.10
@@ -75,8 +75,11 @@ def _slower(step):
 
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
-"""Code that is appended to training/loop.py. On a CPU, a step is complete when it returns, so its wall time grows by
+"""Code that is appended to ``TRAINING``. On a CPU, a step is complete when it returns, so its wall time grows by
 exactly ``SLOWDOWN_FRACTION``."""
+
+TRAINING = Path("pipeline", "training", "loop.py")
+PART_MINUTES = 15.0
 
 LOSSES = (0.03, 0.05, 0.10, 0.15)
 """Slowdowns that ``simulate`` tries, as fractions of the speed."""
@@ -86,11 +89,11 @@ CONTROL = (", A/A control", " again")
 """Endings of the A/A control's name; the second occurs in the recorded pool."""
 
 
-def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) -> dict[str, Any]:
-    """Record rounds of the variants ``names`` (empty: all) on three sides: a base, an equal head and a slower head.
+def pool(minutes: float) -> dict[str, Any]:
+    """Record rounds of all variants on three sides: a base, an equal head and a slower head.
 
     On the base side, the baseline is measured twice (A/A control). The rounds are recorded in parts of
-    ``part_minutes``. Each part starts new servers, as a real gate does. Returns each arm's speeds and memory peaks, one
+    ``PART_MINUTES``. Each part starts new servers, as a real gate does. Returns each arm's speeds and memory peaks, one
     per round; a rejected figure is None. After an interruption, the complete rounds are kept.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
@@ -98,23 +101,25 @@ def pool(minutes: float, names: Sequence[str] = (), part_minutes: float = 15.0) 
     parts: list[Rounds] = []
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
-        checkouts = {side: _checkout(Path(folder, side), config) for side in ("base", "head", "slow")}
-        plant(checkouts["slow"])
+        values = config.model_dump(mode="json")
+        checkouts = {side: Checkout(Path(folder, side), **values) for side in ("base", "head", "slow")}
+        with (checkouts["slow"].path / TRAINING).open("a", encoding="utf-8") as file:
+            file.write(PLANTED)
         for checkout in checkouts.values():
             checkout.use(packed)
         while time.monotonic() < ended and not (parts and parts[-1].interrupted):
-            seconds = min(60 * part_minutes, ended - time.monotonic())
+            seconds = min(60 * PART_MINUTES, ended - time.monotonic())
             with ExitStack() as stack:
                 servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
-                arms = arms_of(names or list(config.variants), config.compare.baseline, sides)
+                arms = arms_of(list(config.variants), config.compare.baseline, sides)
                 steps, _ = steps_of(arms, config.bench.window_seconds)
                 turns = turns_on(sides["base"][1]["device"], config.bench)
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
     refused = sum(bool(sample.rejections) for each in samples.values() for sample in each)
-    gates_share = 1 - len(names or config.variants) / len(samples)  # a gate has no third side
+    gates_share = 1 - len(config.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
         "measured_on": time.strftime("%Y-%m-%d"),
@@ -192,25 +197,22 @@ def gate_of_drawn_rounds(
     return error_rates(recorded, trials, rounds / 60, losses)
 
 
-def power(
-    recorded: Mapping[str, Any], picture: Path, trials: int = 300, minutes: float | None = None
-) -> dict[str, Any]:
+def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, picture: Path) -> dict[str, Any]:
     """Return the ``error_rates`` for slowdowns of 3 to 12%, and draw the decisions into the SVG file ``picture``."""
     losses = [percent / 100 for percent in range(3, 13)]
     found = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-    for words, color in (("worse", "#b3261e"), ("undecided", "#8a8a8a"), ("passed", "#1b7f4b")):
+    for words, label, color in (
+        ("worse", "worse (1)", "#b3261e"),
+        ("undecided", "not decided (3)", "#8a8a8a"),
+        ("passed", "passed (0)", "#1b7f4b"),
+    ):
         shares = [
             sum(count for outcome, count in found["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
             for loss in losses
         ]
-        axes.plot(
-            [100 * loss for loss in losses],
-            [share / trials for share in shares],
-            marker="o",
-            color=color,
-            label={"worse": "worse (1)", "undecided": "not decided (3)", "passed": "passed (0)"}[words],
-        )
+        percents, parts = [100 * loss for loss in losses], [share / trials for share in shares]
+        axes.plot(percents, parts, marker="o", color=color, label=label)
     axes.set(xlabel="the head is slower by, %", ylabel="share of gates", ylim=(-0.02, 1.02), xticks=range(3, 13))
     axes.legend(frameon=False)
     figure.savefig(picture, metadata={"Date": None})
@@ -227,13 +229,11 @@ def trial(file: Path, minutes: float) -> None:
     ended, config = time.monotonic() + 60 * minutes, params.load(ROOT / params.PARAMS_FILE)
     with tempfile.TemporaryDirectory() as folder:
         raw, _ = fashion_mnist(Path(folder))
-        sections: dict[str, Any] = {
-            "fetch": {"dataset": "fashion_mnist", "mirror": str(raw)},
-            "gate": {"accuracy": False},
-        }
-        checkout = _checkout(Path(folder, "checkout"), config, **sections)
+        values = config.model_dump(mode="json")
+        values |= {"fetch": {"dataset": "fashion_mnist", "mirror": str(raw)}, "gate": {"accuracy": False}}
+        checkout = Checkout(Path(folder, "checkout"), **values)
         checkout.commit()
-        training = checkout.path / "pipeline" / "training" / "loop.py"
+        training = checkout.path / TRAINING
         plain = training.read_text(encoding="utf-8")
         while time.monotonic() < ended:
             known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
@@ -264,17 +264,6 @@ def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         line("equal", "called worse", lambda outcome: outcome.startswith("worse")),
         line("slower", "passed", lambda outcome: outcome.startswith("passed")),
     ]
-
-
-def plant(checkout: Checkout) -> None:
-    """Make the checkout's training slower."""
-    with (checkout.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:
-        file.write(PLANTED)
-
-
-def _checkout(path: Path, config: Config, **sections: dict[str, Any]) -> Checkout:
-    """Return a copy of the project with the shipped params.yaml, except for ``sections``."""
-    return Checkout(path, **{**config.model_dump(mode="json"), **sections})
 
 
 def _gate(checkout: Checkout) -> dict[str, Any]:
@@ -309,14 +298,11 @@ def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, in
 
 def _slowed(arm: Arm, loss: float) -> Arm:
     speeds = [each.samples_per_second for each in arm.samples]
-    return arm.model_copy(
-        update={
-            "samples": tuple(
-                each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
-                for each, speed in zip(arm.samples, speeds, strict=True)
-            )
-        }
-    )
+    samples = [
+        each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
+        for each, speed in zip(arm.samples, speeds, strict=True)
+    ]
+    return arm.model_copy(update={"samples": tuple(samples)})
 
 
 def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
@@ -335,13 +321,10 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
 def _in_words(judged: Judged) -> str:
     """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
-    decisions = {
-        "throughput": {row.throughput.decision for row in rows if row.throughput},
-        "memory": {row.memory.decision for row in rows if row.memory},
-    }
+    ratios = [(name, each.decision) for row in rows for name, each in row.figures.items() if each]
     if judged.outcome == "worse":
-        return f"worse: {', '.join(name for name, found in decisions.items() if 'worse' in found)}"
-    left_open = any(found & {"undecided", "untrusted"} for found in decisions.values())
+        return f"worse: {', '.join(dict.fromkeys(name for name, found in ratios if found == 'worse'))}"
+    left_open = any(found in ("undecided", "untrusted") for _, found in ratios)
     return "passed, in part undecided" if judged.outcome == "passed" and left_open else judged.outcome
 
 
@@ -350,42 +333,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
-    """Return an arm of the pool as an ``Arm``. Fields that the gate's decision does not read are empty."""
-    samples = [
-        Window(
-            measured_steps=0,
-            samples_per_second=speed,
-            step_p50_ms=None,
-            step_p90_ms=None,
-            step_p99_ms=None,
-            input_wait_fraction=None,
-            peak_memory_bytes=None if peak is None else round(peak),
-            peak_memory_rank_bytes=(),
-            peak_reserved_bytes=None,
-            allocator_retries=None,
-            rejections=("refused",) if speed is None else (),
-        )
-        for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True)
-    ]
-    return Arm(
-        parameter_count=0,
-        name=name,
-        role="aa_control" if name.endswith(CONTROL) else "variant",
-        variant=name.split()[1].rstrip(","),
-        technique=None,
-        applied={},
-        skipped={},
-        decided={},
-        batch_size=0,
-        learning_rate=0.0,
-        micro_batches=1,
-        backend=None,
-        world_size=1,
-        threads_per_process=1,
-        placement="resident",
-        device="",
-        samples=tuple(samples),
-    )
+    """Return an arm of the pool as an ``Arm`` that has only the fields that the gate's decision reads."""
+    samples = []
+    for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True):
+        figures: dict[str, Any] = {"samples_per_second": speed, "peak_memory_bytes": peak, "peak_reserved_bytes": None}
+        samples.append(Window.model_construct(**figures, rejections=("refused",) if speed is None else ()))
+    known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "world_size": 1}
+    known["role"] = "aa_control" if name.endswith(CONTROL) else "variant"
+    return Arm.model_construct(**known, samples=tuple(samples))
 
 
 def _of(part: Rounds, name: str) -> tuple[Window, ...]:
@@ -404,7 +359,6 @@ def main() -> None:
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
     recording.add_argument("--minutes", type=float, default=180.0)
-    recording.add_argument("--variants", nargs="*", default=[], help="default: all variants of params.yaml")
     rating = commands.add_parser("rates", help="print the error rates of trials from the pool in FILE")
     rating.add_argument("file", type=Path)
     drawing = commands.add_parser("power", help="draw decisions on slowdowns of 3 to 12%%, from the pool in FILE")
@@ -420,14 +374,13 @@ def main() -> None:
     whole.add_argument("--minutes", type=float, default=40.0, help="start no gate after this time")
     arguments = parser.parse_args()
     if arguments.command == "pool":
-        files.write_text(
-            arguments.file, json.dumps(pool(arguments.minutes, arguments.variants)).replace('], "', '],\n"') + "\n"
-        )
-    elif arguments.command == "rates":
-        recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
-        print(json.dumps(error_rates(recorded, arguments.trials, arguments.minutes), indent=1))
-    elif arguments.command == "simulate":
-        simulated = {
+        files.write_text(arguments.file, json.dumps(pool(arguments.minutes)).replace('], "', '],\n"') + "\n")
+        return
+    if arguments.command == "trial":
+        trial(arguments.file, arguments.minutes)
+        return
+    if arguments.command == "simulate":
+        found = {
             f"noise {within:g}, autocorrelation {each}": gate_of_drawn_rounds(
                 within, each, trials=arguments.trials, losses=LOSSES
             )
@@ -435,13 +388,11 @@ def main() -> None:
             for each in AUTOCORRELATIONS
         }
         figures = json.loads(SIMULATIONS_FILE.read_text(encoding="utf-8"))
-        files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": simulated}, indent=1) + "\n")
-        print(json.dumps(simulated, indent=1))
-    elif arguments.command == "power":
-        recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
-        print(json.dumps(power(recorded, arguments.picture, arguments.trials, arguments.minutes), indent=1))
+        files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": found}, indent=1) + "\n")
     else:
-        trial(arguments.file, arguments.minutes)
+        given = json.loads(arguments.file.read_text(encoding="utf-8")), arguments.trials, arguments.minutes
+        found = error_rates(*given) if arguments.command == "rates" else power(*given, arguments.picture)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

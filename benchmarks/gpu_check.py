@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.pairs import ROOT
+from benchmarks.pairs import ROOT, Checkout
 from pipeline import environment, files, params, plans
 from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
@@ -115,18 +114,6 @@ def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Ite
                 seen |= kinds
                 chosen[name] = requested
     return chosen
-
-
-def copied(path: Path) -> None:
-    """Copy the working tree's files, uncommitted ones included, into a new repository in ``path``."""
-    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    for name in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, path / name)
-    given = ("-c", "user.name=check", "-c", "user.email=check@example.org", "-c", "commit.gpgsign=false")
-    for command in (("init", "--quiet"), ("add", "--all"), (*given, "commit", "--quiet", "--message", "check")):
-        subprocess.run(("git", *command), cwd=path, check=True)
 
 
 def done(step: Step, folder: Path) -> Outcome:
@@ -255,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     values = settings(params.load(ROOT / params.PARAMS_FILE), parsed.rehearse)
     variants = variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))
     with tempfile.TemporaryDirectory() as folder:
-        copied(Path(folder))
+        Checkout(Path(folder), ["."], **values).commit()
         return check(
             steps_of(values, variants, parsed.rehearse), Path(folder), parsed.report.resolve(), parsed.rehearse
         )

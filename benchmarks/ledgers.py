@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Generator
@@ -10,12 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.stages import pack
 from pipeline import environment, tasks
-from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics, read
+from pipeline.data.prepared import read
 from pipeline.distributed import forked
-from pipeline.files import file_sha256
 from pipeline.params import parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
@@ -23,12 +20,11 @@ from pipeline.results import Ledger
 from pipeline.training.assembly import assembled
 
 WARM_STEPS, MEASURED_STEPS = 2, 2
-SAMPLES = 1024
-Shape = tuple[int, ...]
-GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
-TEXT, TABLE = (129,), (64,)
-"""Shapes of a sample's inputs: a window of tokens, and a row of numbers."""
-VOCABULARY = 257
+GRAY: dict[str, Any] = {"shape": [1, 28, 28]}
+COLOUR: dict[str, Any] = {"shape": [3, 32, 32]}
+TEXT: dict[str, Any] = {"shape": [129], "targets": "tokens", "classes": 257}
+TABLE: dict[str, Any] = {"shape": [64], "targets": "floats", "dtype": "float32"}
+"""Settings of the synthetic data sets: images, windows of tokens, and rows of a table with numbers to predict."""
 STACK = {"precision": "bf16", "channels_last": True, "activation_checkpointing": True, "gradient_accumulation": 4}
 VIT = {"model_options": {"image_size": 96}}
 GPT = {
@@ -36,7 +32,7 @@ GPT = {
     "model_options": {"width": 128, "depth": 4, "heads": 4},
 }  # fmt: skip
 
-CASES: dict[str, tuple[Shape, str, int, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any], str, int, dict[str, Any], dict[str, Any]]] = {
     "small_cnn": (GRAY, "small_cnn", 256, {}, {}),
     "small_cnn, ddp": (GRAY, "small_cnn", 256, {"parallelism": "ddp"}, {}),
     "small_cnn, ddp and accumulation": (
@@ -64,7 +60,7 @@ CASES: dict[str, tuple[Shape, str, int, dict[str, Any], dict[str, Any]]] = {
     "gpt, ddp": (TEXT, "gpt", 16, {"parallelism": "ddp"}, GPT),
     "mlp, regression": (TABLE, "mlp", 256, {}, {"task": "regression", "model_options": {"width": 512}}),
 }
-"""Case -> shape of a sample's inputs, model, global batch, variant, and other settings under ``train``."""
+"""Case -> data set, model, global batch, variant, and other settings under ``train``."""
 
 
 def predictions() -> dict[str, Any]:
@@ -76,9 +72,10 @@ def predictions() -> dict[str, Any]:
     machine = environment.machine()
     cases, ratios = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        shapes: tuple[Shape, ...] = (GRAY, COLOUR, TEXT, TABLE)
-        data = {shape: _random_set(Path(folder, f"{shape[0]}"), shape) for shape in shapes}
-        for name, (shape, model, batch_size, variant, train) in CASES.items():
+        for number, (name, (data, model, batch_size, variant, train)) in enumerate(CASES.items()):
+            made = {"train": 1024, "test": 1024, **data}
+            raw, packed = Path(folder, f"raw-{number}"), Path(folder, f"packed-{number}")
+            pack({"fetch": {"dataset": "synthetic", "synthetic": made}}, raw, packed)
             values = {"model": model, "batch_size": batch_size, "epochs": 10, "seeds": [0], "without_native": "run"}
             config = parse(
                 {
@@ -88,7 +85,7 @@ def predictions() -> dict[str, Any]:
                 }
             )
             how = plan(config, "tried", machine)
-            arguments, preload = (how, data[shape]), ("pipeline.training.assembly", "torch._dynamo")
+            arguments, preload = (how, packed), ("pipeline.training.assembly", "torch._dynamo")
             with forked(_measure, arguments, how.processes, preload=preload) as ask:
                 measured = max(ask(None), key=lambda rank: rank.peak_bytes)
             with forked(_predict, arguments, 1, preload=preload) as ask:
@@ -119,45 +116,3 @@ def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
 def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
     started = time.perf_counter()
     yield ledger.predicted(how, tasks.of_job(how.train, read(data))), time.perf_counter() - started
-
-
-def _random_set(folder: Path, shape: Shape) -> Path:
-    """Write a prepared data set of random images, windows of tokens, or rows of a table with numbers to predict.
-
-    Return ``folder``. ``shape``: shape of a sample's inputs."""
-    random = np.random.default_rng(0)
-    folder.mkdir()
-    arrays: dict[str, np.ndarray[Any, Any]]
-    known: dict[str, int]
-    if shape == TABLE:
-        arrays = {"inputs": random.normal(size=(SAMPLES, *shape)), "targets": random.normal(size=SAMPLES)}
-        arrays = {name: values.astype(np.float32) for name, values in arrays.items()}
-        known = {"inputs": shape[0], "targets": 1}
-    elif shape == TEXT:
-        arrays, known = {"inputs": random.integers(0, VOCABULARY, (SAMPLES, *shape), dtype=np.uint16)}, {}
-    else:
-        images = random.integers(0, 256, (SAMPLES, *shape), dtype=np.uint8)
-        arrays, known = {"inputs": images, "targets": random.integers(0, 10, SAMPLES)}, {"inputs": shape[0]}
-    for split in ("train", "test"):
-        for name, values in arrays.items():
-            np.save(folder / f"{split}_{name}.npy", values)
-    labels = len(shape) == len(GRAY)
-    description = Description(
-        name="random",
-        classes=tuple(map(str, range(10))) if labels else (),
-        vocabulary=VOCABULARY if shape == TEXT else None,
-        arrays={name: Form(dtype=values.dtype.name, shape=values.shape[1:]) for name, values in arrays.items()},
-        train_count=SAMPLES,
-        test_count=SAMPLES,
-        train_class_counts=(0,) * 10 if labels else (),
-        test_class_counts=(0,) * 10 if labels else (),
-        statistics={name: Statistics(mean=(0.5,) * count, std=(0.29,) * count) for name, count in known.items()},
-        files={path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))},
-    )
-    summed = description.model_copy(update={"sha256": description.digest()})
-    (folder / DESCRIPTION).write_text(summed.model_dump_json(), encoding="utf-8")
-    return folder
-
-
-if __name__ == "__main__":
-    print(json.dumps(predictions(), indent=1))

@@ -2,7 +2,6 @@
 
     python -m benchmarks.levels NAME
     setarch --addr-no-randomize python -m benchmarks.levels NAME    # or PYTHONHASHSEED=0, taskset, OMP_NUM_THREADS
-    python -m benchmarks.levels NAME --keep    # the same processes wait instead of being started anew
 
 Arms of a bench are forked from one server, so they share its random properties: the memory layout and the hash seed.
 The design is nested: each server starts fresh processes a few times, and the processes take turns. The components of
@@ -48,12 +47,8 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
     return {level: float(max(0.0, each)) ** 0.5 for level, each in zip(LEVELS, variances, strict=True)}
 
 
-def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, keep: bool = False) -> dict[str, Any]:
-    """Measure every variant of the default job, and the baseline twice, at all levels.
-
-    ``keep``: the processes of a server stay the same, and wait for as long as the start of new processes would take.
-    The level "processes" then shows only the effect of this time.
-    """
+def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
+    """Measure every variant of the default job, and the baseline twice, at all levels."""
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
     seconds: dict[str, np.ndarray[tuple[int, int, int], np.dtype[np.float64]]] = {}
@@ -75,12 +70,8 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
                 timed("servers", began)
                 for again in range(processes):
                     began = time.perf_counter()
-                    if not keep or again == 0:
-                        for name, plan in arms.items():
-                            server.open(name, plan, STEPS * (turns + rehearsals) * (processes if keep else 1))
-                        opening = time.perf_counter() - began
-                    else:
-                        time.sleep(opening)
+                    for name, plan in arms.items():
+                        server.open(name, plan, STEPS * (turns + rehearsals))
                     timed("processes", began)
                     for turn in range(-rehearsals, turns):
                         names = list(arms)[turn % len(arms) :] + list(arms)[: turn % len(arms)]
@@ -91,9 +82,8 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2, *, kee
                                 each = seconds.setdefault(name, np.empty((servers, processes, turns)))
                                 each[index, again, turn] = timed("turns", began)
                     began = time.perf_counter()
-                    if not keep or again == processes - 1:
-                        for name in arms:
-                            server.close(name)
+                    for name in arms:
+                        server.close(name)
                     timed("processes", began)
     reference = np.log(seconds[baseline])
     logs = {name: reference - np.log(each) for name, each in seconds.items() if name != baseline}
@@ -117,15 +107,9 @@ def main() -> None:
     parser.add_argument("name", help="the name of these figures in the file, such as aslr-off")
     for level, default in zip(LEVELS, (6, 4, 6), strict=True):
         parser.add_argument(f"--{level}", type=int, default=default)
-    parser.add_argument("--figures", type=Path, default=machines.FIGURES, metavar="DIRECTORY")
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="let the same processes of a server wait, instead of starting new processes",
-    )
     requested = parser.parse_args()
-    figure = nested(requested.servers, requested.processes, requested.turns, keep=requested.keep)
-    path, _ = machines.keep(requested.figures, "levels-", "levels", requested.name, figure)
+    figure = nested(requested.servers, requested.processes, requested.turns)
+    path, _ = machines.keep(machines.FIGURES, "levels-", "levels", requested.name, figure)
     for name, each in figure["ratios"].items():
         shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
         print(f"{name:20} {each['throughput']:.3f}  {shown}")

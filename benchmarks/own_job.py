@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Checkout
-from benchmarks.ready_made import ratios
-from benchmarks.stages import fashion_mnist, write_images
-from pipeline import params, results
-from pipeline.data import packing, prepared, sources
+from benchmarks.stages import fashion_mnist, pack, write_images
+from pipeline import results
+from pipeline.comparison import verdicts
+from pipeline.comparison.planning import cost_of
+from pipeline.data import prepared
+from pipeline.params import Compare
 
 MOST_SECONDS = 600.0
 JOB: dict[str, Any] = {
@@ -44,13 +46,11 @@ def decided() -> dict[str, Any]:
         write_images(prepared.read(fashion_mnist(folder)[1]), folder / "images", IMAGES)
         job = JOB | {"fetch": JOB["fetch"] | {"image_folder": str(folder / "images")}}
         checkout = Checkout(folder / "checkout", **job)
-        config = params.load(checkout.path / params.PARAMS_FILE)
-        sources.fetch(config.fetch, folder / "raw")
-        packing.prepare(config, folder / "raw", folder / "packed")
+        pack(job, folder / "listing", folder / "packed")
         checkout.use(folder / "packed")
         seconds = checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    _, found = ratios(bench, config.compare)
+    found = ratios(bench)
     return {
         "target_ratio": 1.0,
         "lower_is_better": True,
@@ -66,3 +66,19 @@ def decided() -> dict[str, Any]:
             arm.name: [[each.samples_per_second, each.peak_memory_bytes] for each in arm.samples] for arm in bench.arms
         },
     }
+
+
+def ratios(bench: results.Bench) -> dict[str, dict[str, verdicts.Ratio]]:
+    """Return variant -> field of throughput or memory -> its ratio to the baseline."""
+    baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
+    assert baseline is not None
+    assert control is not None
+    settings, found = Compare(), dict[str, dict[str, verdicts.Ratio]]()
+    margins = settings.margins
+    for quantity, margin in ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory)):
+        noise = verdicts.noise_between(baseline, control, quantity, settings.max_spread, cost_of(bench))
+        for arm in bench.arms:
+            if arm.role == "variant" and arm is not baseline:
+                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, widen=True)
+                found.setdefault(arm.variant, {})[quantity.field] = ratio
+    return found

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipeline.comparison import stats
+from pipeline.gate.copies import copy_files
 from pipeline.params import parse
 
 ROOT = Path(__file__).parent.parent
@@ -43,20 +43,16 @@ def ratio(
     }
 
 
-class Checkout:
-    """A copy of the project's files in ``path``, with its own params.yaml, in which stages can run."""
+FILES = ("pipeline", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ":(glob)*/README.md")
+"""Files that the stages need."""
 
-    def __init__(self, path: Path, **sections: dict[str, Any]) -> None:
+
+class Checkout:
+    """A copy of the project's ``files`` in ``path``, with its own params.yaml, in which stages can run."""
+
+    def __init__(self, path: Path, files: Sequence[str] = FILES, **sections: dict[str, Any]) -> None:
         self.path = path
-        path.mkdir(parents=True)
-        kept = ("profiles/README.md", "inference/README.md", "sessions/README.md")
-        for name in ("pipeline", "dvc.yaml", ".dvc/config", ".dvc/plots", ".dvcignore", ".gitignore", *kept):
-            source, target = ROOT / name, path / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.exists():
-                shutil.copy2(source, target)
+        copy_files(ROOT, path, *files)
         defaults = parse({"variants": {"baseline": {}}}).model_dump(mode="json")  # dvc.yaml needs every section
         values = {
             key: sections.get(key, {}) if key == "variants" else defaults[key] | sections.get(key, {})
@@ -93,7 +89,7 @@ class Checkout:
 
     def commit(self) -> None:
         """Make the copy a git repository with one commit, which DVC needs."""
-        identity = ("-c", "user.name=bench", "-c", "user.email=bench@example.org")
+        given = ("-c", "user.name=bench", "-c", "user.email=bench@example.org", "-c", "commit.gpgsign=false")
         self.run("git", "init", "--quiet")
         self.run("git", "add", "--all")
-        self.run("git", *identity, "commit", "--quiet", "--message", "benchmark")
+        self.run("git", *given, "commit", "--quiet", "--message", "benchmark")

@@ -32,7 +32,7 @@ MARGIN = 0.03
 MAX_SPREAD = 0.15
 RESAMPLES = 1000
 COUNTS = (6, 8, SETTLED_ROUNDS, 12)
-SHAPES = ("plain", "half_width", "with_offset", "farther_end")
+SHAPES = ("plain", "half_width", "with_offset")
 
 Logs = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -62,14 +62,13 @@ def doubt_of(aa: Interval) -> float:
     return math.hypot(half_width(aa), math.log(aa.estimate))
 
 
-def farther_end(aa: Interval) -> float:
-    return max(-math.log(aa.low), math.log(aa.high))
-
-
 def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
-    """Return ``plain``, and ``plain`` widened in quadrature by each of three measures of the A/A interval."""
-    doubts = {"half_width": half_width(aa), "with_offset": doubt_of(aa), "farther_end": farther_end(aa)}
-    return {"plain": plain, **{name: widened(plain, each) for name, each in doubts.items()}}
+    """Return ``plain``, and ``plain`` widened in quadrature by each of two measures of the A/A interval."""
+    return {
+        "plain": plain,
+        "half_width": widened(plain, half_width(aa)),
+        "with_offset": widened(plain, doubt_of(aa)),
+    }
 
 
 def looking(

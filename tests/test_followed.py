@@ -162,20 +162,10 @@ def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(tmp_path: Pat
 def test_training_refuses_a_module_without_a_digest(
     factory: str, code_: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    params: dict[str, Any] = {
-        "fetch": {"dataset": "digits"},
-        "train": {
-            "device": "cpu",
-            "seeds": [0],
-            "epochs": 1,
-            "batch_size": 128,
-            "warmup_steps": 2,
-            "deterministic": False,  # True would try a backward pass before the first step
-            "model": f"own_net:{factory}",
-        },
-        "publish": {"live": False},
-        "variants": {"baseline": {}},
-    }
+    train = {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2}
+    train |= {"model": f"own_net:{factory}", "deterministic": False}  # True: a backward pass before the first step
+    params: dict[str, Any] = {"fetch": {"dataset": "digits"}, "train": train, "publish": {"live": False}}
+    params["variants"] = {"baseline": {}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     furnish(parse(params))
     for _ in range(2):  # the refused training must leave no checkpoint, which a second one would accept

@@ -24,7 +24,7 @@ from pipeline.benchmark.server import ArmSpec
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, hash_of, stages
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.files import write_text
 from pipeline.gate import copies, decision, recording, side_by_side
 from pipeline.gate.copies import Copy, check_arms, commit_of
@@ -104,26 +104,15 @@ def judged(
         return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), told=told, rejected=of_variant)
 
     base = {each.variant: of_base(each.variant, f"base {each.variant}") for each in heads}
-    found = noises(
-        base["baseline"],
-        of_base("baseline", "base baseline, A/A control"),
-        max_spread=0.15,
-        cost=COST,
-    )
+    found = noises(base["baseline"], of_base("baseline", "base baseline, A/A control"), 0.15, COST)
     held = {each.variant: each for each in heads}
     return judge(base, held, found, margins or Margins(), accuracies or {}, 0.1, confidence)
 
 
-def decisions(found: Judged) -> dict[str, tuple[str | None, str | None]]:
+def decisions(found: Judged) -> dict[str, tuple[str, str | None]]:
     """Return variant -> the decisions on throughput and on memory."""
     rows = [*found.variants, *([found.together] if found.together else [])]
-    return {
-        row.variant: (
-            row.throughput.decision if row.throughput else None,
-            row.memory.decision if row.memory else None,
-        )
-        for row in rows
-    }
+    return {row.variant: (row.throughput.decision, row.memory.decision if row.memory else None) for row in rows}
 
 
 # The decision
@@ -134,11 +123,8 @@ def written_gate(*names: str) -> dict[str, Any]:
     control = arm("base baseline, A/A control", variant="baseline")
     bases, heads = ([arm(f"{side} {name}") for name in names] for side in ("base", "head"))
     accuracies = {name: {0: 0.9, 1: 0.91, 2: 0.89} for name in names}
-    about: dict[str, Any] = {
-        "environment": hash_of(ENVIRONMENT, "variants"),
-        "test_accuracies": accuracies,
-        "made_of": None,
-    }
+    here = hash_of(ENVIRONMENT, "variants")
+    about: dict[str, Any] = {"environment": here, "test_accuracies": accuracies, "made_of": None}
     gated = Gated(
         **dict(judged(*heads)), against="main", margins=Margins(), seconds=60.0, budget="gate.max_minutes", remarks=(),
         base=Side(commit="b", arms=(control, *bases), **about),
@@ -182,25 +168,24 @@ def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
         gate.confirm(config)
 
 
-def test_nothing_worse_passes() -> None:
-    found = judged(arm(), arm("head ddp"))
-    assert found.outcome == "passed"
-    assert set(decisions(found).values()) == {("same", "same")}
-
-
 @pytest.mark.parametrize(
-    ("throughput", "memory", "expected"),
+    ("head", "decided", "outcome"),
     [
-        (0.9, 1.0, ("worse", "same")),
-        (1.0, 1.1, ("same", "worse")),
-        (1.1, 0.9, ("better", "better")),
-        (1.2, 1.2, ("better", "worse")),
+        ({}, ("same", "same"), "passed"),
+        ({"throughput": 0.9}, ("worse", "same"), "worse"),
+        ({"memory": 1.1}, ("same", "worse"), "worse"),
+        ({"throughput": 1.1, "memory": 0.9}, ("better", "better"), "passed"),
+        ({"throughput": 1.2, "memory": 1.2}, ("better", "worse"), "worse"),
+        ({"throughput": 0.97}, ("undecided", "same"), "passed"),  # what is undecided is no alarm
+        ({"told": False}, ("same", None), "passed"),
+        ({"rounds": 5}, ("untrusted", "untrusted"), "untrusted"),
+        ({"throughput": 0.5, "noise": 0.5}, ("untrusted", "same"), "untrusted"),
+        ({"memory": 1.5, "noise": 0.5}, ("untrusted", "worse"), "worse"),  # a leak shows on a noisy machine too
     ],
 )
-def test_what_counts_as_worse(throughput: float, memory: float, expected: tuple[str, str]) -> None:
-    found = judged(arm(throughput=throughput, memory=memory))
-    assert decisions(found) == {"baseline": expected}
-    assert found.outcome == ("worse" if "worse" in expected else "passed")
+def test_what_counts_as_worse(head: dict[str, Any], decided: tuple[str, str | None], outcome: str) -> None:
+    found = judged(arm(**head), noise=head.get("noise", 0.01))
+    assert (decisions(found)["baseline"], found.outcome) == (decided, outcome)
 
 
 def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
@@ -251,27 +236,13 @@ def test_an_interim_test_ends_the_gate_if_more_rounds_would_change_nothing(
 
 
 def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:
-    samples = arm(rounds=14).samples
-    peaks = [round(PEAK * (1.15 if index % 3 == 0 else 1.0)) for index in range(14)]
-    grown = tuple(
-        each.model_copy(update={"peak_memory_bytes": peak}) for each, peak in zip(samples, peaks, strict=True)
-    )
-    found = judged(arm(samples=grown))
+    grown = [
+        each.model_copy(update={"peak_memory_bytes": round(PEAK * (1.15 if index % 3 == 0 else 1.0))})
+        for index, each in enumerate(arm().samples)
+    ]
+    found = judged(arm(samples=tuple(grown)))
     assert (decisions(found)["baseline"][1], found.outcome) == ("undecided", "undecided")
     assert "peak memory" in found.unseen[0]
-
-
-def test_what_is_undecided_is_no_alarm() -> None:
-    found = judged(arm(throughput=0.97))
-    assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("undecided", "same"))
-    assert found.variants[0].throughput is not None
-    assert found.variants[0].throughput.more_pairs
-
-
-def test_a_noisy_machine_decides_nothing_about_speed_but_a_leak_still_shows() -> None:
-    slower = judged(arm(throughput=0.5, noise=0.5), noise=0.5)
-    assert (slower.outcome, decisions(slower)["baseline"]) == ("untrusted", ("untrusted", "same"))
-    assert judged(arm(memory=1.5, noise=0.5), noise=0.5).outcome == "worse"
 
 
 def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
@@ -290,11 +261,6 @@ def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
     [said] = found.hidden
     assert said.startswith("ddp: most samples of the base have a throughput, but most samples of the head have none")
     assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "only the base lacks it"
-
-
-def test_unknown_memory_is_not_judged() -> None:
-    found = judged(arm(told=False))
-    assert (found.outcome, decisions(found)["baseline"]) == ("passed", ("same", None))
 
 
 def test_a_speed_that_is_unknown_on_both_sides_is_no_pass() -> None:
@@ -318,10 +284,6 @@ def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
     assert decisions(found)["baseline"][1] == expected
 
 
-def test_too_few_rounds_are_no_pass() -> None:
-    assert judged(arm(rounds=5)).outcome == "untrusted"
-
-
 def test_a_change_that_affects_all_variants_shows_first_in_their_mean() -> None:
     """With this noise, the interval of each single variant overlaps with the margin; the interval of their mean does
     not."""
@@ -338,7 +300,6 @@ def test_the_mean_over_variants_uses_the_known_figures() -> None:
     heads = [arm(throughput=0.8, noise=0.0), arm("head ddp", throughput=1.25, noise=0.0, rejected=(0, 1))]
     found = judged(*heads, noise=0.0)
     assert found.together is not None
-    assert found.together.throughput is not None
     assert found.together.throughput.estimate == pytest.approx(1.0)  # mean of 0.8 and 1.25; in two rounds only 0.8
     assert found.together.throughput.low == pytest.approx(1.0)
     assert found.together.throughput.rejected == 0
@@ -352,7 +313,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make ``tmp_path`` a checkout with the factory's reports/comparison.json, which is up to date according to DVC."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recording, "output", lambda *_: "{}")
-    monkeypatch.setattr(stages, "described", described_once)
+    monkeypatch.setattr(stages, "described", lambda config, _: _described(config.model_dump_json()))
     (tmp_path / "reports").mkdir()
     recording.COMPARISON_FILE.write_text(of_the_factory(), encoding="utf-8")
     write_environment(configured())
@@ -367,13 +328,9 @@ def of_the_factory() -> str:
 described = stages.described
 
 
-def described_once(config: Config, _: Any) -> dict[str, Any]:
-    """Return what ``described`` returns, computed once per config: no job here has code of the user's own."""
-    return _described(config.model_dump_json())
-
-
 @functools.cache
 def _described(text: str) -> dict[str, Any]:
+    """Return what ``described`` returns, computed once per config: no job here has code of the user's own."""
     config = parse(json.loads(text))
     return described(config, plans(config, environment.machine()))
 
@@ -414,19 +371,14 @@ def test_a_recording_is_advice_on_speed_and_memory_however_large_the_difference(
     assert (code, lines[0]) == (0, "**Advisory: speed and memory decide nothing here.**")
     assert lines[5].startswith("| ddp | 0.500 | 1.000 | ")
     assert lines[6].startswith("| memory | 1.000 | 1.833 | ")
-    assert any(
-        "a slowdown of 10% was found in 40% of cases, and equal code was called worse in 1.7%" in line for line in lines
-    )
+    assert f"* {recording.RATES}" in lines
 
 
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("margins", [{}, {"accuracy": 0.9}])
 def test_recorded_accuracies_are_paired_by_seed_and_decide_by_the_stricter_margin(margins: dict[str, float]) -> None:
-    better = [
-        make_result(
-            "baseline", [make_run(seed, test_correct=correct) for seed, correct in ((2, 9290), (0, 9300), (1, 9330))]
-        )
-    ]
+    runs = [make_run(seed, test_correct=correct) for seed, correct in ((2, 9290), (0, 9300), (1, 9330))]
+    better = [make_result("baseline", runs)]
     Path("main.json").write_text(make_comparison(better, make_bench(better)).to_json(), encoding="utf-8")
     code, lines = against_recording(compare={"margins": margins}, gate={"accuracy": False})
     assert (code, lines[0].endswith("; worse: accuracy (baseline).**")) == (1, True)
@@ -471,11 +423,8 @@ def test_what_other_variants_rely_on_is_no_other_environment() -> None:
     newer = ENVIRONMENT | {"relied_on": {"variants": {"only-there": compiler}, "forms": {}}}
     assert gate.run(configured(), str(recorded(environment=newer))) == 0
     newer = ENVIRONMENT | {"relied_on": {"variants": {"ddp": compiler}, "forms": {}}}
-    with pytest.raises(GateError) as refused:
+    with pytest.raises(GateError, match=r'relied_on\.variants\.ddp\.compiler: base "g\+\+ 14\.1\.0", head null'):
         gate.run(configured(), str(recorded(environment=newer)))
-    assert (
-        'environment.relied_on.variants.ddp.compiler: base "g++ 14.1.0", head null' in str(refused.value).splitlines()
-    )
 
 
 @pytest.mark.usefixtures("checkout")
@@ -514,30 +463,27 @@ def test_a_failed_dvc_status_is_a_refusal(checkout: Path, monkeypatch: pytest.Mo
     assert not gate.MARKDOWN_FILE.exists()
 
 
-@pytest.mark.parametrize("change", ["nothing", "remark", "own code", "settings", "new"])
-def test_code_and_settings_must_be_what_was_measured(
-    checkout: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_settings_must_be_what_was_measured(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests decide this, and not only DVC. They cover the user's own code too."""
     monkeypatch.setattr(stages, "described", described)
-    config = configured(train={"model": "nets:net"})
-    net = checkout / "nets.py"
+    config, net, file = configured(train={"model": "nets:net"}), checkout / "nets.py", str(recorded())
+
+    def refused(changed: Config, text: str = "slow = False\n") -> str:
+        net.write_text(text, encoding="utf-8")
+        code._source.cache_clear()
+        code._located.cache_clear()
+        with pytest.raises(GateError, match=r"since it was made, .* changed\. Run `dvc repro`") as raised:
+            gate.run(changed, file)
+        return str(raised.value)
+
     net.write_text("slow = False\n", encoding="utf-8")
     write_environment(config)
-    changed = {"remark": "# A remark.\nslow = False\n", "own code": "slow = True\n"}
-    net.write_text(changed.get(change, "slow = False\n"), encoding="utf-8")
-    code._source.cache_clear()
-    code._located.cache_clear()
-    if change == "settings":
-        config = config.with_train(batch_size=128)
-    if change == "new":
-        environment.ENVIRONMENT_FILE.write_text('{"hash": "of an older version"}', encoding="utf-8")
-    named = {"own code": r"baseline\.code\.nets\.py", "settings": r"baseline\.plan\.job\.batch_size", "new": "train"}
-    if change not in named:
-        assert gate.run(config, str(recorded())) == 0
-    else:
-        with pytest.raises(GateError, match=rf"since it was made, .*{named[change]}.* changed\. Run `dvc repro`"):
-            gate.run(config, str(recorded()))
+    net.write_text("# A remark.\nslow = False\n", encoding="utf-8")
+    assert gate.run(config, file) == 0
+    assert "baseline.code.nets.py" in refused(config, "slow = True\n")
+    assert "baseline.plan.job.batch_size" in refused(config.with_train(batch_size=128))
+    environment.ENVIRONMENT_FILE.write_text('{"hash": "of an older version"}', encoding="utf-8")
+    assert "train" in refused(config)
 
 
 def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> None:
@@ -546,11 +492,6 @@ def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> N
         gate.run(configured(), "HEAD")
     with pytest.raises(ResultError, match=r"^reports/comparison\.json is missing"):
         gate.run(configured(), "./HEAD")
-
-
-def test_a_comparison_is_not_compared_with_itself(checkout: Path) -> None:
-    with pytest.raises(GateError, match="own comparison"):
-        gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
 
 
 @pytest.mark.usefixtures("checkout")
@@ -600,15 +541,12 @@ def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monk
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"schema": 1, "bench": {"schema": 1}}'])
-def test_a_file_that_is_no_comparison(content: str) -> None:
-    Path("main.json").write_text(content, encoding="utf-8")
+def test_both_files_must_be_comparisons_and_not_the_same_one(checkout: Path) -> None:
+    with pytest.raises(GateError, match="own comparison"):
+        gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
+    (checkout / "main.json").write_text('{"schema": 1, "bench": {"schema": 1}}', encoding="utf-8")
     with pytest.raises(ResultError, match=r"^main.json is not a file "):
         gate.run(configured(), "main.json")
-
-
-def test_this_checkouts_comparison_must_be_there(checkout: Path) -> None:
     recording.COMPARISON_FILE.rename(checkout / "main.json")
     with pytest.raises(ResultError, match=r"^reports/comparison\.json is missing; run `dvc repro`"):
         gate.run(configured(), "main.json")
@@ -656,10 +594,8 @@ def test_the_copies_are_the_commit_and_the_work_tree(repository: Path) -> None:
         assert contents(base.root) == ours | {"changed": "old", "deleted": "old"}
         assert contents(head.root) == ours | {"changed": "newest", "untracked": "new"}
         for root in (base.root, head.root):
-            found = subprocess.run(
-                [sys.executable, "-m", "dvc", "cache", "dir"], cwd=root, check=True, capture_output=True, text=True
-            )
-            assert found.stdout.strip() == str(repository / ".dvc" / "cache"), "the copies share the cache"
+            cache = copies.output([sys.executable, "-m", "dvc", "cache", "dir"], "no cache", root=root)
+            assert cache == str(repository / ".dvc" / "cache"), "the copies share the cache"
     assert list((repository / ".dvc" / "tmp").iterdir()) == []
 
 
@@ -787,10 +723,8 @@ def test_a_base_may_run_the_installed_package_if_it_has_its_stages(
 
 
 def test_a_stage_that_fails_is_named(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        GateError, match=r"^`dvc repro environment prepare` failed in .*repository; its output is above"
-    ):
-        copies.dvc(Copy(repository), "repro", "environment", "prepare")
+    with pytest.raises(GateError, match=r"^`dvc repro prepare` failed in .*repository; its output is above"):
+        copies.dvc(Copy(repository), "repro", "prepare")
     captured = capfd.readouterr()
     assert (captured.out, "dvc.yaml" in captured.err) == ("", True)
 
@@ -811,12 +745,8 @@ class Pretended:
     """Side -> the text of the results that its training writes; None: it writes no file."""
     rounds: int = 14
     interrupted: bool = False
-    spoiled: int = 0
-    """This many short samples of the first arm are rejected."""
-    budget: tuple[float, int | None, int, int, int] | None = None
+    budget: tuple[Any, ...] = ()
     """The arguments of ``measure``: seconds, max_rounds, steps, turns and fewest."""
-    left_open: bool | None = None
-    decided: bool | None = None
     asked: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
 
@@ -846,16 +776,11 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
         (tmp_path / side / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
         write_digests(tmp_path / side, bench=side)
 
-    class Server:
+    class Server(nullcontext[Any]):
         def __init__(self, root: Path, python: Path) -> None:
             assert python == Path(sys.executable)
+            super().__init__(self)
             self.side = ("base", "head").index(root.name)
-
-        def __enter__(self) -> Server:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
         def describe(self) -> dict[str, Any]:
             about = sides.about[self.side]
@@ -863,20 +788,6 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
         def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
             return values
-
-        def open(self, *_: object, ledgers: bool) -> None:
-            assert not ledgers
-
-        def turn(self, name: str, steps: int) -> None:
-            pass
-
-        def close(self, name: str) -> dict[str, Any]:
-            reasons: tuple[str, ...] = ()
-            if name.endswith("A/A control") and sides.spoiled:
-                sides.spoiled -= 1
-                reasons = ("another process took half of the CPU",)
-            window = make_window(samples_per_second=25_600.0, rejections=reasons)  # a step takes 10 ms
-            return {"window": window.model_dump(mode="json")}
 
     @contextmanager
     def two(_: str) -> Iterator[tuple[Copy, Copy]]:
@@ -896,44 +807,40 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
                 if text is not None:
                     file.write_text(text, encoding="utf-8")
 
-    def measure(
-        arms: Sequence[ArmSpec],
-        *,
-        seconds: float,
-        max_rounds: int | None,
-        steps: int,
-        turns: int,
-        fewest: int,
-        leaves_open: Callable[[Rounds], bool],
-        decided: Callable[[Rounds], bool],
-    ) -> Rounds:
+    def measure(arms: Sequence[ArmSpec], **given: Any) -> Rounds:
         sides.asked = [f"{each.name} of {each.server.side}, {each.role}" for each in arms]  # type: ignore[attr-defined]
-        sides.budget = (seconds, max_rounds, steps, turns, fewest)
-        made = tuple(
-            arm(
-                each.name,
-                throughput=sides.speeds.get(each.name, 1.0),
-                rejected=sides.refused.get(each.name, ()),
-                rounds=sides.rounds,
-                variant=each.variant,
-            )
-            for each in arms
-        )
-        found = Rounds(arms=made, steps=steps, turns=turns, seconds=299.0, interrupted=sides.interrupted)
-        sides.left_open, sides.decided = leaves_open(found), decided(found)
+        sides.budget = tuple(given[name] for name in ("seconds", "max_rounds", "steps", "turns", "fewest"))
+        made = []
+        for each in arms:
+            speed, refused = sides.speeds.get(each.name, 1.0), sides.refused.get(each.name, ())
+            made.append(arm(each.name, throughput=speed, rejected=refused, rounds=sides.rounds, variant=each.variant))
+        found = Rounds(arms=tuple(made), steps=1, turns=1, seconds=299.0, interrupted=sides.interrupted)
+        given["leaves_open"](found)
+        given["decided"](found)
         return found
 
-    monkeypatch.setattr(side_by_side, "commit_of", lambda _: "a" * 40)
-    monkeypatch.setattr(side_by_side, "checked_out", lambda: "b" * 40 + "+")
-    monkeypatch.setattr(side_by_side, "check_arms", lambda *_: None)
-    monkeypatch.setattr(side_by_side, "check_imports", lambda *_: None)
-    for name, value in (("Server", Server), ("copies", two), ("dvc", dvc), ("measure", measure)):
+    replaced: dict[str, Any] = {"Server": Server, "copies": two, "dvc": dvc, "measure": measure}
+    replaced |= {"commit_of": lambda _: "a" * 40, "checked_out": lambda: "b" * 40 + "+"}
+    replaced["check_arms"] = replaced["check_imports"] = lambda *_: None
+    replaced["steps_of"] = lambda _, window_seconds: (round(100 * window_seconds), 1.0)
+    for name, value in replaced.items():
         monkeypatch.setattr(side_by_side, name, value)
     return sides
 
 
+def gated(exit_code: int = 0, **sections: Any) -> dict[str, Any]:
+    """Run the gate against main; return the content of gate.json."""
+    assert gate.run(configured(**sections), "main") == exit_code
+    found: dict[str, Any] = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def markdown() -> str:
+    return gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+
+
 def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended: Pretended) -> None:
-    assert gate.run(configured(), "main") == 0
+    values = gated()
     assert pretended.asked == [
         "base baseline, A/A control of 0, aa_control",
         "base baseline of 0, variant",
@@ -944,14 +851,10 @@ def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended:
     trained = "repro train@baseline train@ddp"
     made = "repro environment prepare"
     assert pretended.ran == [f"base {made}", f"head {made}", f"base {trained}", f"head {trained}"]
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
     assert (values["against"], values["outcome"]) == ("main", "passed")
     assert (values["base"]["commit"], values["head"]["commit"]) == ("a" * 40, "b" * 40 + "+")
-    assert [each["name"] for each in values["base"]["arms"]] == [
-        "base baseline, A/A control",
-        "base baseline",
-        "base ddp",
-    ]
+    names = [each["name"] for each in values["base"]["arms"]]
+    assert names == ["base baseline, A/A control", "base baseline", "base ddp"]
     assert len(values["head"]["arms"][0]["samples"]) == 14
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
@@ -979,15 +882,15 @@ def test_code_of_the_users_own_is_trained_anew_unless_dvc_sees_it(
 def test_the_markdown_names_the_score_of_the_job(pretended: Pretended) -> None:
     for about in pretended.about:
         about["train"]["metric"] = "token_accuracy"
-    assert gate.run(configured(), "main") == 0
-    assert "| test token accuracy, points |" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+    gated()
+    assert "| test token accuracy, points |" in markdown()
 
 
 def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pretended) -> None:
     pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
     pretended.correct = (9000, 8000)
-    assert gate.run(configured(), "main") == 1
-    lines = gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
+    gated(1)
+    lines = markdown().splitlines()
     assert lines[0] == "**Worse than the base: throughput (baseline, ddp, all together), accuracy (baseline, ddp).**"
     assert "* Measured in one session: in other sessions the ratios may differ by an unknown amount." in lines
     assert lines[2:4] == [
@@ -999,11 +902,9 @@ def test_the_markdown_says_the_outcome_first_and_shows_the_figures(pretended: Pr
     assert "**worse** | 1.000 (1.000 to 1.000) same | -10.00 (-10.02 to -9.98) **worse** |" in baseline
     (together,) = [line for line in lines if line.startswith("| all together")]
     assert together.endswith("| 1.000 (1.000 to 1.000) same | not compared |")
-    assert (
-        f"* Base `{'a' * 12}`, head `{'b' * 12}` with uncommitted changes; side by side, 14 rounds in 299 s"
-        in "\n".join(lines)
-    )
-    assert len("\n".join(lines)) < 2000, "the text is too long for a comment on a pull request"
+    sides = f"* Base `{'a' * 12}`, head `{'b' * 12}` with uncommitted changes; side by side, 14 rounds in 299 s"
+    assert sides in markdown()
+    assert len(markdown()) < 2000, "the text is too long for a comment on a pull request"
 
 
 @pytest.mark.parametrize(("baseline", "advised"), [(1.0, True), (0.8, False)])
@@ -1012,7 +913,7 @@ def test_where_something_is_worse_no_more_minutes_are_advised(
 ) -> None:
     pretended.speeds = {"head baseline": baseline, "head ddp": 0.97}
     gate.run(configured(), "main")
-    assert ("gate.max_minutes" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")) is advised
+    assert ("gate.max_minutes" in markdown()) is advised
 
 
 @pytest.mark.usefixtures("pretended")
@@ -1023,8 +924,8 @@ def test_the_smallest_difference_of_memory_is_named_if_it_counts(
     peak_mib: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", peak_mib * 2**20)
-    gate.run(configured(), "main")
-    assert told in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+    gated()
+    assert told in markdown()
 
 
 def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:
@@ -1032,8 +933,7 @@ def test_what_differs_between_the_sides_is_named(pretended: Pretended) -> None:
     base["gate"]["accuracy"] = False
     head["train"] = {"epochs": 4}
     head["variants"]["ddp"] = head["variants"]["ddp"] | {"processes": 4}
-    gate.run(configured(gate={"accuracy": False}, variants={"baseline": {}, "ddp": {}, "new": {}}), "main")
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    values = gated(gate={"accuracy": False}, variants={"baseline": {}, "ddp": {}, "new": {}})
     assert values["remarks"] == [
         "Only the head has: new.",
         "train.epochs: base 3, head 4",
@@ -1054,8 +954,7 @@ LOOSE = {
 
 def test_a_change_cannot_loosen_its_own_gate(pretended: Pretended, tmp_path: Path) -> None:
     pretended.speeds, pretended.correct = {"head baseline": 0.8, "head ddp": 0.8}, (9000, 8000)
-    assert gate.run(configured(**LOOSE), "main") == 1
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
+    values = gated(1, **LOOSE)
     assert pretended.budget == (600.0, None, 150, 10, 6)
     assert values["margins"] == Margins().model_dump()
     assert values["noise_throughput"]["max_spread"] == 0.15
@@ -1081,9 +980,8 @@ def test_a_change_may_be_stricter_than_its_base(pretended: Pretended) -> None:
     for section, values in LOOSE.items():
         pretended.about[0][section] |= values
     pretended.speeds = {"head baseline": 0.8, "head ddp": 0.8}
-    assert gate.run(configured(), "main") == 1
+    assert gated(1)["margins"] == Margins().model_dump()
     assert pretended.budget == (600.0, None, 150, 10, 6)
-    assert json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["margins"] == Margins().model_dump()
 
 
 @pytest.mark.parametrize(
@@ -1100,10 +998,9 @@ def test_chosen_variants_are_those_that_either_side_chooses(
     pretended: Pretended, base: list[str], head: list[str], measured: list[str]
 ) -> None:
     pretended.about[0]["gate"]["variants"] = base
-    assert gate.run(configured(gate={"variants": head}), "main") == 0
+    values = gated(gate={"variants": head})
     assert [each.split()[1] for each in pretended.asked[1::2]] == measured
     assert pretended.ran[-1] == f"head repro {' '.join(f'train@{name}' for name in measured)}"
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
     assert [row["variant"] for row in values["variants"]] == measured
     assert ("Not measured, because gate.variants leaves out: ddp." in values["remarks"]) is (measured == ["baseline"])
 
@@ -1113,8 +1010,7 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
     head["variants"]["gone"] = base["variants"]["gone"] = Variant(channels_last=True).model_dump(mode="json")
     base["compare"]["baseline"] = "gone"
     pretended.speeds = {"head gone": 0.8}
-    assert gate.run(configured(), "main") == 1
-    remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
+    remarks = gated(1)["remarks"]
     assert "Only the base has: gone; the head was measured with the base's definition." in remarks
     assert 'compare.baseline: base "gone", head "baseline"; "gone" counts' in remarks
     assert pretended.asked[0] == "base gone, A/A control of 0, aa_control", "the noise of the base's baseline counts"
@@ -1122,19 +1018,29 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
     assert asked["variants"] == {"baseline": {}, "gone": base["variants"]["gone"]}
 
 
-def test_a_variant_that_the_head_can_no_longer_train_is_refused(pretended: Pretended) -> None:
-    pretended.about[0]["variants"]["gone"] = {"removed_technique": True}
-    with pytest.raises(
-        ConfigError, match=r"the stricter requirements of main: variants\.gone\.removed_technique: unknown key"
-    ):
+@pytest.mark.parametrize(
+    ("side", "changed", "message"),
+    [
+        *((0, {section: None}, rf"^main does not report its {section}")
+          for section in ("compare", "gate", "bench", "train", "variants")),
+        (0, {"variants": {"gone": {"removed_technique": True}}},
+         r"the stricter requirements of main: variants\.gone\.removed_technique: unknown key"),
+        (1, {"dataset": {"name": "mnist"}}, r'(?s)trains on other data.*dataset\.name: base "digits", head "mnist"'),
+        (1, {"train": {"metric": "scores:mine"}}, r'^train\.metric: base "accuracy", head "scores:mine"'),
+        (1, {"train": {"seeds": [0]}}, r"^train\.seeds: the base has \[0, 1, 2\] and the head \[0\]"),
+    ],
+)  # fmt: skip
+def test_sides_that_cannot_be_compared_are_refused_before_they_are_trained(
+    pretended: Pretended, side: int, changed: dict[str, dict[str, Any] | None], message: str
+) -> None:
+    for section, values in changed.items():
+        if values is None:
+            del pretended.about[side][section]
+        else:
+            pretended.about[side][section] |= values
+    with pytest.raises(PipelineError, match=message):
         gate.run(configured(), "main")
-
-
-@pytest.mark.parametrize("section", ["compare", "gate", "bench", "train", "variants"])
-def test_a_side_that_does_not_report_its_settings_is_refused(pretended: Pretended, section: str) -> None:
-    del pretended.about[0][section]
-    with pytest.raises(GateError, match=rf"^main does not report its {section}"):
-        gate.run(configured(), "main")
+    assert not [command for command in pretended.ran if "train@" in command]
 
 
 @pytest.mark.parametrize(
@@ -1159,25 +1065,10 @@ def test_results_without_accuracies_are_refused(pretended: Pretended, written: s
         gate.run(configured(), "main")
 
 
-def test_a_head_with_fewer_seeds_is_refused_before_it_is_trained(pretended: Pretended) -> None:
-    pretended.about[1]["train"] = {"epochs": 3, "seeds": [0]}
-    with pytest.raises(GateError, match=r"^train\.seeds: the base has \[0, 1, 2\] and the head \[0\]"):
-        gate.run(configured(), "main")
-    assert not [command for command in pretended.ran if "train@" in command]
-
-
 def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
     """One of ninety images is more than the margin. If each of three seeds loses one image, the deviation is 0."""
     pretended.correct, pretended.test_count = (81, 80), 90
-    assert gate.run(configured(), "main") == 0
-    values = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))
-    assert [each["accuracy"]["decision"] for each in values["variants"]] == ["undecided", "undecided"]
-
-
-def test_accuracies_by_different_metrics_are_refused(pretended: Pretended) -> None:
-    pretended.about[1]["train"] |= {"metric": "scores:mine"}
-    with pytest.raises(GateError, match=r'^train\.metric: base "accuracy", head "scores:mine"'):
-        gate.run(configured(), "main")
+    assert [each["accuracy"]["decision"] for each in gated()["variants"]] == ["undecided", "undecided"]
 
 
 @pytest.mark.usefixtures("pretended")
@@ -1188,9 +1079,7 @@ def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> No
             (tmp_path / side / "pipeline" / name).write_text(side if name == "plans.py" else "", encoding="utf-8")
 
     def told() -> list[str]:
-        assert gate.run(configured(), "main") == 0
-        remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
-        return [remark for remark in remarks if "by different code" in remark]
+        return [remark for remark in gated()["remarks"] if "by different code" in remark]
 
     assert told() == []
     (tmp_path / "head" / "pipeline" / "measurement" / "windows.py").write_text("bytes = 1000", encoding="utf-8")
@@ -1206,30 +1095,23 @@ def test_a_changed_figure_without_a_changed_digest_gets_a_remark(
 ) -> None:
     write_digests(tmp_path / "head", bench="base" if not changed else "head")
     pretended.speeds = {"head ddp": speed}
-    gate.run(configured(), "main")
-    remarks = json.loads(gate.JSON_FILE.read_text(encoding="utf-8"))["remarks"]
+    remarks = gated(int(decision == "worse"))["remarks"]
     asked = [remark for remark in remarks if "Find the cause" in remark]
     assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
 
 
 def test_a_figure_that_the_head_hides_is_reported(pretended: Pretended) -> None:
     pretended.refused = {"head ddp": range(9)}
-    assert gate.run(configured(), "main") == 3
-    text = gate.MARKDOWN_FILE.read_text(encoding="utf-8")
-    assert text.startswith("**Not decided, because the measurement is not to be trusted: throughput (ddp).**\n")
-    assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in text
+    gated(3)
+    said = "**Not decided, because the measurement is not to be trusted: throughput (ddp).**\n"
+    assert markdown().startswith(said)
+    assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in markdown()
 
 
 def test_every_ruler_exists() -> None:
     """If one of these files were moved, the gate would no longer report that it changed."""
     package = Path(gate.__file__).parent.parent
     assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
-
-
-def test_other_data_are_refused(pretended: Pretended) -> None:
-    pretended.about[1]["dataset"] = {"name": "mnist", "sha256": "d"}
-    with pytest.raises(GateError, match=r'(?s)trains on other data.*dataset\.name: base "digits", head "mnist"'):
-        gate.run(configured(), "main")
 
 
 def test_versions_that_describe_the_same_data_with_different_keys_are_compared(pretended: Pretended) -> None:
@@ -1241,17 +1123,11 @@ def test_versions_that_describe_the_same_data_with_different_keys_are_compared(p
 def test_an_interrupted_measurement(pretended: Pretended, rounds: int, enough: bool) -> None:
     pretended.rounds, pretended.interrupted = rounds, True
     if enough:
-        assert gate.run(configured(), "main") == 0
-        assert "* Interrupted after 6 rounds.\n" in gate.MARKDOWN_FILE.read_text(encoding="utf-8")
+        gated()
+        assert "* Interrupted after 6 rounds.\n" in markdown()
     else:
         with pytest.raises(GateError, match=r"^interrupted after 5 rounds; a decision needs at least 6.$"):
             gate.run(configured(), "main")
-
-
-def test_a_sample_that_other_load_spoiled_says_nothing_about_steps(pretended: Pretended) -> None:
-    pretended.spoiled = 2
-    assert gate.run(configured(), "main") == 0
-    assert (pretended.spoiled, pretended.budget) == (0, (600.0, None, 150, 10, 6))
 
 
 # Complete gates

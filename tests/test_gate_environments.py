@@ -25,8 +25,10 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     return tmp_path / "base", tmp_path / "head"
 
 
-def write_lock(root: Path, text: str) -> None:
-    (root / environments.LOCK).write_text(text, encoding="utf-8")
+def write_locks(sides: tuple[Path, Path], *texts: str | None) -> None:
+    for root, text in zip(sides, texts, strict=True):
+        if text is not None:
+            (root / environments.LOCK).write_text(text, encoding="utf-8")
 
 
 def numbers(version: str) -> str:
@@ -39,57 +41,51 @@ INSTALLED = f"pytest=={pytest.__version__} \\\n    --hash=sha256:0\n    # via\n"
 
 @pytest.mark.parametrize("locks", [("numbers==1.0\n", "numbers==1.0\n"), ("numbers==1.0\n", None), (None, None)])
 def test_equal_lock_files_run_under_this_python(sides: tuple[Path, Path], locks: tuple[str | None, ...]) -> None:
-    for root, lock in zip(sides, locks, strict=True):
-        if lock is not None:
-            write_lock(root, lock)
+    write_locks(sides, *locks)
     assert environments.pythons(*sides) == (Path(sys.executable),) * 2
 
 
 def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
     sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, head = sides
-    write_lock(base, numbers("1.5"))
-    write_lock(head, INSTALLED)
-    python, this = environments.pythons(base, head)
+    write_locks(sides, numbers("1.5"), INSTALLED)
+    python, this = environments.pythons(*sides)
     assert this == Path(sys.executable)
     told = subprocess.run(
         [python, "-c", "import numbers_of_a_test; print(numbers_of_a_test.found)"], capture_output=True, text=True
     )
     assert told.stdout == "1.5\n"
     monkeypatch.delenv("PIP_FIND_LINKS")  # from here on, pip can install nothing
-    assert environments.pythons(base, head) == (python, this)
+    assert environments.pythons(*sides) == (python, this)
     (python.parents[1] / "installed").unlink()  # an interrupted installation has no such stamp
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
-        environments.pythons(base, head)
+        environments.pythons(*sides)
 
 
 def test_packages_that_build_others_are_installed_first(sides: tuple[Path, Path]) -> None:
-    base, head = sides
     builder = write_wheel(Path("wheels"), "builder_of_a_test", "1.0", "")
-    (base / environments.BUILD_LOCK).write_text(builder, encoding="utf-8")
-    write_lock(base, numbers("1.5"))
-    write_lock(head, INSTALLED)
-    python, _ = environments.pythons(base, head)
+    (sides[0] / environments.BUILD_LOCK).write_text(builder, encoding="utf-8")
+    write_locks(sides, numbers("1.5"), INSTALLED)
+    python, _ = environments.pythons(*sides)
     assert subprocess.run([python, "-c", "import builder_of_a_test, numbers_of_a_test"]).returncode == 0
 
 
 def test_another_version_than_the_installed_one_is_not_installed(sides: tuple[Path, Path]) -> None:
-    write_lock(sides[0], "pytest==0.1\n")
-    write_lock(sides[1], INSTALLED)
+    write_locks(sides, "pytest==0.1\n", INSTALLED)
     with pytest.raises(GateError, match="cannot be installed"):
         environments.pythons(*sides)
 
 
 def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tuple[Path, Path]) -> None:
     """Otherwise a head would pass although its lock file lacks a package that its code needs."""
-    write_lock(sides[0], INSTALLED)
-    write_lock(sides[1], numbers("1.0"))
+    write_locks(sides, INSTALLED, numbers("1.0"))
     base, head = environments.pythons(*sides)
     assert (base, head != base) == (Path(sys.executable), True)
     import_pytest = subprocess.run([head, "-c", "import pytest"], capture_output=True)
     assert import_pytest.returncode == 1
-    write_lock(sides[1], f"pluggy=={metadata.version('pluggy')}\n")  # this Python has it, but the base does not name it
+    write_locks(
+        sides, INSTALLED, f"pluggy=={metadata.version('pluggy')}\n"
+    )  # this Python has it, but the base does not name it
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
         environments.pythons(*sides)
     assert len(list(environments.CACHE.iterdir())) == 1, "the failed installation left files behind"
@@ -97,26 +93,23 @@ def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tu
 
 def test_those_used_last_are_kept(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "KEPT", 1)
-    write_lock(sides[1], INSTALLED)
     found = []
     for version in ("1.0", "2.0"):
-        write_lock(sides[0], numbers(version))
+        write_locks(sides, numbers(version), INSTALLED)
         found.append(environments.pythons(*sides)[0])
     assert [python.exists() for python in found] == [False, True]
 
 
 def test_a_lock_file_that_cannot_be_read_is_named(sides: tuple[Path, Path]) -> None:
-    for root, text in zip(sides, (INSTALLED, "not a package\n"), strict=True):
-        write_lock(root, text)
+    write_locks(sides, INSTALLED, "not a package\n")
     with pytest.raises(GateError, match=r"^.*head/requirements\.lock: "):
         environments.pythons(*sides)
 
 
 def test_what_differs_is_named(sides: tuple[Path, Path]) -> None:
-    there, here = "a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\ntorch==1\n", "b==2\nd==1\ntorch==2\n"
-    for root, text in zip(sides, (there, here), strict=True):
-        write_lock(root, text)
-        (root / "Dockerfile").write_text(f"FROM {text}", encoding="utf-8")
+    write_locks(sides, "a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\ntorch==1\n", "b==2\nd==1\ntorch==2\n")
+    for root in sides:
+        (root / "Dockerfile").write_text(f"FROM {root.name}", encoding="utf-8")
     (packages,), (system,) = environments.packages(*sides), environments.systems(*sides)
     assert packages.endswith(": torch ==1 -> ==2, a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
     assert system.startswith("The Dockerfiles differ")

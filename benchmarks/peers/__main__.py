@@ -35,10 +35,9 @@ from benchmarks.pairs import ROOT, Checkout
 from benchmarks.peers import table
 from benchmarks.peers.job import Job
 from benchmarks.peers.table import ACCURACY, BAREST, CONTROL, EPOCH, OURS, SECONDS, STEP
-from benchmarks.stages import fashion_mnist, write_images
+from benchmarks.stages import fashion_mnist, pack, write_images
 from pipeline import environment, files
-from pipeline.data import packing, prepared, sources
-from pipeline.params import parse
+from pipeline.data import prepared
 
 JOBS = {
     "small-cnn": Job("small_cnn", "fashion_mnist", 256),
@@ -93,17 +92,6 @@ def laid_out(job: Job, folder: Path) -> tuple[Job, Path, float]:
         (theirs / "FashionMNIST" / "raw").symlink_to(idx)
     seconds = pack(sections, raw, packed)
     return job.of(prepared.read(packed), theirs), packed, seconds
-
-
-def pack(sections: dict[str, Any], raw: Path, packed: Path) -> float:
-    """Prepare the data that params.yaml's ``sections`` describe; return the seconds. If ``raw`` is missing, fetch the
-    data first."""
-    config = parse({**sections, "variants": {"baseline": {}}})
-    started = time.perf_counter()
-    if not raw.exists():
-        sources.fetch(config.fetch, raw)
-    packing.prepare(config, raw, packed)
-    return time.perf_counter() - started
 
 
 def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, float]]:

@@ -42,12 +42,7 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
         index = {"GIT_INDEX_FILE": str(folder / "index")}
         _git("-C", top, "read-tree", commit, **index)
         _git("-C", top, "checkout-index", "--all", f"--prefix={folder}/base/", **index)
-        listed = _git("-C", top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
-        for file in filter(None, dict.fromkeys(listed)):
-            source, target = Path(top, file), folder / "head" / file
-            if source.is_file() or source.is_symlink():  # neither a deleted file nor a submodule
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target, follow_symlinks=False)
+        copy_files(Path(top), folder / "head")
         roots = folder / "base" / prefix, folder / "head" / prefix
         for side, root in zip(("base", "head"), roots, strict=True):
             if not (root / ".dvc").is_dir():  # DVC would use the repository around the copy
@@ -56,6 +51,16 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
         base, head = map(Copy, roots, pythons(*roots))
         yield base, head
+
+
+def copy_files(top: Path, to: Path, *only: str) -> None:
+    """Copy the files of the work tree ``top``, or those under ``only``, without ignored files."""
+    listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *only)
+    for file in filter(None, dict.fromkeys(_git("-C", str(top), *listing).split("\0"))):
+        source, target = top / file, to / file
+        if source.is_file() or source.is_symlink():  # neither a deleted file nor a submodule
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
 
 
 def dvc(side: Copy, *arguments: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline import environment
+from pipeline import environment, results
 from pipeline.comparison import verdicts
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
@@ -41,6 +41,11 @@ class Held(Record):
     """None if this machine cannot measure memory."""
     accuracy: Accuracy | None
     """None if accuracy was not compared."""
+
+    @property
+    def figures(self) -> dict[str, Ratio | Accuracy | None]:
+        """Noun -> what was decided on it."""
+        return {"throughput": self.throughput, "peak memory": self.memory, "accuracy": self.accuracy}
 
 
 class Judged(Record):
@@ -123,35 +128,20 @@ def judge(
     ``confidence``: the confidence of the ratios' intervals.
     """
 
-    def ratio(of_head: Arm, of_base: Arm, quantity: Quantity) -> Ratio:
-        if quantity is THROUGHPUT:
-            margin, machine = margins.throughput, noise[0]
-        else:
-            margin, machine = max(margins.memory, verdicts.heap_share(of_base)), noise[1]
-        return verdicts.ratio(of_head, of_base, quantity, margin, machine, confidence)
-
-    def memory(of_head: Arm, of_base: Arm) -> Ratio | None:
-        return None if verdicts.unmeasurable((of_head, of_base), MEMORY) else ratio(of_head, of_base, MEMORY)
+    def held(variant: str, of_head: Arm, of_base: Arm, accuracy: Accuracy | None) -> Held:
+        least = max(margins.memory, verdicts.heap_share(of_base))
+        unknown = verdicts.unmeasurable((of_head, of_base), MEMORY)
+        return Held(
+            variant=variant,
+            throughput=verdicts.ratio(of_head, of_base, THROUGHPUT, margins.throughput, noise[0], confidence),
+            memory=None if unknown else verdicts.ratio(of_head, of_base, MEMORY, least, noise[1], confidence),
+            accuracy=accuracy,
+        )
 
     names = [name for name in base if name in head]
-    held = [
-        Held(
-            variant=name,
-            throughput=ratio(head[name], base[name], THROUGHPUT),
-            memory=memory(head[name], base[name]),
-            accuracy=accuracies.get(name),
-        )
-        for name in names
-    ]
-    together = None
-    if len(names) > 1:
-        arms = [head[name] for name in names], [base[name] for name in names]
-        together = Held(
-            variant="all together",
-            throughput=ratio(*_means(*arms, THROUGHPUT), THROUGHPUT),
-            memory=memory(*_means(*arms, MEMORY)),
-            accuracy=None,
-        )
+    variants = [held(name, head[name], base[name], accuracies.get(name)) for name in names]
+    arms = [head[name] for name in names], [base[name] for name in names]
+    together = held("all together", *_means(*arms), None) if len(names) > 1 else None
     hidden = [
         f"{name}: most samples of the base have a {quantity.noun}, but most samples of the head have none, so "
         f"the {quantity.noun} may have got worse"
@@ -159,7 +149,7 @@ def judge(
         for quantity in (THROUGHPUT, MEMORY)
         if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
     ]
-    rows = [*held, together] if together else held
+    rows = [*variants, together] if together else variants
     unseen = [
         f"{row.variant}: it is unclear whether {quantity.noun} is worse by {must_see:.0%}"
         for row in rows
@@ -170,7 +160,7 @@ def judge(
         outcome=_outcome(rows, bool(hidden), bool(unseen)),
         noise_throughput=noise[0],
         noise_memory=noise[1],
-        variants=tuple(held),
+        variants=tuple(variants),
         together=together,
         hidden=tuple(hidden),
         unseen=tuple(unseen),
@@ -238,7 +228,7 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     ``hides``: the head hides a quantity (``Judged.hidden``). ``leaves_open``: an interval does not exclude that the
     head is worse by ``gate.must_see`` (``Judged.unseen``).
     """
-    columns = zip(*((each.throughput, each.memory, each.accuracy) for each in held), strict=True)
+    columns = zip(*(each.figures.values() for each in held), strict=True)
     decisions = [{each.decision for each in column if each} for column in columns]
     if any("worse" in each for each in decisions):
         return "worse"
@@ -247,18 +237,21 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     return "undecided" if leaves_open else "passed"
 
 
-def _means(head: Sequence[Arm], base: Sequence[Arm], quantity: Quantity) -> tuple[Arm, Arm]:
-    """Return one arm per side. Its figure in a round is the geometric mean over the variants that have a figure on both
-    sides in this round."""
+def _means(head: Sequence[Arm], base: Sequence[Arm]) -> tuple[Arm, Arm]:
+    """Return one arm per side. Its figures in a round are the geometric means over the variants that have a figure on
+    both sides in this round."""
     sides: tuple[list[Window], list[Window]] = ([], [])
     for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
-        figures = [getattr(window, quantity.field) for window in windows]
-        pairs = zip(figures[: len(head)], figures[len(head) :], strict=True)
-        known = [pair for pair in pairs if all(pair)]
         why = tuple(dict.fromkeys(reason for window in windows for reason in window.rejections))
-        for side, samples in enumerate(sides):
-            mean = statistics.geometric_mean(pair[side] for pair in known) if known else None
-            samples.append(windows[0].model_copy(update={quantity.field: mean, "rejections": why}))
+        means: tuple[dict[str, Any], dict[str, Any]] = ({"rejections": why}, {"rejections": why})
+        for quantity in (THROUGHPUT, MEMORY):
+            figures = [getattr(window, quantity.field) for window in windows]
+            pairs = zip(figures[: len(head)], figures[len(head) :], strict=True)
+            known = [pair for pair in pairs if all(pair)]
+            for side, mean in enumerate(means):
+                mean[quantity.field] = statistics.geometric_mean(pair[side] for pair in known) if known else None
+        for samples, mean in zip(sides, means, strict=True):
+            samples.append(windows[0].model_copy(update=mean))
     of_head, of_base = (head[0].model_copy(update={"samples": tuple(samples)}) for samples in sides)
     return of_head, of_base
 
@@ -335,8 +328,7 @@ def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
 def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """Return a remark on each variant that got better or worse although both sides have the same digests for it.
 
-    If there is no such variant, there can be a remark on all variants together. ``base``, ``head``: the content of each
-    side's ``environment.json``, with the digests of code, plans and settings.
+    ``base``, ``head``: the content of each side's ``environment.json``, with the digests of code, plans and settings.
     """
 
     def ran(fingerprint: Mapping[str, Any], name: str) -> list[Any]:
@@ -345,15 +337,11 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
 
     if not all("stages" in each for each in (base, head)):
         return []
-    rows = [([row.variant], row) for row in judged.variants]
-    if judged.together:
-        rows.append(([row.variant for row in judged.variants], judged.together))
     remarks: list[str] = []
-    for names, row in rows:
-        columns = (("throughput", row.throughput), ("peak memory", row.memory), ("accuracy", row.accuracy))
-        moved = [f"{noun} {each.decision}" for noun, each in columns if each and each.decision in ("better", "worse")]
-        told_already = bool(remarks) and row is judged.together  # a remark on a variant is more precise
-        if moved and not told_already and all(ran(base, name) == ran(head, name) for name in names):
+    for row in judged.variants:
+        known = {noun: each.decision for noun, each in row.figures.items() if each}
+        moved = [f"{noun} {found}" for noun, found in known.items() if found in ("better", "worse")]
+        if moved and ran(base, row.variant) == ran(head, row.variant):
             remarks.append(
                 f"{row.variant}: {', '.join(moved)}, although the digests of code, settings and packages are equal on "
                 "both sides. Find the cause before you trust this result: run the gate again, and check everything "
@@ -364,7 +352,7 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
 
 def differing(base: Any, head: Any, path: str) -> list[str]:
     """Return a line for each value that differs, with its dotted path."""
-    if isinstance(base, Mapping) and isinstance(head, Mapping):
-        keys = dict.fromkeys([*base, *head])
-        return [line for key in keys for line in differing(base.get(key), head.get(key), f"{path}.{key}")]
-    return [f"{path}: base {json.dumps(base)}, head {json.dumps(head)}"] if base != head else []
+    return [
+        f"{where}: base {json.dumps(there)}, head {json.dumps(here)}"
+        for where, there, here in results.differing(base, head, path)
+    ]

@@ -75,14 +75,9 @@ def _headline(gated: Gated, rows: Sequence[Held]) -> str:
 
 def _decided(rows: Sequence[Held], decision: str) -> str:
     """Return the quantities with this ``decision``, such as "throughput (baseline, ddp), accuracy (ddp)"."""
-    columns: dict[str, list[tuple[str, Ratio | Accuracy | None]]] = {
-        "throughput": [(row.variant, row.throughput) for row in rows],
-        "peak memory": [(row.variant, row.memory) for row in rows],
-        "accuracy": [(row.variant, row.accuracy) for row in rows],
-    }
     found = {
-        noun: [variant for variant, each in column if each and each.decision == decision]
-        for noun, column in columns.items()
+        noun: [row.variant for row in rows if (each := row.figures[noun]) and each.decision == decision]
+        for noun in rows[0].figures
     }
     return ", ".join(f"{noun} ({', '.join(variants)})" for noun, variants in found.items() if variants)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import environment
+from pipeline import environment, results
 from pipeline.comparison.advice import percentage_points
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Quantity
@@ -49,7 +49,7 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     head = read_document(COMPARISON_FILE, Comparison, "run `dvc repro`, which writes it")
     there, here = ({arm.variant: arm for arm in each.bench.arms if arm.role == "variant"} for each in (base, head))
     names = held_variants(there, here, str(path))
-    if problems := [*_environment_problems(base, head, names, path), *_job_problems(base, head, path)]:
+    if problems := _problems(base, head, names, path):
         raise GateError("\n".join(problems))
     check_current(config, names)
     margin = min(base.margins.accuracy, config.compare.margins.accuracy)
@@ -57,8 +57,12 @@ def recorded(config: Config, path: Path) -> tuple[str, bool]:
     compared = accuracies(head.dataset.test_count * head.unit.per_sample, trained, _accuracies(head), margin)
     worse = ", ".join(name for name in names if compared[name].decision == "worse")
     variants = [{name: each.bench.config["variants"][name] for name in names} for each in (base, head)]
+    commit = checked_out()
+    stale = (
+        f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}, but the commit here is now {commit}."
+    )
     remarks = [
-        *_stale(head),
+        *([stale] if commit != head.bench.commit else []),
         *unshared(there, here),
         *differing(base.bench.config["bench"], head.bench.config["bench"], "bench"),
         *differing(variants[0], variants[1], "variants"),
@@ -93,9 +97,9 @@ def check_current(config: Config, names: Sequence[str]) -> None:
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
     described = [("stages", each) for each in STAGES] + [("variants", each) for each in names]
     changed = [
-        line.partition(":")[0]
+        path
         for section, name in described
-        for line in differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
+        for path, *_ in results.differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
     ]
     unknown = f"`dvc status` failed, so {COMPARISON_FILE} may not match the present files; fix that error"
     trained = (f"{stage_of(config.variants.get(name))}@{name}" for name in names)
@@ -122,14 +126,6 @@ def _changed(change: Any) -> list[str]:
     return names
 
 
-def _stale(head: Comparison) -> list[str]:
-    """Return a sentence if the comparison was measured at another commit than the one that is checked out."""
-    here = checked_out()
-    if here == head.bench.commit:
-        return []
-    return [f"{COMPARISON_FILE} was measured at {head.bench.commit or 'no commit'}, but the commit here is now {here}."]
-
-
 def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:
     return {
         each.variant: {run.seed: accuracy_of(run.test_correct, run.test_count, each.variant) for run in each.runs}
@@ -137,16 +133,24 @@ def _accuracies(comparison: Comparison) -> dict[str, dict[int, float]]:
     }
 
 
-def _environment_problems(base: Comparison, head: Comparison, names: Sequence[str], path: Path) -> list[str]:
+def _problems(base: Comparison, head: Comparison, names: Sequence[str], path: Path) -> list[str]:
+    """Return why the two comparisons cannot be compared."""
     there, here = (hash_of(each.environment, "variants", *names) for each in (base, head))
-    if there == here:
-        return []
-    return [
-        f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: the machines or "
-        "the software differ, so the numbers cannot be compared. If you give a revision instead, the gate measures "
-        "both sides here.",
-        *differing(_depended_on(base.environment, names), _depended_on(head.environment, names), "environment"),
+    of_job = [
+        *differing(base.train | {"seeds": None}, head.train | {"seeds": None}, "train"),
+        *differing(base.dataset.model_dump(), head.dataset.model_dump(), "dataset"),
     ]
+    problems = []
+    if there != here:
+        problems = [
+            f"{path} was measured in environment {there[:12]} and {COMPARISON_FILE} in {here[:12]}: the machines or "
+            "the software differ, so the numbers cannot be compared. If you give a revision instead, the gate measures "
+            "both sides here.",
+            *differing(_depended_on(base.environment, names), _depended_on(head.environment, names), "environment"),
+        ]
+    if of_job:
+        problems.append(f"{path} and {COMPARISON_FILE} come from different jobs, so they cannot be compared.")
+    return problems + of_job
 
 
 def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -154,13 +158,3 @@ def _depended_on(environment: Mapping[str, Any], names: Sequence[str]) -> dict[s
     of_variants = optional_versions(environment, "variants")
     relied_on = {"variants": {name: of_variants.get(name, {}) for name in names}}
     return {**environment, "hash": None, "relied_on": relied_on}
-
-
-def _job_problems(base: Comparison, head: Comparison, path: Path) -> list[str]:
-    found = [
-        *differing(base.train | {"seeds": None}, head.train | {"seeds": None}, "train"),
-        *differing(base.dataset.model_dump(), head.dataset.model_dump(), "dataset"),
-    ]
-    return (
-        [f"{path} and {COMPARISON_FILE} come from different jobs, so they cannot be compared.", *found] if found else []
-    )

@@ -113,6 +113,18 @@ def measured(config: Config, revision: str) -> Gated:
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
     found = _judged(rounds, effective, compared)
+    left = ", ".join(sorted(set(every) - chosen))
+    remarks = [
+        f"Interrupted after {count(measured, 'round')}." if rounds.interrupted else "",
+        *([] if packages else unexplained(found, *fingerprints)),
+        *said,
+        *unshared(there["variants"], config.variants),
+        f"Not measured, because gate.variants leaves out: {left}." if left else "",
+        *differing(there["train"], here["train"], "train"),
+        *differences(there, config.model_dump(mode="json")),
+        *differing(variants[0], variants[1], "variants"),
+        "" if effective.gate.accuracy else "Accuracy was not compared: gate.accuracy is false on both sides.",
+    ]
     return Gated(
         **dict(found),
         against=revision,
@@ -134,21 +146,7 @@ def measured(config: Config, revision: str) -> Gated:
             arms=tuple(of_head.values()),
             test_accuracies=trained[1],
         ),
-        remarks=(
-            *([f"Interrupted after {count(measured, 'round')}."] if rounds.interrupted else []),
-            *([] if packages else unexplained(found, *fingerprints)),
-            *said,
-            *unshared(there["variants"], config.variants),
-            *(
-                [f"Not measured, because gate.variants leaves out: {', '.join(left)}."]
-                if (left := sorted(set(every) - chosen))
-                else []
-            ),
-            *differing(there["train"], here["train"], "train"),
-            *differences(there, config.model_dump(mode="json")),
-            *differing(variants[0], variants[1], "variants"),
-            *([] if effective.gate.accuracy else ["Accuracy was not compared: gate.accuracy is false on both sides."]),
-        ),
+        remarks=tuple(filter(None, remarks)),
         seconds=rounds.seconds,
         budget=_budget(rounds, effective),
     )
@@ -177,7 +175,6 @@ def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Serve
 
     The baseline comes first among the variants. ``sides``: name -> its server, and the server's description.
     """
-
     ordered = [baseline, *(name for name in names if name != baseline)]
     arms = [
         ArmSpec(f"{side} {name}", "variant", name, None, server, server.plan(name, about["variants"][name]))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 
+_STRANGE = "the server at this address is not MLflow"
+_OTHER_ADDRESS = "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it"
 _NEW_STORE = "python -m pipeline publish (it writes the runs of the present results into a new store)"
 
 
@@ -64,20 +66,14 @@ def _read_only(path: Path) -> str:
 
 
 def _unreadable(error: Exception, where: str, path: Path) -> Health:
-    said = str(error)
-    if "database is locked" in said:
+    if "database is locked" in str(error):
         return Health(None, f"{where} is in use: another process has locked it")
-    if "out-of-date database schema" in said or "readonly database" in said:  # MLflow wants to write before it reads
-        return Health(
-            False,
-            f"{where} was made by another version of MLflow, was left half-written, or is not an MLflow store",
-            f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
-            f"away and run: {_NEW_STORE}",
-        )
+    # The cause may be another version of MLflow, an interrupted migration, or a file of another program.
     return Health(
         False,
-        f"{where} cannot be read ({first_line(error)})",
-        f"move {path.name} away and run: {_NEW_STORE}",
+        f"{where} cannot be read by this version of MLflow ({first_line(error)})",
+        f"cp {path.name} {path.name}.old; mlflow db upgrade {stores.SQLITE}{path}; if that fails, move {path.name} "
+        f"away and run: {_NEW_STORE}",
     )
 
 
@@ -88,7 +84,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
     except Exception as error:  # an error of MLflow or of a parser
         return _failure(error, uri, place)
     if found and found.name != experiment:
-        return _strange(place)
+        return Health(False, f"{place}: {_STRANGE}", _OTHER_ADDRESS)
     artifacts = str(found.artifact_location) if found else ""
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
@@ -128,13 +124,5 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
         found = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     else:
-        return _strange(place)
+        found, remedy = _STRANGE, _OTHER_ADDRESS
     return Health(False, f"{place}: {found}", remedy)
-
-
-def _strange(place: str) -> Health:
-    return Health(
-        False,
-        f"{place}: the server at this address is not MLflow",
-        "set MLFLOW_TRACKING_URI to the MLflow server's address, or unset it",
-    )

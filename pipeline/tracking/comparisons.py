@@ -88,12 +88,9 @@ class Wanted:
     """Variant -> the files of its profile."""
     inference: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     """Variant -> the files of its inference result: JSON and Markdown."""
-
-    @property
-    def records(self) -> list[Path]:
-        """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show
-        whether something was measured anew."""
-        return _records(self.profiles, self.inference)
+    records: Sequence[Path] = ()
+    """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show whether
+    something was measured anew."""
 
     @property
     def name(self) -> str:
@@ -118,7 +115,8 @@ def wanted(config: Config, root: Path) -> Wanted | None:
         raise ResultError("\n".join(problems))
     children = [child_of(config, root, result, run) for result in found for run in result.runs]
     profiles, inference = _profiles(config, root), _inference(config, root)
-    shown = [*report_files(root), *_records(profiles, inference)]
+    records = [file for files in (*profiles.values(), *inference.values()) for file in files if file.suffix == ".json"]
+    shown = [*report_files(root), *records]
     return Wanted(
         key=json_sha256([LAYOUT, *sorted(results.digest(result) for result in found)]),
         settings=config.compare,
@@ -126,6 +124,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
+        records=records,
     )
 
 
@@ -169,7 +168,3 @@ def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
         for name in config.infer.variants
     }
     return {name: files for name, files in found.items() if all(file.exists() for file in files)}
-
-
-def _records(*found: Mapping[str, Sequence[Path]]) -> list[Path]:
-    return [file for each in found for files in each.values() for file in files if file.suffix == ".json"]

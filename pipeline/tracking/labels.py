@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     origins = [_origin_of(child.result, root) for child in wanted.children.values()]
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
-    if note := parent_note(root):
-        tags[NOTE] = note
+    if (note := root / results.REPORTS / "comparison.md").exists():  # MLflow shows it as the run's description
+        tags[NOTE] = _cut(note.read_text(encoding="utf-8"))
     for variant, files in wanted.profiles.items():
         record = next(file for file in files if file.name == "profile.json")
         found = results.read_values(record, variant)["findings"]
@@ -99,19 +99,6 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 def session_count(ratio: Mapping[str, Any]) -> int:
     """Return how many sessions have a trusted ratio with bounds, for one ratio in comparison.json."""
     return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
-
-
-def parent_note(root: Path) -> str | None:
-    """Return the comparison in Markdown, which MLflow shows as the run's description."""
-    path = root / results.REPORTS / "comparison.md"
-    if not path.exists():
-        return None
-    text = path.read_text(encoding="utf-8")
-    if len(text) <= NOTE_LIMIT:
-        return text
-    beginning = text[:NOTE_LIMIT]
-    whole_lines = beginning.rpartition("\n")[0] or beginning
-    return whole_lines + "\n\n*Cut short: the artifact comparison.md has the whole text.*"
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
@@ -218,7 +205,13 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
     """
-    return {allowed(name): value if isinstance(value, str) else json.dumps(value) for name, value in _leaves(values)}
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{allowed(key)}.{inner}": text for inner, text in flatten(value).items()}
+        else:
+            found[allowed(key)] = value if isinstance(value, str) else json.dumps(value)
+    return found
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
@@ -237,28 +230,14 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
 
 def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
     """Return the rejected samples of a variant in the bench, one line per round."""
-    samples = [
-        sample
-        for arm in comparison.get("bench", {}).get("arms", ())
-        if (arm["role"], arm["variant"]) == ("variant", variant)
-        for sample in arm["samples"]
-    ]
+    [arm] = [each for each in comparison["bench"]["arms"] if (each["role"], each["variant"]) == ("variant", variant)]
     lines = [
         f"round {index}: {'; '.join(sample['rejections'])}"
-        for index, sample in enumerate(samples, 1)
+        for index, sample in enumerate(arm["samples"], 1)
         if sample["rejections"]
     ]
     return _cut("\n".join(lines))
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= NOTE_LIMIT else f"{text[:NOTE_LIMIT]} ..."
-
-
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            for inner, leaf in _leaves(value):
-                yield f"{key}.{inner}", leaf
-        else:
-            yield key, value
+    return text if len(text) <= NOTE_LIMIT else f"{text[:NOTE_LIMIT]} ... (cut short)"

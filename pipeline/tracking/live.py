@@ -9,6 +9,7 @@ import csv
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
@@ -100,7 +101,7 @@ class _Mirror:
             tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
             name, started_ms = f"{self._variant}-seed{seed}", round(live.started * 1000)
             live.run_id = store.client.create_run(store.experiment_id, started_ms, tags, name).info.run_id
-        store.log_points(live.run_id, live.pending)
+        store.log(live.run_id, live.pending)
         live.ended_ms = max(live.ended_ms, *(point.timestamp_ms for point in live.pending))
         live.pending = []
 
@@ -114,30 +115,30 @@ class _Mirror:
         return store
 
 
+@dataclass
 class _LiveRun:
     """The live run of one seed."""
 
-    def __init__(self, started: float) -> None:
-        self.started = started
-        """Unix time, in seconds, at which the history's clock is zero."""
-        self.ended_ms = 0
-        """When the last logged point was measured, in Unix milliseconds."""
-        self.run_id: str | None = None
-        self.samples = 0
-        self.pending: list[Point] = []
-        """Points read from the files and not logged yet."""
+    started: float
+    """Unix time, in seconds, at which the history's clock is zero."""
+    ended_ms: int = 0
+    """When the last logged point was measured, in Unix milliseconds."""
+    run_id: str | None = None
+    samples: int = 0
+    pending: list[Point] = field(default_factory=list)
+    """Points read from the files and not logged yet."""
 
 
 class _Tail:
     """Reads the new rows of a CSV file. Its writer appends rows, or replaces the file by a longer file.
 
-    If the file no longer begins with the content that was read before, it is read again from its beginning.
+    If the file has fewer rows than were read before, it is read again from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._earlier = self._written()
-        self._read = b""
+        self._read = 0
 
     def _written(self) -> tuple[int, int, int] | None:
         """Identify the file and its last write by inode, time and size; None: there is no file."""
@@ -152,13 +153,11 @@ class _Tail:
         belongs to an earlier training, so its rows are not returned."""
         if self._written() in (None, self._earlier):
             return []
-        content = self._path.read_bytes()
-        content = content[: content.rfind(b"\n") + 1]
-        if not content.startswith(self._read):
-            self._read = b""
-        header = content[: content.find(b"\n") + 1] if self._read else b""
-        added, self._read = header + content[len(self._read) :], content
-        return list(csv.DictReader(added.decode().splitlines()))
+        whole_lines = self._path.read_text(encoding="utf-8").rpartition("\n")[0]
+        rows = list(csv.DictReader(whole_lines.splitlines()))
+        added = rows[self._read if self._read <= len(rows) else 0 :]
+        self._read = len(rows)
+        return added
 
 
 def _yield_to_training() -> None:

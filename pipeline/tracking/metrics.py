@@ -97,19 +97,15 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
     metrics get the time of the newest file, because MLflow shows a metric's latest value.
     """
-    files = [
-        root / results.REPORTS / "metrics" / f"{variant}.json"
-        for variant in dict.fromkeys(child.variant for child in wanted.children.values())
-    ]
-    files = [file for file in files if file.exists()]
-    youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in files)])
+    folder = root / results.REPORTS / "metrics"
+    files = [file for each in wanted.children.values() if (file := folder / f"{each.variant}.json").exists()]
+    youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in [*files, *wanted.records])])
     figures = {
         f"{file.stem}/{name}": value
         for file in files
         for name, value in json.loads(file.read_text(encoding="utf-8")).items()
         if isinstance(value, int | float)
     }
-    youngest = max([youngest, *(round(file.stat().st_mtime * 1000) for file in wanted.records)])
     for variant, kept in (*wanted.profiles.items(), *wanted.inference.items()):
         for file in (each for each in kept if each.suffix == ".json"):
             figures |= _figures_of(variant, results.read_values(file, variant))

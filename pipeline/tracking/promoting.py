@@ -61,21 +61,9 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         )
     best = compared["champion"]
     variant = best["variant"] if best else compared["baseline"]
-    if best and (sessions := sessions_of(compared, variant)) < FEWEST_SESSIONS:
-        print(
-            f"not promoted: {variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} "
-            f"sessions are required, each with all {best['among']} variants that pay. Run `python -m pipeline bench "
-            "--again` on another day.",
-            file=sys.stderr,
-        )
-        return TOO_FEW
-    if best and best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
-        print(
-            f"not promoted: {best['among']} variants pay by {best['quantity']}. If some sessions choose the best "
-            "variant and the other sessions measure its gain, this gain is not decided. Run `python -m pipeline bench "
-            "--again` on another day.",
-            file=sys.stderr,
-        )
+    if best and (lacking := _undecided(compared, best)):
+        again = "Run `python -m pipeline bench --again` on another day."
+        print(f"not promoted: {lacking} {again}", file=sys.stderr)
         return TOO_FEW
     # Take the first seed. The seed with the highest test accuracy would be chosen partly by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
@@ -103,7 +91,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
             verdict = labels.verdicts(compared)[variant]
             tags = _evidence(gate, child, verdict, parent, run) | labels.champion(compared)
             model = logged_models.log(store, run.run_id, child)
-            version = _registered(store, config.publish.registered_model, model, run, tags, gate, parent)
+            version = _registered(store, config.publish.registered_model, model, tags)
             for file in GATE:
                 if (root / file).exists():
                     store.log_file(parent.run_id, root / file, "gate")
@@ -116,6 +104,22 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     name = config.publish.registered_model
     print(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {views.page(uri)}/#/models/{name}")
     return 0
+
+
+def _undecided(compared: Mapping[str, Any], best: Mapping[str, Any]) -> str | None:
+    """Return why the gain of the best variant is not sure yet; None if it is sure."""
+    sessions = sessions_of(compared, best["variant"])
+    if sessions < FEWEST_SESSIONS:
+        return (
+            f"{best['variant']} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} sessions are "
+            f"required, each with all {best['among']} variants that pay."
+        )
+    if best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
+        return (
+            f"{best['among']} variants pay by {best['quantity']}. If some sessions choose the best variant and the "
+            "other sessions measure its gain, this gain is not decided."
+        )
+    return None
 
 
 def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
@@ -133,25 +137,20 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
-    """Return the gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
+    """Return the gate's decision, checked by ``gate.confirm``. Raises PromotionError unless ``commit`` passed."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
-        outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
-        _ = gate["dataset"]["sha256"], gate["base"]["commit"]  # raises here if a value is missing
-        _ = [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
         raise PromotionError(
             f"{GATE[0]} is missing, but only a commit that passed the gate is promoted. {GATE_AGAIN}"
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
-    if outcome != "passed":
-        raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")
+    if gate["outcome"] != "passed":
+        raise PromotionError(f"the gate did not pass against {gate['against']}: {gate['outcome']}. {GATE[1]} says why.")
     if commit is None:
         raise PromotionError(
             "no commit is checked out here, so the champion's code could not be found again: commit the files."
         )
-    if judged != commit:
+    if (judged := gate["head"]["commit"]) != commit:
         raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {GATE_AGAIN}")
     if commit.endswith("+"):
         raise PromotionError(f"files differ from commit {commit[:-1]}: commit them, then run the gate again.")
@@ -184,16 +183,8 @@ def _evidence(gate: Mapping[str, Any], child: Child, verdict: str, parent: Store
     }
 
 
-def _registered(
-    store: Store,
-    name: str,
-    model: LoggedModel,
-    run: StoredRun,
-    tags: Mapping[str, str],
-    gate: Mapping[str, Any],
-    parent: StoredRun,
-) -> str:
-    """Register ``model`` of ``run`` as a version with ``tags``, make it the champion, and return its number."""
+def _registered(store: Store, name: str, model: LoggedModel, tags: Mapping[str, str]) -> str:
+    """Register ``model`` as a version with ``tags``, make it the champion, and return its number."""
     from mlflow.exceptions import MlflowException
 
     client = store.client
@@ -205,15 +196,15 @@ def _registered(
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     version = client.create_model_version(
-        name, model.artifact_location, run.run_id, tags=dict(tags), await_creation_for=0, model_id=model.model_id
+        name, model.artifact_location, tags["run_id"], dict(tags), await_creation_for=0, model_id=model.model_id
     )
     runs = f"{views.page(store.uri)}/#/experiments/{store.experiment_id}/runs"
     client.update_model_version(
         name,
         version.version,
         f"Variant **{tags['variant']}**: {tags['verdict']}. Commit `{tags['commit']}` passed the gate against "
-        f"{gate['against']}. [Its run]({runs}/{run.run_id}), [the comparison]({runs}/{parent.run_id}) with the report "
-        "and the gate's decision among its artifacts.",
+        f"{tags['gate.against']}. [Its run]({runs}/{tags['run_id']}), [the comparison]({runs}/"
+        f"{tags['comparison_run_id']}) with the report and the gate's decision among its artifacts.",
     )
     client.set_registered_model_alias(name, ALIAS, version.version)
     return str(version.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = views.link(uri, experiment_id, wanted)
+    link = views.link(uri, experiment_id)
     if not uri.startswith("http"):
         link += " (after `make ui`)"
     if not changes:
@@ -81,11 +82,10 @@ def publish(config: Config, root: Path = Path()) -> Published:
 
 
 def _show(wanted: Wanted, store: Store) -> None:
-    """Make the views show this comparison, even if the store held its runs before."""
-    known = store.client.get_experiment(store.experiment_id).tags
-    for tag, value in views.tags(wanted).items():
-        if value != known.get(tag):
-            store.client.set_experiment_tag(store.experiment_id, tag, value)
+    """Make the view show this comparison, even if the store held its runs before."""
+    view = views.verdicts(wanted)
+    if view != store.client.get_experiment(store.experiment_id).tags.get(views.TAG):
+        store.client.set_experiment_tag(store.experiment_id, views.TAG, view)
 
 
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
@@ -109,8 +109,8 @@ def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> 
     tags |= {PARENT: parent_id, COMPARISON: wanted.key}
     created = client.create_run(store.experiment_id, round(started * 1000), tags, run_name=child.name)
     run_id = str(created.info.run_id)
-    store.log_params(run_id, labels.child_params(child.result))
-    store.log_points(run_id, [*metrics.recorded_points(child, started), *metrics.final_points(child.run, ended_ms)])
+    points = [*metrics.recorded_points(child, started), *metrics.final_points(child.run, ended_ms)]
+    store.log(run_id, points, labels.child_params(child.result))
     client.log_inputs(run_id, [_dataset(child)])
     for file in (child.result_file, child.history_file):
         if file.exists():
@@ -147,10 +147,8 @@ def _dataset(child: Child) -> Any:
 
 
 def _create_parent(wanted: Wanted, store: Store) -> str:
-    start = min(metrics.run_times(child)[0] for child in wanted.children.values())
-    run = store.client.create_run(
-        store.experiment_id, start_time=round(start * 1000), run_name=wanted.name, tags={COMPARISON: wanted.key}
-    )
+    start_ms = round(min(metrics.run_times(child)[0] for child in wanted.children.values()) * 1000)
+    run = store.client.create_run(store.experiment_id, start_ms, {COMPARISON: wanted.key}, wanted.name)
     return str(run.info.run_id)
 
 
@@ -165,27 +163,23 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
         child = wanted.children.get(run.tags.get(RUN, ""))
         if child is None or child.variant not in columns or run.tags.get(COMPARISON) != wanted.key:
             continue
-        if not columns[child.variant].items() <= run.tags.items():
-            store.set_tags(run.run_id, columns[child.variant])
-        store.log_points(run.run_id, metrics.compared_points(comparison, child, run.metrics))
+        store.log(run.run_id, metrics.compared_points(comparison, child, run.metrics), tags=columns[child.variant])
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
     client, root = store.client, store.root
     ended_ms = round(max(metrics.run_times(child)[1] for child in wanted.children.values()) * 1000)
-    store.set_tags(run_id, labels.origin_tags(root, "publish") | labels.parent_tags(config, wanted, root))
-    store.log_params(run_id, labels.parent_params(wanted))
-    known = client.get_run(run_id).data.metrics
-    store.log_points(run_id, metrics.parent_points(wanted, root, ended_ms, known))
-    for file in comparisons.report_files(root) + comparisons.context_files(root):
-        store.log_file(run_id, file)
-    for file in sorted({child.result_file for child in wanted.children.values()}):
-        store.log_file(run_id, file, "results")
-    for variant, files in wanted.profiles.items():
+    points = metrics.parent_points(wanted, root, ended_ms, client.get_run(run_id).data.metrics)
+    tags = labels.origin_tags(root, "publish") | labels.parent_tags(config, wanted, root)
+    store.log(run_id, points, labels.parent_params(wanted), tags)
+    folders: dict[str | None, Sequence[Path]] = {
+        None: comparisons.report_files(root) + comparisons.context_files(root),
+        "results": sorted({child.result_file for child in wanted.children.values()}),
+        **{f"profiles/{variant}": files for variant, files in wanted.profiles.items()},
+        "inference": [file for files in wanted.inference.values() for file in files],
+    }
+    for folder, files in folders.items():
         for file in files:
-            store.log_file(run_id, file, f"profiles/{variant}")
-    for files in wanted.inference.values():
-        for file in files:
-            store.log_file(run_id, file, "inference")
+            store.log_file(run_id, file, folder)
     client.set_terminated(run_id, "FINISHED", ended_ms)
-    store.set_tags(run_id, {REPORT: wanted.report, COMPLETE: "true"})
+    store.log(run_id, tags={REPORT: wanted.report, COMPLETE: "true"})

@@ -73,7 +73,7 @@ def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Cha
     seeds = {(child.variant, str(child.run.seed)): child for child in wanted.children.values()}
     for run in stored:
         child = seeds.get((run.tags.get("variant", ""), run.tags.get("seed", "")))
-        if child is None or run.tags.get(LIVE) != checkout or COMPARISON in run.tags:
+        if child is None or run.tags.get(LIVE) != checkout:
             continue
         if run.status != "RUNNING" or run.start_ms < child.written_ms:
             delete.append(run.run_id)

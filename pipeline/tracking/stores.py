@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 ARTIFACTS = "mlartifacts"
 DATABASE = "mlflow.db"
-PAGE = 1000
+MOST_RUNS = 50_000
+"""The most runs that MLflow returns at once."""
 SQLITE = "sqlite:///"
 LOCK_SECONDS = 60.0
 
@@ -106,6 +107,9 @@ def describe(uri: str, error: Exception) -> str:
     return " ".join([f"MLflow at {redacted(uri)}: {shown}", *(REMEDIES[key] for key in REMEDIES if key in reason)])
 
 
+Texts = Mapping[str, str] | None
+
+
 class Store:
     """One experiment of a store, opened with MLflow's client. Each call names its run by id, so there is no active run
     or other global state."""
@@ -118,36 +122,22 @@ class Store:
         """Return the runs of the comparison with this key, and the live runs of this checkout, without deleted runs."""
         found = {}
         for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
-            token = None
-            while True:
-                page = self.client.search_runs(
-                    [self.experiment_id], filter_string=condition, max_results=PAGE, page_token=token
+            for run in self.client.search_runs([self.experiment_id], condition, max_results=MOST_RUNS):
+                info, data = run.info, run.data
+                intact = (
+                    not self.uri.startswith(SQLITE) or "://" in info.artifact_uri or Path(info.artifact_uri).is_dir()
                 )
-                for run in page:
-                    info = run.info
-                    intact = is_intact(self.uri, info.artifact_uri)
-                    found[info.run_id] = StoredRun(
-                        info.run_id, info.status, info.start_time, run.data.tags, intact, run.data.metrics
-                    )
-                token = page.token
-                if not token:
-                    break
+                found[info.run_id] = StoredRun(
+                    info.run_id, info.status, info.start_time, data.tags, intact, data.metrics
+                )
         return list(found.values())
 
-    def log_points(self, run_id: str, points: Iterable[Point]) -> None:
-        from mlflow.entities import Metric
+    def log(self, run_id: str, points: Iterable[Point] = (), params: Texts = None, tags: Texts = None) -> None:
+        """Log metrics, parameters and tags of a run."""
+        from mlflow.entities import Metric, Param, RunTag
 
-        self.client.log_batch(run_id, metrics=[Metric(*point) for point in points])
-
-    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
-        from mlflow.entities import Param
-
-        self.client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
-
-    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        named = [Param(*each) for each in (params or {}).items()], [RunTag(*each) for each in (tags or {}).items()]
+        self.client.log_batch(run_id, [Metric(*point) for point in points], *named)
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
         """Log ``file`` as an artifact. Raises ResultError for a link that does not lead into DVC's cache, because
@@ -223,17 +213,10 @@ def locked(uri: str) -> Iterator[None]:
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
     """Return the experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
-    from mlflow.exceptions import MlflowException
-
     found = client.get_experiment_by_name(name)
     if found is None:
         place = None if uri.startswith(("http://", "https://")) else str(root.resolve() / ARTIFACTS)
-        try:
-            return client.get_experiment(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
-        except MlflowException:
-            found = client.get_experiment_by_name(name)  # another process created it first
-            if found is None:
-                raise
+        return client.get_experiment(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     if is_misplaced(uri, root, found.artifact_location):
@@ -248,8 +231,3 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
     """True if the checkout's own store was copied or moved, so that the absolute paths in the store are wrong."""
     return uri == SQLITE + str(root.resolve() / DATABASE) and artifacts != str(root.resolve() / ARTIFACTS)
-
-
-def is_intact(uri: str, artifacts: str) -> bool:
-    """False if a run's artifacts should be on this machine but are missing."""
-    return not uri.startswith(SQLITE) or "://" in artifacts or Path(artifacts).is_dir()

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import gpu_check, transfers
 from benchmarks.gpu_check import Step
+from benchmarks.pairs import Checkout
 from pipeline import params
 from tests.as_if_cuda import NAME, as_if_cuda
 from tests.conftest import ROOT
@@ -37,7 +38,7 @@ def test_what_gpus_send_each_other_arrives() -> None:
 def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps "GPU tests", which `make rehearse` runs separately, and "transfers" are left out."""
     work, report, python = tmp_path / "work", tmp_path / "report.md", tmp_path / "bin" / "python"
-    gpu_check.copied(work)
+    Checkout(work, ["."]).commit()
     python.parent.mkdir()
     python.write_text(PYTHON.format(python=sys.executable), encoding="utf-8")
     python.chmod(0o755)

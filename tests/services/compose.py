@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any
 
 import boto3
 import yaml
+
+from tests.servers import answers, free_port
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "compose.yaml"
@@ -69,7 +70,7 @@ class Services:
 
     def __init__(self, directory: Path, variables: Mapping[str, str]) -> None:
         self.services: dict[str, Any] = read(variables)["services"]
-        self.ports = {name: _free_port() for name in ("mlflow", "postgres", "s3")}
+        self.ports = {name: free_port() for name in ("mlflow", "postgres", "s3")}
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -81,7 +82,7 @@ class Services:
         """Start the database, the object store and MLflow, each after the services that it needs."""
         self._start_postgres()
         self._spawn("s3", [os.environ[S3_SERVER], "--host", "127.0.0.1", "--port", str(self.ports["s3"])], {})
-        self._wait("s3", lambda: _answers(self.ports["s3"]))
+        self._wait("s3", lambda: answers(self.ports["s3"]))
         self.object_store().create_bucket(Bucket="mlflow")  # as compose.yaml's service bucket does with its own tool
         self.start_mlflow()
 
@@ -192,14 +193,3 @@ class Services:
             if self._processes[name].poll() is not None:
                 raise AssertionError(f"{name} ended:\n{(self._directory / f'{name}.log').read_text()}")
             time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
