@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_changes_no_parameter(
     digits: Dataset, applied: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_bit_optimizer, "LEAST_VALUES", 1)  # because the net is small
-    message, before, after_it = _until_broken(ALONE, digits, 0, False, train=ADAMW, **applied)
+    message, before, after_it = _until_broken(digits, False, train=ADAMW, **applied)
     assert "epoch 1, step 8: the loss became nan" in message
     assert after_it == before[7]
 

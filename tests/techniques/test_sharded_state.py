@@ -21,12 +21,13 @@ from pipeline.results import Result
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.evaluation import Score, evaluate
+from tests.conftest import ROOT
 from tests.nets import conv_net, stopped, task_of
 from tests.parallel import CPU, TRAIN, copied, make_training
 from tests.ranks import run_ranks
 from tests.techniques.test_ddp import Spare
 from tests.techniques.test_parallelisms import headed_net
-from tests.test_job import PARAMS, ROOT, workspace  # noqa: F401
+from tests.test_job import PARAMS, workspace  # noqa: F401
 from tests.workspaces import PREPARED
 
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
