@@ -78,8 +78,9 @@ class _InPlace(nn.Linear):
 def _cuts(joined: World, dataset: Dataset) -> list[tuple[int, ...]]:
     found = []
     costs = ((4, 1, 1, 1, 1), (1, 1, 1, 1, 4), (1, 1, 1, 2, 1))
-    costly: list[list[nn.Module]] = [[_Costly(cost) for cost in of_net] for of_net in costs]
-    for layers in (*costly, [_Costly(5), _InPlace(8, 8), _Costly(5)]):
+    nets: list[list[nn.Module]] = [[_Costly(cost) for cost in of_net] for of_net in costs]
+    nets.append([_Costly(5), _InPlace(8, 8), _Costly(5)])
+    for layers in nets:
         net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers, nn.Linear(8, 10))
         before, random = {name: tensor.clone() for name, tensor in net.state_dict().items()}, torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
