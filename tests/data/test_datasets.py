@@ -66,7 +66,7 @@ def test_the_mnist_family_decodes_as_torchvision_reads_it(name: str, tmp_path: P
         reference = MNIST(tmp_path, train=train)
         np.testing.assert_array_equal(images[:, 0], reference.data)
         np.testing.assert_array_equal(labels, reference.targets)
-        assert (images.dtype, labels.dtype) == (np.uint8, np.int64)
+        assert (str(images.dtype), str(labels.dtype)) == ("uint8", "int64")
         limited = decode(config(name, train_limit=2, test_limit=2), tmp_path)
         np.testing.assert_array_equal(joined(limited.train if train else limited.test)[0], images[:2])
 
