@@ -50,7 +50,7 @@ PARAMS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, furnished like a checkout in which the train stages can run."""
     enter(tmp_path, monkeypatch, PARAMS)
@@ -99,7 +99,7 @@ def kill(running: Command) -> None:
     running.communicate()
 
 
-def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # noqa: ARG001
+def test_a_job_writes_a_result_that_fits_its_files() -> None:
     environment.write(relied_on={"variants": {"baseline": {"bitsandbytes"}}})
     before = age_seconds()
     result = train("baseline")
@@ -138,7 +138,7 @@ def test_a_job_writes_a_result_that_fits_its_files(workspace: Path) -> None:  # 
         assert {"seed", "seconds", "cpu_utilization_percentage"} <= set(next(csv.DictReader(file)))
 
 
-def test_no_duration_depends_on_the_clock(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def test_no_duration_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     set_back = itertools.count(1e9, -1e6)
     monkeypatch.setattr(time, "time", lambda: next(set_back))
     [run] = train("baseline", seeds=[0], epochs=1).runs
@@ -147,7 +147,7 @@ def test_no_duration_depends_on_the_clock(workspace: Path, monkeypatch: pytest.M
     assert 0 < run.train_seconds < age_seconds()
 
 
-def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -> None:  # noqa: ARG001
+def test_ddp_trains_what_the_baseline_trains_in_two_processes() -> None:
     baseline, ddp = train("baseline", seeds=[3]), train("ddp", seeds=[3])
     assert (ddp.backend, ddp.world_size) == ("gloo", 2)
     assert len(ddp.runs[0].peak_memory_rank_bytes) == 2
@@ -156,7 +156,7 @@ def test_ddp_trains_what_the_baseline_trains_in_two_processes(workspace: Path) -
     assert abs(ddp.runs[0].test_correct - baseline.runs[0].test_correct) <= 3
 
 
-def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+def test_what_the_machine_lacks_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     result = train("memory", seeds=[0], epochs=1)
     assert result.config["variant"]["precision"] == "bf16"
     assert result.applied["precision"] == "fp32"
@@ -165,7 +165,7 @@ def test_what_the_machine_lacks_is_left_out_and_said(workspace: Path, capsys: py
     assert "memory: bf16 is skipped: this CPU has no native bf16" in capsys.readouterr().out
 
 
-def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # noqa: ARG001
+def test_a_run_within_its_warm_up_reports_no_speed() -> None:
     result = train("baseline", seeds=[0], epochs=1, warmup_steps=100)
     [run] = result.runs
     assert run.measured_steps == 0
@@ -179,7 +179,7 @@ def test_a_run_within_its_warm_up_reports_no_speed(workspace: Path) -> None:  # 
     "variant",
     ["baseline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp", "tensor"))],
 )
-def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, variant: str) -> None:  # noqa: ARG001
+def test_a_killed_job_goes_on_and_ends_with_the_same_weights(variant: str) -> None:
     whole = train(variant, epochs=3)
     results.result_file(variant).unlink()
 
@@ -200,7 +200,7 @@ def test_a_killed_job_goes_on_and_ends_with_the_same_weights(workspace: Path, va
     assert not second_seed.exists()
 
 
-def test_one_process_at_a_time_trains_a_variant(workspace: Path) -> None:  # noqa: ARG001
+def test_one_process_at_a_time_trains_a_variant() -> None:
     configure(seeds=[0], epochs=1, batch_size=8, history_every_steps=1)
     first, history = command("baseline"), results.history_file("baseline")
     until(history.exists, first)
@@ -224,12 +224,7 @@ def test_one_process_at_a_time_trains_a_variant(workspace: Path) -> None:  # noq
         pytest.param("ddp", lambda job: os.killpg(job.pid, signal.SIGINT), 130, marks=pytest.mark.slow),
     ],
 )
-def test_a_job_that_is_asked_to_end_saves_where_it_is(
-    workspace: Path,  # noqa: ARG001
-    variant: str,
-    asks: Callable[[Command], None],
-    code: int,
-) -> None:
+def test_a_job_that_is_asked_to_end_saves_where_it_is(variant: str, asks: Callable[[Command], None], code: int) -> None:
     long: dict[str, Any] = {"seeds": [0], "epochs": 1, "batch_size": 8, "history_every_steps": 1}
     whole = train(variant, **long)
     results.result_file(variant).unlink()
@@ -256,7 +251,7 @@ def test_a_job_that_is_asked_to_end_saves_where_it_is(
 @pytest.mark.parametrize(
     "variant", ["baseline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "pipeline"))]
 )
-def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: str) -> None:  # noqa: ARG001
+def test_a_diverging_job_ends_with_one_clear_message(variant: str) -> None:
     configure(learning_rate=1e30, seeds=[0])
     diverging = command(variant)
     output = diverging.communicate(timeout=300)
@@ -269,10 +264,7 @@ def test_a_diverging_job_ends_with_one_clear_message(workspace: Path, variant: s
 EPOCH = r"baseline seed 0: epoch {}/2, loss \d\.\d{{4}}, test accuracy \d\d\.\d\d%, [\d,]+ samples/s"
 
 
-def test_a_log_gets_a_line_an_epoch_with_the_whole_epoch_s_speed(
-    workspace: Path,  # noqa: ARG001
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_log_gets_a_line_an_epoch_with_the_whole_epoch_s_speed(capsys: pytest.CaptureFixture[str]) -> None:
     train("baseline", seeds=[0], history_every_steps=1)  # so that a row of history is one step
     out, err = capsys.readouterr()
     assert "\r" not in out + err
@@ -286,9 +278,7 @@ def test_a_log_gets_a_line_an_epoch_with_the_whole_epoch_s_speed(
 
 
 def test_a_terminal_gets_a_bar_and_a_line_an_epoch(
-    workspace: Path,  # noqa: ARG001
-    open_terminal: Callable[[], Terminal],
-    capsys: pytest.CaptureFixture[str],
+    open_terminal: Callable[[], Terminal], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = open_terminal()
     [run] = train("baseline", seeds=[0]).runs
@@ -341,7 +331,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
 
 
 @pytest.mark.slow
-def test_memory_holds_no_imports(workspace: Path) -> None:  # noqa: ARG001
+def test_memory_holds_no_imports() -> None:
     script = (
         "import sys; from tests.test_job import *; from pipeline.measurement.windows import Memory\n"
         "noted = []; note = Memory.note_imports\n"
@@ -374,7 +364,7 @@ def test_a_checkpoint_from_before_a_change_of_the_users_model_is_not_used(worksp
     assert result.parameter_count == 64 * 17 + 17 + 17 * 10 + 10
 
 
-def test_memory_of_one_seed_does_not_count_for_the_next(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def test_memory_of_one_seed_does_not_count_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpointed blocks contain reference cycles, so only the garbage collector frees them."""
     built: list[Any] = []
     alive: list[bool] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter  # bound here, before the user's code can replace it
@@ -165,7 +166,10 @@ class Memory(Resumable):
                 torch.cuda.reset_peak_memory_stats(device)
             self._retries = self._retries_so_far()
         else:
-            self._resets = _reset_resident_peak()
+            self._resets = False
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                self._resets = True
 
     def close(self, *, measured: bool) -> None:
         """End the window. Keep the highest peak of the measured windows."""
@@ -225,11 +229,3 @@ def own_peak_bytes() -> int | None:
         return sizes["VmHWM"] - sizes["RssFile"]
     except (OSError, KeyError):
         return None
-
-
-def _reset_resident_peak() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True

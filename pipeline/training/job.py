@@ -225,11 +225,9 @@ class Job:
                 yield row
 
     def _checkpoint_is_due(self, training: Training) -> bool:
-        every = training.train.checkpoint_every_steps
-        done = training.steps
-        return done < training.total_steps and (
-            done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
-        )
+        every, done = training.train.checkpoint_every_steps, training.steps
+        due = done % training.batches.steps_per_epoch == 0 or (every is not None and done % every == 0)
+        return due and done < training.total_steps
 
     def _save(self, training: Training, path: Path, identity: str, resumes: int, run: Run | None) -> None:
         self.assembly.check_imports()  # before saving: a run that this check refuses must not be resumed
