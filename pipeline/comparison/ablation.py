@@ -112,13 +112,7 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
         if alone is None or beside is None or "untrusted" in (alone.decision, beside.decision):
             continue
         one, other = alone.interval, beside.interval
-        before, after = math.log(one.estimate), math.log(other.estimate)
         overlap = one.low <= other.high and other.low <= one.high
-        if overlap or abs(before - after) <= math.log1p(alone.margin):
-            continue
-        if {alone.decision, beside.decision} == {"better", "worse"}:
-            how = "is reversed"
-        else:
-            how = "is larger" if abs(after) > abs(before) else "is smaller"
-        sentences.append(f"The effect on {quantity.noun} {how} together with the other techniques.")
+        if not overlap and abs(math.log(one.estimate / other.estimate)) > math.log1p(alone.margin):
+            sentences.append(f"The effect on {quantity.noun} differs together with the other techniques.")
     return " ".join(sentences) or None

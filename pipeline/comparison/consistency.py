@@ -15,7 +15,7 @@ from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED, file_sha256
-from pipeline.params import Config, Variant
+from pipeline.params import Config
 from pipeline.results import RESULTS, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
 
@@ -177,11 +177,6 @@ def check(measured: Sequence[Result], baseline: Result, bench: Bench, environmen
     ]
     if problems:
         raise ComparisonError("\n".join(problems))
-
-
-def techniques(applied: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the techniques that a variant applies, in the order of its fields."""
-    return tuple(params.techniques(Variant.model_validate(applied)))
 
 
 def _elsewhere(what: str, there: str, environment: Mapping[str, Any], *variants: str) -> str:

@@ -14,8 +14,8 @@ from pipeline.comparison.comparison_file import (
     TimeRatio,
     TimeToTarget,
 )
-from pipeline.comparison.consistency import techniques
 from pipeline.comparison.verdicts import Ratio
+from pipeline.params import Variant, techniques
 from pipeline.results import Arm, Bench, HistoryRow, Result, Run
 
 
@@ -77,7 +77,7 @@ def of_training(result: Result, baseline: Result) -> dict[str, Any]:
     runs, summary = result.runs, result.summary
     told = [name for name in result.directions if all(name in run.findings for run in runs)]
     return {
-        "techniques": techniques(result.applied),
+        "techniques": tuple(techniques(Variant.model_validate(result.applied))),
         **{name: getattr(result, name) for name in _OF_RESULT},
         "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
         "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,

@@ -21,10 +21,12 @@ def markdown(comparison: Comparison) -> str:
     headline, *others = found = tables.tables(comparison)
     title = f"### {escaped(sentences.title(comparison))}: {formats.count(len(comparison.variants), 'variant')} compared"
     job = escaped(f"{', '.join(sentences.job(comparison))}; commit {sentences.measured_at(comparison.bench)}.")
+    why, take = escaped(" ".join(sentences.banner(comparison))), escaped(sentences.advice(comparison))
     told = (sentences.sessions(comparison), sentences.champion(comparison))
-    said = [line for text in told if text for line in (escaped(text), "")]
+    first = [f"> **{why}**" if why else "", f"**{take}**" if take else "", *map(escaped, told)]
+    said = [line for text in first if text for line in (text, "")]
     blocks = [
-        "\n".join([title, "", *_first(comparison), *said, *_answers(comparison)]),
+        "\n".join([title, "", *said, *_answers(comparison)]),
         "\n".join(_table(headline)),
         _folded(
             "What the verdicts rest on", [job, "", *(f"- {escaped(text)}" for text in sentences.basis(comparison))]
@@ -50,11 +52,6 @@ def markdown(comparison: Comparison) -> str:
             return text + CUT
         text += ("\n" if text else "") + block + "\n"
     return text
-
-
-def _first(comparison: Comparison) -> list[str]:
-    why, take = escaped(" ".join(sentences.banner(comparison))), escaped(sentences.advice(comparison))
-    return [*([f"> **{why}**", ""] if why else []), *([f"**{take}**", ""] if take else [])]
 
 
 def _answers(comparison: Comparison) -> list[str]:
