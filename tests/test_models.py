@@ -177,8 +177,8 @@ def test_a_seed_repeats_the_initial_weights_and_the_check_leaves_no_trace(name: 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet81", {}, r"train\.model: found 'resnet81'; did you mean resnet18 or "),
-        ("small_cn", {}, r"did you mean small_cnn"),
+        ("resnet81", {}, r"train\.model: found 'resnet81'\. Did you mean resnet18 or "),
+        ("small_cn", {}, r"Did you mean small_cnn"),
         ("qqqq", {}, r"Allowed: small_cnn, resnet9, mlp, gpt, transformers, a torchvision classification model"),
         ("small_cnn", {"size": 3}, r"and train\.model_options \(size\), but its signature is .*argument 'size'"),
         ("resnet9", {"width": 3}, r"model_options: found width, which resnet9 gets from the data; remove width"),
