@@ -106,9 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument(
         "--against",
         required=True,
-        metavar="REVISION|FILE",
-        help="a git revision, which is measured together with this work tree; or a recorded reports/comparison.json, "
-        "for a comparison that is only advice",
+        metavar="REVISION",
+        help="a git revision, which is measured together with this work tree",
     )
     add("promote", _promote, "Register the best variant's model as MLflow's champion, if this commit passed the gate.")
     plan = add(
@@ -307,7 +306,7 @@ def _promote(_: argparse.Namespace) -> int:
     from pipeline import environment, gate, params, tracking
 
     config = params.load()
-    gate.check_current(config, list(config.variants))
+    gate.check_current(config)
     gate.confirm(config)
     return tracking.promote(config, environment.checked_out())
 

@@ -1,9 +1,8 @@
-"""The gate: its decision, comparison with a recorded file, the copies, both sides simulated, and complete gates."""
+"""The gate: its decision, what a promotion checks, the copies, both sides simulated, and complete gates."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import random
@@ -26,8 +25,9 @@ from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, hash_of, stages
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
-from pipeline.gate import copies, decision, recording, side_by_side
+from pipeline.gate import copies, current, decision, side_by_side
 from pipeline.gate.copies import Copy, check_arms, commit_of
+from pipeline.gate.current import COMPARISON_FILE
 from pipeline.gate.decision import (
     CONFIDENCE_OF_LOOKS,
     EXIT_CODES,
@@ -41,15 +41,11 @@ from pipeline.gate.decision import (
 )
 from pipeline.params import Config, Margins, Variant, parse
 from pipeline.plans import plans
-from pipeline.results import Arm, Dataset, Result, ResultError, ScoreName, Unit
+from pipeline.results import Arm, Dataset, ScoreName, Unit
 from tests.conftest import Clone
 from tests.factories import (
     ENVIRONMENT,
     make_arm,
-    make_bench,
-    make_comparison,
-    make_result,
-    make_results,
     make_run,
     make_window,
     write_wheel,
@@ -198,6 +194,10 @@ def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
     there, here = {0: 0.5, 1: 0.9, 2: 0.7}, {0: 0.99, 1: 0.8, 2: 0.98}
     wide = decision.accuracies(1000, {"baseline": there}, {"baseline": here}, 0.01)
     assert wide["baseline"].high_fraction == pytest.approx(0.3), "the head's accuracy cannot be above 1"
+    there, here = {2: 0.99, 0: 0.5, 1: 0.9}, {0: 0.47, 1: 0.87, 2: 0.96}
+    paired = decision.accuracies(1000, {"baseline": there}, {"baseline": here}, 0.01)["baseline"]
+    assert paired.mean_fraction == pytest.approx(-0.03)
+    assert paired.decision == "worse", "the differences are not of the same seed"
 
 
 @pytest.mark.parametrize(
@@ -305,251 +305,93 @@ def test_the_mean_over_variants_uses_the_known_figures() -> None:
     assert found.together.throughput.rejected == 0
 
 
-# Comparison with a recorded file
+# What a promotion checks
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make ``tmp_path`` a checkout with the factory's reports/comparison.json, which is up to date according to DVC."""
+    """Make ``tmp_path`` a checkout in which nothing changed, neither according to digests nor according to DVC."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recording, "output", lambda *_: "{}")
-    monkeypatch.setattr(stages, "described", lambda config, _: _described(config.model_dump_json()))
-    (tmp_path / "reports").mkdir()
-    recording.COMPARISON_FILE.write_text(of_the_factory(), encoding="utf-8")
-    write_environment(configured())
+    monkeypatch.setattr(current, "output", lambda *_: "{}")
+    write_text(environment.ENVIRONMENT_FILE, json.dumps(ENVIRONMENT))
+    monkeypatch.setattr(stages, "described", lambda *_: ENVIRONMENT)
     return tmp_path
-
-
-@functools.cache
-def of_the_factory() -> str:
-    return make_comparison().to_json()
-
-
-described = stages.described
-
-
-@functools.cache
-def _described(text: str) -> dict[str, Any]:
-    """Return what ``described`` returns, computed once per config: no job here has code of the user's own."""
-    config = parse(json.loads(text))
-    return described(config, plans(config, environment.machine()))
-
-
-def write_environment(config: Config) -> None:
-    """Write environment.json for this machine and code."""
-    environment.write(described=stages.described(config, plans(config, environment.machine())))
 
 
 def configured(**sections: Any) -> Config:
     return parse({"variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}}} | sections)
 
 
-def recorded(**sides: Any) -> Path:
-    """Write main.json: the factory's comparison with the changes ``sides``, which are fields of the comparison, or
-    ``throughput`` and ``memory`` of its bench."""
-    file = Path("main.json")
-    bench = {key: sides.pop(key) for key in list(sides) if key in ("throughput", "memory")}
-    made = make_comparison(bench=make_bench(**bench)).model_copy(update=sides)
-    file.write_text(made.to_json(), encoding="utf-8")
-    return file
-
-
-def against_recording(**sections: Any) -> tuple[int, list[str]]:
-    """Run the gate against main.json; return the exit code and the report's lines.
-
-    The gate must remove an earlier gate.json, because ``promote`` would rely on it."""
-    gate.JSON_FILE.write_text("{}", encoding="utf-8")
-    code = gate.run(configured(**sections), "main.json")
-    assert not gate.JSON_FILE.exists()
-    return code, gate.MARKDOWN_FILE.read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.usefixtures("checkout")
-def test_a_recording_is_advice_on_speed_and_memory_however_large_the_difference() -> None:
-    recorded(throughput={"baseline": 1.0, "ddp": 3.2, "memory": 0.8}, memory={"memory": 0.3, "ddp": 1.01})
-    code, lines = against_recording()
-    assert (code, lines[0]) == (0, "**Advisory: speed and memory decide nothing here.**")
-    assert lines[5].startswith("| ddp | 0.500 | 1.000 | ")
-    assert lines[6].startswith("| memory | 1.000 | 1.833 | ")
-    assert f"* {recording.RATES}" in lines
-
-
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize("margins", [{}, {"accuracy": 0.9}])
-def test_recorded_accuracies_are_paired_by_seed_and_decide_by_the_stricter_margin(margins: dict[str, float]) -> None:
-    runs = [make_run(seed, test_correct=correct) for seed, correct in ((2, 9290), (0, 9300), (1, 9330))]
-    better = [make_result("baseline", runs)]
-    Path("main.json").write_text(make_comparison(better, make_bench(better)).to_json(), encoding="utf-8")
-    code, lines = against_recording(compare={"margins": margins}, gate={"accuracy": False})
-    assert (code, lines[0].endswith("; worse: accuracy (baseline).**")) == (1, True)
-    assert [line for line in lines if "| baseline" in line and "| -3.00 (-3.02 to -2.98) **worse** |" in line]
-    assert "* Only the head has: ddp, memory." in lines
-
-
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ([make_result("baseline", [make_run(seed) for seed in (0, 1, 2, 7)])],
-         r"^train\.seeds: the base has \[0, 1, 2, 7\] and the head \[0, 1, 2\]\. "),
-        ([*make_results(), make_result("slow"), make_result("large")],
-         r"^variants: main\.json has variants that were not measured here, .*: slow, large\."),
-    ],
-)  # fmt: skip
-def test_a_head_that_lacks_what_the_base_has_is_refused(more: list[Result], says: str) -> None:
-    Path("main.json").write_text(make_comparison(more, make_bench(more)).to_json(), encoding="utf-8")
-    with pytest.raises(GateError, match=says):
-        gate.run(configured(), "main.json")
-
-
-@pytest.mark.usefixtures("checkout")
-def test_another_environment_and_another_job_are_refused_by_name() -> None:
-    elsewhere = ENVIRONMENT | {"software": ENVIRONMENT["software"] | {"torch": "2.15.0"}}
-    there, here = (hash_of(each, "variants")[:12] for each in (elsewhere, ENVIRONMENT))
-    train = make_comparison().train
-    file = recorded(environment=elsewhere, train=train | {"batch_size": 128, "seeds": [9]})
-    with pytest.raises(GateError) as refused:
-        gate.run(configured(), str(file))
-    environments, of_torch, jobs, of_batch = str(refused.value).splitlines()
-    assert (there in environments, here in environments, "different jobs" in jobs) == (True, True, True)
-    assert of_torch == 'environment.software.torch: base "2.15.0", head "2.11.0"'
-    assert of_batch == "train.batch_size: base 128, head 256"
-    assert not gate.JSON_FILE.exists()
-
-
-@pytest.mark.usefixtures("checkout")
-def test_what_other_variants_rely_on_is_no_other_environment() -> None:
-    compiler = {"compiler": "g++ 14.1.0"}
-    newer = ENVIRONMENT | {"relied_on": {"variants": {"only-there": compiler}, "forms": {}}}
-    assert gate.run(configured(), str(recorded(environment=newer))) == 0
-    newer = ENVIRONMENT | {"relied_on": {"variants": {"ddp": compiler}, "forms": {}}}
-    with pytest.raises(GateError, match=r'relied_on\.variants\.ddp\.compiler: base "g\+\+ 14\.1\.0", head null'):
-        gate.run(configured(), str(recorded(environment=newer)))
-
-
-@pytest.mark.usefixtures("checkout")
-@pytest.mark.parametrize("samples", [0, 12])
-def test_unknown_recorded_speeds_are_shown_as_not_known(samples: int) -> None:
-    ours = make_comparison()
-    unknown = ours.bench.arms[1].samples[0].model_copy(update={"samples_per_second": None})
-    arms = [
-        each.model_copy(update={"samples": (unknown,) * samples}) if each.variant == "ddp" else each
-        for each in ours.bench.arms
-    ]
-    ours.bench.config["bench"]["turns"] = 1
-    silent = ours.model_copy(update={"bench": ours.bench.model_copy(update={"arms": tuple(arms)})})
-    recording.COMPARISON_FILE.write_text(silent.to_json(), encoding="utf-8")
-    recorded()
-    code, lines = against_recording()
-    assert (code, [line.startswith("| ddp | not known |") for line in lines if "| ddp" in line]) == (0, [True])
-    assert "* bench.turns: base 10, head 1" in lines
-
-
 @pytest.mark.parametrize("broken", ["dvc.yaml", "no stage", "no repository", "words"])
 def test_a_failed_dvc_status_is_a_refusal(checkout: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    file = str(recorded())
-    assert gate.run(configured(), file) == 0
+    gate.check_current(configured())
     if broken == "words":
-        monkeypatch.setattr(recording, "output", lambda *_: "")
+        monkeypatch.setattr(current, "output", lambda *_: "")
     else:
-        monkeypatch.setattr(recording, "output", copies.output)
+        monkeypatch.setattr(current, "output", copies.output)
         if broken != "no repository":
             (checkout / ".dvc").mkdir()
             (checkout / ".dvc" / "config").write_text("[core]\n    no_scm = true\n", encoding="utf-8")
             (checkout / "dvc.yaml").write_text("stages: [" if broken == "dvc.yaml" else "stages: {}", encoding="utf-8")
     with pytest.raises(GateError, match=r"(?s)`dvc status` failed, so reports/comparison\.json .*: \S"):
-        gate.run(configured(), file)
-    assert not gate.JSON_FILE.exists(), "the file of the earlier gate is still there"
-    assert not gate.MARKDOWN_FILE.exists()
+        gate.check_current(configured())
 
 
-def test_code_and_settings_must_be_what_was_measured(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_and_settings_must_be_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests decide this, and not only DVC. They cover the user's own code too."""
-    monkeypatch.setattr(stages, "described", described)
-    config, net, file = configured(train={"model": "nets:net"}), checkout / "nets.py", str(recorded())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(current, "output", lambda *_: "{}")
+    config, net = configured(train={"model": "nets:net"}), tmp_path / "nets.py"
 
     def refused(changed: Config, text: str = "slow = False\n") -> str:
         net.write_text(text, encoding="utf-8")
         code._source.cache_clear()
         code._located.cache_clear()
         with pytest.raises(GateError, match=r"since it was made, .* changed\. Run `dvc repro`") as raised:
-            gate.run(changed, file)
+            gate.check_current(changed)
         return str(raised.value)
 
     net.write_text("slow = False\n", encoding="utf-8")
-    write_environment(config)
+    environment.write(described=stages.described(config, plans(config, environment.machine())))
     net.write_text("# A remark.\nslow = False\n", encoding="utf-8")
-    assert gate.run(config, file) == 0
+    gate.check_current(config)
     assert "baseline.code.nets.py" in refused(config, "slow = True\n")
     assert "baseline.plan.job.batch_size" in refused(config.with_train(batch_size=128))
     environment.ENVIRONMENT_FILE.write_text('{"hash": "of an older version"}', encoding="utf-8")
     assert "train" in refused(config)
 
 
-def test_a_file_that_is_called_like_a_revision_is_refused(repository: Path) -> None:
-    (repository / "HEAD").write_text(make_comparison().to_json(), encoding="utf-8")
-    with pytest.raises(GateError, match=r"--against: found 'HEAD', which is both a file and a revision; write \./HEAD"):
-        gate.run(configured(), "HEAD")
-    with pytest.raises(ResultError, match=r"^reports/comparison\.json is missing"):
-        gate.run(configured(), "./HEAD")
-
-
-@pytest.mark.usefixtures("checkout")
-def test_an_unforeseen_error_is_no_decision(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("unforeseen")
-
-    monkeypatch.setattr(recording, "accuracies", fail)
-    with pytest.raises(GateError, match="unforeseen"):
-        gate.run(configured(), str(recorded()))
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "output", copies.output)
+    monkeypatch.setattr(current, "output", copies.output)
+    write_text(COMPARISON_FILE, "{}")
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 2.5\n", encoding="utf-8")
     (checkout / "gone.py").touch()
     stage = "{cmd: 'true', deps: [code.py, gone.py], params: [bench, environment.json: [hash]]}"
-    names = ("train@baseline", "train@ddp", "train@memory", "bench", "compare")
-    each = "".join(f"    {name.removeprefix('train@')}: x\n" for name in names[:3])
     (checkout / "dvc.yaml").write_text(
-        f"stages:\n  train:\n    foreach:\n{each.replace('    ', '      ')}    do: {stage}\n"
+        f"stages:\n  train:\n    foreach: [baseline, ddp]\n    do: {stage}\n"
         f"  bench: {stage}\n  compare: {stage[:-1]}, outs: [reports/comparison.json: {{persist: true}}]}}\n",
         encoding="utf-8",
     )
     dvc = (sys.executable, "-m", "dvc")
     run(*dvc, "init", "--no-scm", "--quiet")
     run(*dvc, "repro", "--quiet")
-    assert gate.run(configured(), str(recorded())) == 0
+    gate.check_current(configured())
     (checkout / "code.py").write_text("slow = True", encoding="utf-8")
     (checkout / "params.yaml").write_text("bench:\n  max_minutes: 9.0\n", encoding="utf-8")
     here = json.loads((checkout / "environment.json").read_text(encoding="utf-8"))
     (checkout / "environment.json").write_text(json.dumps(here | {"hash": "other"}), encoding="utf-8")
     (checkout / "gone.py").unlink()
-    with recording.COMPARISON_FILE.open("a", encoding="utf-8") as file:
+    with COMPARISON_FILE.open("a", encoding="utf-8") as file:
         file.write("\n")
     stages = (checkout / "dvc.yaml").read_text(encoding="utf-8")
     (checkout / "dvc.yaml").write_text(stages.replace("compare: {cmd: 'true'", "compare: {cmd: ':'"), encoding="utf-8")
     with pytest.raises(GateError, match=r"is out of date: since it was made, (.*) changed") as refused:
-        gate.run(configured(), "main.json")
+        gate.check_current(configured())
     found = str(refused.value).partition("made, ")[2].partition(" changed")[0].split(", ")
     assert sorted(found) == [
         "code.py", "command", "environment.json (hash)", "gone.py", "params.yaml (bench)", "reports/comparison.json",
     ]  # fmt: skip
-
-
-def test_both_files_must_be_comparisons_and_not_the_same_one(checkout: Path) -> None:
-    with pytest.raises(GateError, match="own comparison"):
-        gate.run(configured(), str(checkout / recording.COMPARISON_FILE))
-    (checkout / "main.json").write_text('{"schema": 1, "bench": {"schema": 1}}', encoding="utf-8")
-    with pytest.raises(ResultError, match=r"^main.json is not a file "):
-        gate.run(configured(), "main.json")
-    recording.COMPARISON_FILE.rename(checkout / "main.json")
-    with pytest.raises(ResultError, match=r"^reports/comparison\.json is missing; run `dvc repro`"):
-        gate.run(configured(), "main.json")
 
 
 # The copies
@@ -649,9 +491,23 @@ def test_the_head_says_whether_it_is_a_commit(repository: Path) -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_an_unknown_revision() -> None:
-    with pytest.raises(GateError, match="--against: found 'no-such', which is neither a file nor a revision"):
-        gate.run(configured(), "no-such")
+@pytest.mark.parametrize(("against", "why"), [("no-such", "a shallow clone"), ("kept", "the gate compares with a rev")])
+def test_what_is_no_revision_is_refused(against: str, why: str) -> None:
+    for file in (gate.JSON_FILE, gate.MARKDOWN_FILE):
+        write_text(file, "of an earlier gate")
+    with pytest.raises(GateError, match=f"found '{against}', which is no revision in this repository: {why}"):
+        gate.run(configured(), against)
+    assert not gate.JSON_FILE.exists(), "a promotion would rely on it"
+    assert not gate.MARKDOWN_FILE.exists()
+
+
+def test_an_unforeseen_error_is_no_decision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "measured", lambda *_: 1 / 0)
+    with pytest.raises(GateError, match="division by zero"):
+        gate.run(configured(), "main")
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1101,11 +957,12 @@ def test_a_changed_figure_without_a_changed_digest_gets_a_remark(
 
 
 def test_a_figure_that_the_head_hides_is_reported(pretended: Pretended) -> None:
-    pretended.refused = {"head ddp": range(9)}
+    pretended.refused = {"head ddp": range(14)}
     gated(3)
     said = "**Not decided, because the measurement is not to be trusted: throughput (ddp).**\n"
     assert markdown().startswith(said)
     assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in markdown()
+    assert "\n| ddp | not known untrusted | 1.000" in markdown()
 
 
 def test_every_ruler_exists() -> None:

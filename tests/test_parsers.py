@@ -26,12 +26,11 @@ from safetensors import numpy as safetensors
 
 from pipeline import environment, params, results
 from pipeline.comparison import consistency
-from pipeline.comparison.comparison_file import Comparison
 from pipeline.data import LISTING as LISTING_FILE
 from pipeline.data import datasets, prepared, sources
 from pipeline.errors import PipelineError
 from pipeline.tools import evidence
-from pipeline.tracking import promoting
+from pipeline.tracking import labels, promoting
 from pipeline.training import checkpoints
 from tests.data.test_own_data import table
 from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
@@ -152,9 +151,7 @@ PARSERS = {
     "result": of_file("baseline.json", RESULT.to_json().encode(), lambda path: results.read(path, PARAMS)),
     "history": Parser("baseline/history.csv", written_history(), history),
     "bench": of_file("bench.json", make_bench(rounds=2).to_json().encode(), results.read_bench),
-    "comparison": of_file(
-        "comparison.json", COMPARISON, lambda path: results.read_document(path, Comparison, "make it again")
-    ),
+    "comparison": Parser("reports/comparison.json", COMPARISON, labels._comparison),
     "checkpoint": of_file("seed-0.pt", WEIGHTS, lambda path: checkpoints.load(path, "job")),
     "evidence": of_file("evidence.zip", written_evidence, evidence.check),
     "gate": Parser("reports/gate.json", of(GATE), lambda folder: promoting._passed(folder, "c")),

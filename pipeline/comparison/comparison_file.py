@@ -243,6 +243,3 @@ class Comparison(Document):
     """File -> SHA-256 of the results, histories, bench and sessions. Empty in a file older than this field."""
     settings: Compare | None = None
     """``compare`` in params.yaml when the comparison was made. None in a file older than this field."""
-
-    def problems(self) -> list[str]:
-        return self.bench.problems()

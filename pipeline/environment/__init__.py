@@ -34,7 +34,6 @@ __all__ = [
     "hash_of",
     "machine",
     "memory_limits",
-    "optional_versions",
     "read",
     "without_stages",
     "write",
@@ -98,13 +97,13 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 
     ``content`` is a fingerprint. The hash stored in it is ignored; a new hash is computed.
     """
-    known = optional_versions(content, section)
+    known = _optional_versions(content, section)
     versions = {name: version for user in users for name, version in known.get(user, {}).items()}
     own = json_sha256({name: content.get(name) for name in ("hardware", "software", "settings")})
     return json_sha256([own, versions]) if versions else own
 
 
-def optional_versions(
+def _optional_versions(
     content: Mapping[str, Any], section: Literal["variants", "forms"]
 ) -> Mapping[str, Mapping[str, str | None]]:
     """Return a fingerprint's optional packages: user -> name -> version. The result is empty if an older version of the
@@ -117,7 +116,7 @@ def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment.json's content without stages, forms and plans. What remains is the environment that the
     variants' numbers depend on."""
     kept = {key: value for key, value in content.items() if key not in ("stages", "variants")}
-    return kept | {"relied_on": {"variants": dict(optional_versions(content, "variants"))}}
+    return kept | {"relied_on": {"variants": dict(_optional_versions(content, "variants"))}}
 
 
 def write(

@@ -114,10 +114,10 @@ def commit_of(revision: str) -> str:
     try:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     except GateError:
-        raise GateError(
-            f"--against: found {revision!r}, which is neither a file nor a revision in this repository. A shallow "
-            "clone lacks most revisions; run `git fetch --unshallow` to get them."
-        ) from None
+        why = "a shallow clone lacks most revisions; run `git fetch --unshallow` to get them"
+        if Path(revision).is_file():
+            why = "the gate compares with a revision and not with a file, because it measures both sides side by side"
+        raise GateError(f"--against: found {revision!r}, which is no revision in this repository: {why}.") from None
 
 
 def _git(*arguments: str, **variables: str) -> str:
@@ -133,7 +133,7 @@ def output(
     try:
         done = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True)
     except FileNotFoundError:
-        raise GateError(f"{command[0]} is not installed; --against a revision needs it.") from None
+        raise GateError(f"{command[0]} is not installed, but the gate needs it.") from None
     if done.returncode:
         raise GateError(f"{otherwise}: {done.stderr.strip()}")
     return done.stdout.removesuffix("\n")

@@ -256,21 +256,6 @@ def _means(head: Sequence[Arm], base: Sequence[Arm]) -> tuple[Arm, Arm]:
     return of_head, of_base
 
 
-# The functions below serve both samples that are measured side by side and samples that were recorded earlier.
-
-
-def held_variants(base: Iterable[str], head: Iterable[str], against: str) -> list[str]:
-    """Return the names of the base's variants. Raises GateError unless the head has all of them."""
-    names = list(base)
-    if lacking := ", ".join(name for name in names if name not in set(head)):
-        raise GateError(
-            f"variants: {against} has variants that were not measured here, so the gate would not see if they got "
-            f"worse: {lacking}. Put them back into params.yaml and run `dvc repro`, or compare this work tree with a "
-            "revision."
-        )
-    return names
-
-
 def accuracy_of(correct: float, count: int, of: str) -> float:
     """Return the accuracy as a fraction. Raises GateError if the counts are impossible."""
     if count > 0 and 0 <= correct <= count:

@@ -24,13 +24,13 @@ def markdown(gated: Gated) -> str:
         f"| head against base | throughput | peak memory | test {gated.score.in_words}, points |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {accuracy_cell(row.accuracy)} |"
+            f"| {row.variant} | {_ratio(row.throughput)} | {_ratio(row.memory)} | {_accuracy(row.accuracy)} |"
             for row in rows
         ),
         "",
         *(f"* {remark}" for remark in remarks),
-        f"* {commits(gated.base.commit, gated.head.commit)}; side by side, {rounds} rounds in {gated.seconds:.0f} s, "
-        f"{arm.device}.",
+        f"* Base {_commit(gated.base.commit)}, head {_commit(gated.head.commit)}; side by side, {rounds} rounds in "
+        f"{gated.seconds:.0f} s, {arm.device}.",
         f"* The baseline against itself: throughput {_interval(gated.noise_throughput)}, peak memory "
         f"{_interval(gated.noise_memory)}.",
         "* Measured in one session: in other sessions the ratios may differ by an unknown amount.",
@@ -42,18 +42,13 @@ def markdown(gated: Gated) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commits(base: str | None, head: str | None) -> str:
-    """Describe both commits. A "+" at the end of a commit means that files differ from it; None means unknown."""
-
-    def shown(commit: str | None) -> str:
-        if commit is None:
-            return "(commit unknown)"
-        return f"`{commit[:12]}`" + (" with uncommitted changes" if commit.endswith("+") else "")
-
-    return f"Base {shown(base)}, head {shown(head)}"
+def _commit(commit: str | None) -> str:
+    if commit is None:
+        return "(commit unknown)"
+    return f"`{commit[:12]}`" + (" with uncommitted changes" if commit.endswith("+") else "")
 
 
-def accuracy_cell(accuracy: Accuracy | None) -> str:
+def _accuracy(accuracy: Accuracy | None) -> str:
     """Return the difference in percentage points and the decision."""
     if accuracy is None:
         return "not compared"

@@ -33,7 +33,6 @@ from pipeline.gate.decision import (
     accuracy_of,
     check_seeds,
     differing,
-    held_variants,
     judge,
     noises,
     own_modules,
@@ -81,7 +80,7 @@ def measured(config: Config, revision: str) -> Gated:
         told = {key: here["dataset"].get(key) for key in there["dataset"]}  # a newer version may have more keys
         if problems := differing(there["dataset"], told, "dataset"):
             raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
-        baseline, every = effective.compare.baseline, held_variants(there["variants"], here["variants"], revision)
+        baseline, every = effective.compare.baseline, list(there["variants"])
         chosen = {baseline, *effective.gate.variants} if effective.gate.variants else set(every)
         names = [name for name in every if name in chosen]
         own = {module for each in (there, here) for module in own_modules(each["train"])}
