@@ -232,7 +232,7 @@ MEMORY: tuple[Entry, ...] = (
         name="zeroed_gradients",
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
-        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
+        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did before 2.0",
         pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
         "saves",
         costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
