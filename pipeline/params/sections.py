@@ -62,7 +62,7 @@ class Synthetic(Section):
     """Number of classes; each class is a texture with noise. With floats: the number of values to predict; each value
     is the strength of a texture. With tokens: the size of the vocabulary."""
     seed: Seed = 0
-    """Seed of textures and noise."""
+    """Seed of the samples."""
 
 
 class Fetch(Section):
