@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     profile = add("profile", _profile, "Show where a variant's step spends its time; write profiles/VARIANT/.")
     infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
     for stage in (train, profile, infer):
-        stage.add_argument("variant", metavar="VARIANT", help="an entry under variants: in params.yaml")
+        stage.add_argument("variant", metavar="VARIANT", help="an entry under variants: or students: in params.yaml")
     add("compare", _compare, "Compare the variants' results; write reports/.")
     add("publish", _publish, "Write the results into MLflow, unless they are there already.")
     gate = add("gate", _gate, "Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
@@ -116,7 +116,10 @@ def _parser() -> argparse.ArgumentParser:
         "Print how a variant's step is composed on this machine: techniques, their order, and what is skipped.",
     )
     plan.add_argument(
-        "variant", nargs="?", metavar="VARIANT", help="an entry under variants: in params.yaml; without a name: all"
+        "variant",
+        nargs="?",
+        metavar="VARIANT",
+        help="an entry under variants: or students: in params.yaml; without a name: list all",
     )
     memory = add("predict-memory", _predict_memory, "Predict the peak memory of variants without running them.")
     memory.add_argument(
@@ -159,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
     init.epilog = (
         "init overwrites no file that you wrote or changed. Before init changes an existing file, it shows the change "
-        "and asks, unless --yes is given."
+        "and, without --yes, asks."
     )
     data = init.add_mutually_exclusive_group()
     data.add_argument(

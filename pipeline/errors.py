@@ -53,8 +53,8 @@ def said(error: BaseException) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` with user names, passwords and queries removed from its URLs. A user name or a query's value can
-    be a token."""
+    """Return ``text`` with user names, passwords, queries and fragments removed from its URLs. A user name or a query's
+    value can be a token."""
     unnamed = re.sub(r"(://)[^\s/'\"]*@", r"\1***@", text)
     return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page's path
 

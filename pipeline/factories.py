@@ -16,8 +16,8 @@ from pipeline.errors import PipelineError, did_you_mean, own_place
 def find(name: str, key: str, returns: str, *, example: str, error: type[PipelineError]) -> Callable[..., Any]:
     """Return the function that ``name`` (``module:function``) names, from an installed module or the current directory.
 
-    Adds the current directory to ``sys.path``. Raises ``error`` if there is no such function. The messages contain
-    ``key``, the key in params.yaml, and ``returns``, the expected return value in words.
+    Adds the current directory to ``sys.path``. Raises ``error`` if there is no such function. For the messages:
+    ``key`` is the key in params.yaml, and ``returns`` is the expected return value in words.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:

@@ -57,9 +57,9 @@ def write_array(path: Path, array: Any) -> None:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, open for writing. At the block's end it replaces ``path``, completely or not at all.
 
-    An interruption, a full disk or a power failure leaves the old content, because the new content is on the disk
-    before the file is renamed. An OSError that names no file gets ``path`` as its file. After an error the temporary
-    file is deleted, because the disk may be full.
+    An interruption, a full disk or a power failure leaves the old or the new content, because the new content is on the
+    disk before the file is renamed. An OSError that names no file gets ``path`` as its file. After an error the
+    temporary file is deleted, because the disk may be full.
     """
     partial = path.with_name(path.name + ".partial")
     with naming(path):

@@ -34,8 +34,8 @@ class Plan(BaseModel):
     requested: Variant
     applied: Variant
     skipped: dict[str, str]
-    """Technique that is skipped, or GPUs that stay unused ("1 of 3 GPUs") -> the reason. Empty if everything requested
-    is applied."""
+    """Technique that is skipped, or GPUs that stay unused ("GPU" or "1 of 3 GPUs") -> the reason. Empty if everything
+    requested is applied."""
     decided: dict[str, str] = {}
     """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
     a deterministic run is impossible."""
@@ -47,7 +47,7 @@ class Plan(BaseModel):
     """Factor by which the job's batch size and learning rate are multiplied: ``data_processes`` with weak scaling, else
     1."""
     devices_per_process: int = 1
-    """Number of GPUs on which one process computes: more than one only with nn.DataParallel."""
+    """Number of devices on which one process computes: more than one only with nn.DataParallel."""
     micro_batches: int
     micro_batch_size: int
     """Samples that one process takes in one micro-batch."""
@@ -66,7 +66,7 @@ class Plan(BaseModel):
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def divided(self, micro_batches: int, **changes: Any) -> Plan:
-        """Return a copy with another number of micro-batches, which must divide a process's share of the batch."""
+        """Return a copy with another number of micro-batches. The number must divide a process's share of the batch."""
         size = self.micro_batches * self.micro_batch_size // micro_batches
         return self.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size, **changes})
 
@@ -194,7 +194,8 @@ def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, 
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
-    """Return every variant's plan. If variants cannot run here, raises one ConfigError that lists every problem."""
+    """Return every variant's plan. If variants cannot run here, raises one ConfigError, which names one
+    problem of each of them."""
     made, problems = {}, []
     for name in config.variants:
         try:
@@ -207,7 +208,7 @@ def plans(config: Config, machine: Machine) -> dict[str, Plan]:
 
 
 def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
-    """Return, for each variant and each form of inference, the software whose versions its numbers depend on.
+    """Return, for each variant and each form of inference, the optional software on whose versions its numbers depend.
 
     The result is ``{"variants": {name: software}, "forms": {form: software}}`` with the forms in ``infer.forms``. Each
     ``software`` is a set of names of distributions; it may also contain ``COMPILER``.

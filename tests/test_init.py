@@ -78,7 +78,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert "3 variants, and 2.5 minutes for the bench" in said
     init.run(LAPTOP)
     assert contents(repository) == before
-    assert capsys.readouterr().out == "init: wrote nothing: all files are as this version writes them\n"
+    assert capsys.readouterr().out == "init: wrote nothing: no file needs a change\n"
 
 
 def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
@@ -134,7 +134,7 @@ def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
     capsys.readouterr()
     init.run(LAPTOP)
     assert capsys.readouterr().out == (
-        "init: wrote nothing: all files are as this version writes them\n"
+        "init: wrote nothing: no file needs a change\n"
         "init: kept Dockerfile, .github/session, because you changed, deleted or made these files\n"
     )
 

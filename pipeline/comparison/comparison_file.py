@@ -87,7 +87,8 @@ class Compared(Record):
     skipped: dict[str, str]
     """Requested technique -> why this machine skipped it."""
     decided: dict[str, str]
-    """Technique -> the value that it chose automatically on this machine, and the reason."""
+    """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
+    a deterministic run is impossible."""
     batch_size: int
     """Global batch size in training. With weak scaling, batch size and learning rate differ from the job's."""
     learning_rate: float

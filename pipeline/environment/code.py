@@ -1,8 +1,8 @@
 """Digests of the code that stages and variants run: one digest per file, computed without importing the file.
 
-A digest covers a file's syntax tree without docstrings, so comments, docstrings and formatting do not change it. The
-files are found by following all import statements, also those inside functions. ``unfollowed`` detects modules of the
-user that are loaded in another way.
+The digest of a Python file covers its syntax tree without docstrings, so comments, docstrings and formatting do not
+change the digest. The files are found by following all import statements, also those inside functions. ``unfollowed``
+detects modules of the user that are loaded in another way.
 """
 
 from __future__ import annotations

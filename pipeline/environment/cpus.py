@@ -60,8 +60,8 @@ def _quotas() -> Iterator[float]:
 
 
 def memory_limits() -> Iterator[int]:
-    """Yield the memory limits, in bytes, of the control groups around this process. Groups without a limit are left
-    out."""
+    """Yield the memory limits, in bytes, of the control groups around this process. A group without a limit is left out
+    (version 2 of control groups) or yields a huge number (version 1)."""
     for group in _control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # there is no such file, or it contains the word "max"

@@ -38,7 +38,7 @@ class Shown(NamedTuple):
     driver: str | None = None
     """The driver's version. None: there is no driver, or its version is unknown."""
     why_none: str | None = None
-    """The failure that hides GPUs which may exist; None if nothing failed."""
+    """The failure that hides GPUs which may exist; None if there is no such failure."""
 
 
 def shown() -> Shown:

@@ -49,7 +49,7 @@ HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 
 def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
     """Return a digest of everything, except the data, that the variant's figures from this stage depend on. Sessions
-    with the same key can be combined.
+    with the same key and the same data can be combined.
 
     ``content``: the content of environment.json, including the values from ``described``.
     """

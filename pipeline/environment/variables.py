@@ -25,9 +25,9 @@ NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_P2P_LEVEL NCCL_PROTO NCCL_SOCKET_FAMILY 
 """
 
 RECORDED = frozenset(_NAMES.split())
-"""Variables whose values the fingerprint shows, even if the values are words. The names are from PyTorch's code and the
-documentation of CUDA, NCCL, OpenMP and the CPU libraries. Words in other variables are not shown: they can be
-secrets."""
+"""Variables whose values the fingerprint shows, even if the values are words, unless a word looks like a secret. The
+names are from PyTorch's code and the documentation of CUDA, NCCL, OpenMP and the CPU libraries. Words in other
+variables are not shown: they can be secrets."""
 
 _PLAIN = re.compile(r"(?i)[+-]?\d{1,10}(\.\d{1,3})?[kmg]?b?|true|false|yes|no|on|off")
 """Matches numbers, sizes and switches, which the fingerprint shows for each variable of the families below."""

@@ -21,10 +21,10 @@ PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
 LIMIT = 1 << 18
-"""Maximum number of characters in a parameter file. A longer file is a mistake or an attack, and parsing it would take
+"""Maximum number of characters in a parameter file. A longer file is a mistake or an attack, and parsing it could take
 minutes."""
 VALUES = 10_000
-"""Maximum number of values in a parameter file, counted after every alias is expanded."""
+"""Maximum number of keys and values in a parameter file, counted after every alias is expanded."""
 CHARACTERS = 2000
 """Maximum number of characters of one value. Messages could not show much longer integers, because Python refuses to
 print them."""
@@ -49,7 +49,7 @@ class Config(Section):
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
-    # In a configuration that ``load`` or ``parse`` returned, this also includes the students.
+    # In a configuration that ``load`` or ``parse`` returned, ``variants`` also includes the students.
     students: dict[VariantName, Variant] = Field(default_factory=dict)
     """Variants that learn from a teacher (distillation). They have a section of their own, because the stage that
     trains them must wait until the teacher is trained."""
@@ -72,7 +72,7 @@ class Config(Section):
 
 
 def load(path: Path = PARAMS_FILE) -> Config:
-    """Return the validated configuration in the file ``path``. Raises ConfigError, which names every wrong key."""
+    """Return the validated configuration in the file ``path``. Raises ConfigError, which names the wrong keys."""
     values = read(path)
     config = parse(values, str(path))
     if problems := list(_misplaced_students(config, values)):
@@ -100,7 +100,7 @@ def read(path: Path) -> Any:
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:
     """Return the validated configuration in ``values``, the content of a YAML file. Raises ConfigError, which names
-    ``source`` and every wrong key."""
+    ``source`` and the wrong keys."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: found {_shown(values)}; expected a mapping of sections.")
     try:
@@ -166,7 +166,8 @@ def schema() -> str:
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """Yield the contradictions between keys that are each valid alone. None of these depends on the machine."""
+    """Yield the problems that pydantic does not find, such as contradictions between keys. None of these problems
+    depends on the machine's hardware."""
     if config.compare.margins.energy and not config.bench.energy:
         yield f"compare.margins.energy: found {config.compare.margins.energy}, which needs bench.energy: true."
     listed = {
@@ -209,8 +210,8 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _own_code(train: Train) -> Iterator[str]:
-    """Yield the problems in the names and options of the task, model, loss and metric. Whether the named modules exist
-    is not checked."""
+    """Yield the problems in the names of the task, model, loss and metric, and in the settings of the loss. Whether the
+    named modules exist is not checked."""
     yield from _model_problems("train.model", train.model)
     loss, metric = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
     for key, known, example in (

@@ -16,9 +16,9 @@ class Machine(BaseModel):
     gpu_native_bf16: bool
     cpu_native_bf16: bool
     gpu_tf32: bool = False
-    """Whether every GPU supports TF32 (compute capability 8.0)."""
+    """Whether every GPU supports TF32 (compute capability 8.0 or above); False without a GPU."""
     gpu_float8: bool = False
-    """Whether every GPU can multiply float8 numbers (compute capability 8.9)."""
+    """Whether every GPU can multiply float8 numbers (compute capability 8.9 or above); False without a GPU."""
     trims_memory: bool = True
     """Whether the C library can give freed memory back to the system (glibc's malloc_trim)."""
     installed: frozenset[str] = frozenset()

@@ -22,7 +22,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
     """Raise ConfigError if ``train`` names a task, model, loss or metric that does not exist, or a variant names a
-    model that does not exist. The message lists every wrong name."""
+    model that does not exist, as far as source files show this. The message lists every wrong name."""
     named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
     for variant, each in (variants or {}).items():
         named |= {f"variants.{variant}.model": each.model} if each.model else {}

@@ -23,7 +23,7 @@ def names() -> tuple[str, ...]:
 
 
 def package_of(name: str) -> str:
-    """Return the distribution that provides the technique ``name``. Raises ConfigError if it is not installed."""
+    """Return the name of the distribution that provides the technique ``name``. Raises ConfigError if there is none."""
     dist = _point(TECHNIQUES, name).dist
     assert dist is not None  # entry_points() finds entry points only in distributions
     return dist.name

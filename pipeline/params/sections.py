@@ -27,7 +27,7 @@ VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=
 
 
 class Section(BaseModel):
-    """A part of params.yaml. It is immutable, refuses unknown keys, and does not convert types silently."""
+    """A part of params.yaml. It is immutable, refuses unknown keys, and converts no types except integers to floats."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -62,15 +62,15 @@ class Synthetic(Section):
     """Number of classes; each class is a texture with noise. With floats: the number of values to predict; each value
     is the strength of a texture. With tokens: the size of the vocabulary."""
     seed: Seed = 0
-    """Seed of textures and noise."""
+    """Seed of the samples."""
 
 
 class Fetch(Section):
     """The data set, and the source of its raw files."""
 
     dataset: DataSetName = "fashion_mnist"
-    """The data set. Three need no network: digits comes with scikit-learn, python_source is Python's standard library
-    as text, and synthetic is generated. A score on synthetic images means nothing."""
+    """The data set. Three need neither a network nor files of yours: digits comes with scikit-learn, python_source is
+    Python's standard library as text, and synthetic is generated. A score on synthetic images means nothing."""
     mirror: str | None = None
     """A directory with the raw files, or its file:// address. It is tried before other sources."""
     image_folder: str | None = None
@@ -135,7 +135,7 @@ class Train(Section):
     """The job that every variant trains."""
 
     OF_RUNS: ClassVar = frozenset({"seeds", "history_every_steps"})
-    """Settings that decide how many runs there are and what is recorded; no training step depends on these settings."""
+    """Settings that decide which runs there are and what is recorded. A seed's training does not depend on them."""
     OF_RESUMING: ClassVar = frozenset({"checkpoint_every_steps"})
     """Settings for resuming a run; no result depends on these settings."""
 
@@ -204,11 +204,11 @@ class Bench(Section):
     """Measurement of the steady-state speed and memory of all variants."""
 
     max_minutes: Duration = 2.5
-    """Rounds are measured until this time is spent. At least six rounds are measured, because fewer give no verdict."""
+    """Rounds are measured for at most this time, but at least six rounds, because fewer give no verdict."""
     hard_limit: bool = False
     """Stop at max_minutes (in the gate: at gate.max_minutes) even before the sixth round."""
     max_rounds: PositiveInt | None = None
-    """Stop after this many rounds; null: time alone decides."""
+    """Stop after this many rounds; null: no limit."""
     window_seconds: Duration = 1.5
     """Length of the baseline's measured window in a round. Every variant takes as many steps as the baseline. If
     variants take long to start, the window is longer."""
@@ -284,8 +284,8 @@ class Gate(Section):
     """How the gate compares two commits."""
 
     max_minutes: Duration = 10.0
-    """Rounds of both commits are measured until this time is spent, but at least six rounds. If it is then still
-    unclear whether a figure became worse by must_see, the time is doubled."""
+    """Rounds of both commits are measured for at most this time, but at least six rounds. If it is still unclear after
+    this time whether a figure became worse by must_see, the time is doubled."""
     must_see: PositiveFloat = 0.1
     """The gate passes only if it can exclude that throughput or memory became worse by this fraction."""
     variants: list[str] = Field(default_factory=list)

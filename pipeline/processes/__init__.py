@@ -35,7 +35,8 @@ def age_seconds() -> float:
 
 
 def let_threads_sleep() -> None:
-    """Let OpenMP's threads spin only briefly between parallel regions, unless the user sets OMP_WAIT_POLICY.
+    """Let OpenMP's threads spin only briefly between parallel regions. Do nothing if the user has set OMP_WAIT_POLICY
+    or GOMP_SPINCOUNT.
 
     If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
     threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other

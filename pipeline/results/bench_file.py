@@ -59,7 +59,7 @@ class Flops(Record):
 
 
 class Arm(RunConditions):
-    """One configuration that the bench measures, in a fresh process each round."""
+    """One configuration that the bench measures, in fresh processes each round."""
 
     name: str
     role: Literal["variant", "aa_control", "with", "without"]
@@ -82,7 +82,8 @@ def _utc(text: str) -> str:
 
 
 class Session(Record):
-    """One session of the bench: its time and the state of the machine. No figure is computed from it."""
+    """One session of the bench: its time and the state of the machine. The times and ``boot_id`` decide which benches
+    belong together; no figure is computed from the other values."""
 
     start_utc: Annotated[str, AfterValidator(_utc)]
     """ISO 8601, to the second."""
@@ -92,7 +93,7 @@ class Session(Record):
     uptime_seconds: float | None
     """The machine's uptime when the session started."""
     load_average: float
-    """Mean number of processes that ran or waited for a processor in the minute before the session."""
+    """The system's load average over the minute before the session."""
     steal_fraction: float | None
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
     end_utc: str | None = None
@@ -137,7 +138,7 @@ class Bench(Document):
     session: Session
     keys: dict[VariantName, str]
     """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Sessions with
-    equal keys measured the same thing."""
+    equal keys measured the variant in the same way, but perhaps on other data."""
 
     @property
     def rounds(self) -> int:

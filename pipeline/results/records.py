@@ -1,7 +1,8 @@
 """The records of a variant's result: the result, each seed's run, the measured window and a row of the history.
 
-A quantity's key ends in the unit, unless the quantity is a count. ``None`` means unknown: the value was rejected
-(``rejections`` has the reason), or this machine cannot measure the value. No guess replaces an unknown value.
+A quantity's key ends in the unit, unless the quantity is a count. Unless a field's docstring says otherwise, ``None``
+means unknown: the value was rejected (``rejections`` has the reason), or this machine cannot measure the value. No
+guess replaces an unknown value.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Run(Window):
     test_accuracy: Share
     """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
     test_correct: Count | Amount
-    """For accuracy, the number of correct samples; for the user's own metric, the sum of the samples' scores."""
+    """For accuracy, the number of correct samples; for other metrics, the sum of the samples' scores."""
     test_count: Count
     test_loss: float
     """Mean of ``train.loss`` over the test set; cross-entropy without label smoothing."""
@@ -208,9 +209,10 @@ class RunConditions(Record):
     applied: dict[str, Any]
     """The variant's settings as they were applied."""
     skipped: dict[str, str]
-    """Technique -> reason why this machine left the technique out."""
+    """Technique that was skipped, or GPUs that stayed unused ("GPU" or "1 of 3 GPUs") -> the reason."""
     decided: dict[str, str]
-    """Technique -> the value that it chose automatically on this machine, and the reason."""
+    """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
+    a deterministic run is impossible."""
     batch_size: int
     """Global batch size of the training; with weak scaling, a multiple of the job's batch size."""
     learning_rate: float
@@ -249,8 +251,7 @@ class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
     schema_: Literal[3] = Field(default=3, alias="schema")
-    """Files of older versions are refused. Version 1 had none of the next three fields, so it did not record the origin
-    of the result."""
+    """Files of older versions are refused."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
     history_sha256: str

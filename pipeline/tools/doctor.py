@@ -1,7 +1,7 @@
 """The command ``doctor``: find what this machine or container lacks for the job of params.yaml, and how to fix it.
 
 A check yields findings; ``CHECKS`` lists all checks. ``doctor`` works even if much is broken: an error in a check
-becomes a finding. It stops checks that hang, and changes nothing.
+becomes a finding. ``doctor`` stops a check in ``APART`` that hangs. It changes nothing.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ REMEDIES = {
     "DVC:": "see `dvc doctor`, the finding about git, .dvc/config and .dvc/config.local",
     "tracking:": "check the address in MLFLOW_TRACKING_URI, and the name server",
 }
-"""Part of a problem's text -> the remedy to print if the check names none. The text can be another tool's error
-message. The first entry that occurs in "check: text" counts."""
+"""Part of the text of a problem or warning -> the remedy to print if the check names none. The text can be another
+tool's error message. The first entry that occurs in "check: text" counts."""
 
 
 class Finding(NamedTuple):

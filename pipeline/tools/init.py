@@ -47,7 +47,7 @@ folder."""
 ONCE = (".dvc/config", ".dvc/.gitignore")
 """Files that are written only if they do not exist."""
 LINES = {".dvcignore": "", ".gitignore": "# What `dvc repro` makes"}
-"""File -> the text with which the user's part of the shipped file begins. ``init`` adds each line of this part that the
+"""File -> the text with which the needed part of the shipped file begins. ``init`` adds each line of this part that the
 user's file lacks."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "language_model": {"optimizer": "adamw", "learning_rate": 0.001},
@@ -111,7 +111,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         files.write_text(Path(name).resolve(), text)  # if it is a link, write its target, so that the link stays
         if text.startswith("#!"):
             Path(name).chmod(0o755)
-    print(f"init: wrote {', '.join(changes) or 'nothing: all files are as this version writes them'}")
+    print(f"init: wrote {', '.join(changes) or 'nothing: no file needs a change'}")
     if kept:
         print(f"init: kept {', '.join(kept)}, because you changed, deleted or made these files")
     if str(PARAMS_FILE) in changes:
@@ -288,7 +288,7 @@ def _variants(
 def _images(path: str) -> tuple[dict[str, Any], int]:
     """Return settings for an image folder, and the number of training images. Raises DataError.
 
-    ``image_size`` is a square. Its side, in pixels, is the median shorter side of about a hundred training images,
+    ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images,
     rounded down to a multiple of 8, and at least 8 and at most 224.
     """
     from PIL import Image

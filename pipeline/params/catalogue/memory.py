@@ -58,8 +58,8 @@ MEMORY: tuple[Entry, ...] = (
         name="selective_checkpointing",
         setting="activation_checkpointing: selective",
         searched_for=("selective activation checkpointing", "SAC", "create_selective_checkpoint_contexts"),
-        does="Blocks keep their input and the outputs of their matrix products and convolutions; the cheap operations "
-        "between them run again in the backward pass",
+        does="Blocks keep their input and the outputs of their matrix products, convolutions and attention kernels; "
+        "all other operations run again in the backward pass",
         pays="when activations are most of the peak memory, and a second forward pass costs too much",
         costs="element-wise operations and normalisations run twice per step; Python code runs for every operation",
         source="Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023",
@@ -232,7 +232,7 @@ MEMORY: tuple[Entry, ...] = (
         name="zeroed_gradients",
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
-        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did until 2.0",
+        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did before 2.0",
         pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
         "saves",
         costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
@@ -258,7 +258,7 @@ MEMORY: tuple[Entry, ...] = (
         name="release_cache",
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
-        does="Between training and evaluation, free memory is given back to the system",
+        does="Before and after each evaluation, free memory is given back to the system",
         pays="when another process needs the memory in the meantime; seldom if the job is alone on the machine",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",

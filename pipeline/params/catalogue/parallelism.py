@@ -172,7 +172,8 @@ PARALLELISM: tuple[Entry, ...] = (
             "stages",
             "2-D parallelism",
         ),
-        does="The model is cut into stages of equal cost, one per process; micro-batches pass from stage to stage",
+        does="The model is cut into stages of nearly equal cost, one per process; micro-batches pass from stage to "
+        "stage",
         pays="when parameters, gradients and optimizer state together do not fit on one GPU; also across hosts, "
         "because only activations at the cuts and their gradients are sent. The parameters alone must fit, because "
         "evaluation runs the whole model on one GPU",

@@ -10,7 +10,7 @@ from pipeline.params.sections import Section
 
 
 def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
-    return None if on_gpu and machine.gpu_tf32 else "it needs a GPU with TF32 (compute capability 8.0)"
+    return None if on_gpu and machine.gpu_tf32 else "it needs a GPU with TF32 (compute capability 8.0 or above)"
 
 
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:

@@ -30,8 +30,8 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
     if variant.gradient_accumulation == 1 and variant.set_to_none:
         return None
     return (
-        "it records CUDA graphs; the next forward pass overwrites their gradients, but gradient_accumulation and "
-        "set_to_none: false need these gradients longer (PyTorch issue 169545). The mode default records no such graphs"
+        "this mode records CUDA graphs (the mode default does not), and the next forward pass overwrites the graphs' "
+        "gradients; gradient_accumulation and set_to_none: false need these gradients longer (PyTorch issue 169545)"
     )
 
 
@@ -109,9 +109,9 @@ SPEED: tuple[Entry, ...] = (
             "max-autotune",
             "CUDA graphs",
         ),
-        does="The model runs as one graph of fused, generated kernels; reduce-overhead also records CUDA graphs, and "
-        "max-autotune also tries several kernels for matrix products (on a CPU, only for batched products). While "
-        "train.deterministic is true, max-autotune tries only kernels with the same rounding",
+        does="The model runs as one graph of fused, generated kernels; reduce-overhead and, on GPUs, max-autotune also "
+        "record CUDA graphs. max-autotune also tries several kernels for matrix products (on a CPU, only for batched "
+        "products). While train.deterministic is true, it tries only kernels with the same rounding",
         pays="for models with many small operations, in runs long enough to make up for the compilation",
         costs="tens of seconds before the first step, fewer with a warm cache; it needs a C++ compiler and a model "
         "without graph breaks. reduce-overhead and, on GPUs, max-autotune exclude gradient_accumulation and "
@@ -149,7 +149,7 @@ SPEED: tuple[Entry, ...] = (
             **dict.fromkeys(
                 ("ddp", "pipeline", "data_parallel"), "only a step on one GPU, without communication, can be recorded"
             ),
-            "compile": "compile has a mode of its own that records CUDA graphs, reduce-overhead",
+            "compile": "compile's mode reduce-overhead already records CUDA graphs",
             "fp16": "with a gradient scaler, the host decides in each step whether to update the weights",
             "activation_checkpointing": "to run a block again, the host asks for the random generator's state, which a "
             "recording forbids",

@@ -166,9 +166,9 @@ def forms_on(
 
 
 class _Batches:
-    """The test set's raw inputs on the device, in batches of one size, because a compiled form is made for one size.
+    """The test set's raw inputs, copied to the device in batches of one size.
 
-    The last batch is filled up with the first samples.
+    A compiled form is made for certain sizes only, so the last batch is filled up with the first samples.
     """
 
     def __init__(self, task: Task, size: int) -> None:
@@ -232,7 +232,7 @@ def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: 
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
-    """Return the 16-bit types that the device computes natively; both types if params.yaml allows emulation."""
+    """Return the 16-bit types that the device computes natively; both types if train.without_native is run."""
     flags = set(fingerprint["hardware"]["cpu"].get("flags", ()))
     native = {"bf16": machine.cpu_native_bf16, "fp16": bool(flags & _NATIVE_FP16_FLAGS)}
     if device == "cuda":

@@ -42,7 +42,7 @@ class Trained:
     batch_sizes: Sequence[int]
     """Batch sizes with which the forms will be called."""
     native: frozenset[str]
-    """The 16-bit types (bf16, fp16) that the device computes natively."""
+    """The 16-bit types (bf16, fp16) that the device computes natively; both if ``train.without_native`` is run."""
 
     @cached_property
     def samples(self) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Measured(Record):
     """The figures of one form."""
 
     prepare_seconds: float
-    """Time, from a cold start, to make the form (compile, export, calibrate) and call it once with each batch size."""
+    """Time to make the form (compile, export, calibrate) and to call it once with each batch size."""
     model_bytes: int
     """Size of the form's parameters, buffers and constants."""
     file_bytes: int | None

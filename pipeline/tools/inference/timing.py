@@ -20,11 +20,11 @@ from pipeline.tools.inference.forms import Predict
 from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
 
 FEWEST_FOR_P99 = 100
-"""Fewest calls for a 99th percentile. With fewer calls, the percentile would depend on the slowest call alone."""
+"""Fewest calls for a 99th percentile. With fewer calls, the percentile would depend on the two slowest calls alone."""
 FEWEST_CALLS = 3
 """Fewest calls of a form, per round and batch size, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
-"""Largest size, in bytes, of the batches that are made together before they are timed."""
+"""Largest size, in bytes, of the batches that are made together before they are timed. A larger batch is made alone."""
 
 Synchronise = Callable[[], None]
 

@@ -45,7 +45,7 @@ KERNEL_ROUNDOFFS = 2.0**5
 DRAWS = 2
 """How often the reference is trained with noise as large as the expected rounding. The largest difference counts."""
 FACTOR = 2.0
-"""Rounding may change a training by at most this many times the change that this noise causes."""
+"""Rounding may change a training by at most ``LEAST`` plus this many times the change that this noise causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
 bound."""
@@ -71,7 +71,7 @@ class Claim:
     measured: float | None = None
     """The difference in ``unit``. None: there was nothing to measure; ``note`` says why."""
     bound: float | None = None
-    """None: no bound is promised."""
+    """None: no bound is promised, or the claim was not tried."""
     holds: bool | None = None
     """None: the claim is not decided. ``undecided`` says in which way, and ``note`` says why."""
     unit: str = ""

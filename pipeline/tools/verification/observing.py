@@ -34,7 +34,7 @@ from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 EPOCHS, EPOCH_STEPS = 2, 10
 """Number of epochs of the miniature, and of steps in an epoch; fewer steps if the data set is smaller."""
 TEST_SAMPLES = 2000
-"""Maximum number of test samples. The number used is prime, so that no number of processes divides it."""
+"""Maximum number of test samples. The number used is prime, so that several processes never have equal shares."""
 TRIED_SAMPLES = 32
 """Number of samples from which a model's nature is found."""
 STATISTICS_BATCHES = 4
@@ -111,7 +111,7 @@ class Observed:
 
     @property
     def way(self) -> Path:
-        """File with the change of each tensor in float64, by name: after a step, the gradient times ``-RATE``."""
+        """File with each floating-point tensor's change in float64: after a step, the gradient times ``-RATE``."""
         return self.file.with_suffix(".way")
 
 
