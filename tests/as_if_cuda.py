@@ -17,7 +17,7 @@ counts collectives, on simulated GPUs and on CPUs.
 It cannot show what depends on kernels: their speed and rounding, the order of their sums, and what cuDNN, cuBLAS and
 Triton choose. The CPU's only fused kernel of attention replaces all others, and ``torch.compile`` returns the model
 unchanged. It cannot show the order of streams either, because every operation runs at once; nor the allocator's cache
-and fragmentation, NCCL's own limits, the driver, or a GPU's random generator, because the CPU's draws all numbers.
+and fragmentation, NCCL's own limits, or the driver. The CPU's generator draws all random numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Gpus:
         self.waits: list[str] = []
         """The operations that made the host wait for a device in the synchronisation debug mode, each with its line."""
         self.throttling = 0
-        """The bit mask in which NVML tells why it has reduced the clocks."""
+        """NVML's bit mask of the reasons why a clock is reduced."""
         self.allocated, self.peaks = [0] * count, [0] * count
         """Bytes of live tensors on each GPU: now, and at most since the last reset."""
         self.debug_mode = "default"
@@ -170,9 +170,9 @@ def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpu
 
     Skips the test on a machine with real GPUs.
     """
-    assert not _PLAYED, "this process plays already"
+    assert not _PLAYED, "this process simulates GPUs already"
     if torch.cuda.is_available():
-        pytest.skip("there are GPUs here, which nobody needs to play")
+        pytest.skip("this machine has GPUs, so none are simulated")
     gpus = Gpus(count, memory_bytes)
     with pytest.MonkeyPatch.context() as patch, _sync_batchnorm():
         for owner, names in _patches(gpus).items():
@@ -187,7 +187,7 @@ def as_if_cuda(count: int = 1, memory_bytes: int = MEMORY_BYTES) -> Iterator[Gpu
 
 
 def _forked(count: int, memory_bytes: int, *arguments: Any) -> None:
-    """Run, in a process that the pipeline started, its work with as many simulated GPUs as its parent has."""
+    """Run the work of a process that the pipeline started, with as many simulated GPUs as its parent has."""
     with as_if_cuda(count, memory_bytes):
         _really_forked(*arguments)
 

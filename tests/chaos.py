@@ -2,10 +2,10 @@
 
     python -m tests.chaos --minutes 60 --seed 1
 
-Two jobs run at a time. Each is killed up to eight times before it may end. The command of a killed job has to end
-within 60 seconds, and no process of the job may still run 20 seconds after that. No file may be half-written under its
-final name. The final weights must equal, bit for bit, those of the same job without a kill. The counts are added to
-benchmarks/figures/chaos.json.
+Two jobs run at a time. Each is killed up to eight times before it may end. The command of a killed job must not hang,
+and no process of the job may still run 20 seconds after the command's end. No JSON file, array or checkpoint may be
+half-written under its final name. The final weights of a training must equal, bit for bit, those of the same job
+without a kill. The counts are added to benchmarks/figures/chaos.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ JOBS = (*PARAMS["variants"], "bench")
 RANKS = {"ddp": 2, "fsdp": 2}
 
 VICTIMS = dict.fromkeys((*RANKS, "bench"), ("launcher", "rank", "all"))
-"""Job -> the processes that may be killed. A job that is not listed here has only one process, the launcher."""
+"""Job -> the victims of a kill; in a job that is not listed here, the launcher. A kill at any instant of a training can
+also hit the process that sends figures to MLflow, the "mirror"."""
 JOIN, TURN = "torch.distributed.init_process_group", "pipeline.benchmark.server.Server.turn"
 MOMENTS = {
     JOIN: ("rendezvous", 1),
@@ -120,7 +121,7 @@ def drawn(chance: random.Random, job: str, seconds: float) -> Kill:
 def watch(kill: Kill) -> None:
     """Make the job kill its own processes at the ``nth`` call of the function, or ``delay_seconds`` after that call.
 
-    The launcher calls this before anything else. Processes that are forked from it inherit the changed function.
+    The launcher calls this before it runs the command. Processes that are forked from it inherit the changed function.
     """
     calls = itertools.count(1)
     home, _, name = kill.function.rpartition(".")

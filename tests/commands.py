@@ -17,8 +17,8 @@ class Command:
     """A running ``python -m pipeline`` in the current directory. It leads a session of its own.
 
     The class has the part of ``subprocess.Popen``'s interface that these tests use. ``variables`` are all environment
-    variables of the process. The process calls ``first`` before anything else. Its ranks are forked from it, so they
-    inherit what ``first`` changed.
+    variables of the process. The process calls ``first`` and then runs the command. Its ranks are forked from it, so
+    they inherit what ``first`` changed.
     """
 
     def __init__(self, *arguments: str, variables: dict[str, str], first: Callable[[], object] | None = None) -> None:

@@ -43,18 +43,18 @@ SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
-"""Variables that pytest, torch and scikit-learn set when a test first uses them, and never unset."""
+"""Variables that pytest, torch and scikit-learn set or change while a test runs."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
-    """Return the number of xdist workers: one with a GPU, because some tests check its memory and its processes."""
+    """Return the number of xdist workers. On a machine with GPUs it is one, because some tests check a GPU's memory."""
     return 1 if environment.machine().gpus else max(1, min(4, int(environment.cores())))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose server is missing. Without a GPU, mark the GPU tests as part of the rehearsal."""
+    """Skip tests whose servers are missing. Without a GPU, mark the GPU tests as ``rehearsal``, for `make rehearse`."""
     for item in items:
         if item.get_closest_marker("services") and not os.environ.get("SERVICES_S3"):
             item.add_marker(pytest.mark.skip(reason="needs PostgreSQL and an object store: make services-check"))
@@ -122,7 +122,7 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    """A text stream that reports to be a terminal."""
+    """A text stream that says that it is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -130,7 +130,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
-    """``open_terminal()`` replaces standard error with a ``Terminal``, on which tqdm shows even fast progress."""
+    """``open_terminal()`` replaces standard error with a ``Terminal``, on which tqdm shows even fast progress, and
+    returns it."""
 
     def make() -> Terminal:
         shown, seconds = Terminal(), itertools.count()
@@ -143,7 +144,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
 
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of scikit-learn's 8x8 digits, prepared: real data without a network."""
+    """The folder of the prepared data set of scikit-learn's 8x8 digits: real data that need no network."""
     from pipeline.data import packing, sources
 
     folder = tmp_path_factory.mktemp("digits")
@@ -223,7 +224,7 @@ class Clone:
         return done.stdout
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Return variables with which git and DVC ignore this machine's settings, and Python writes bytecode."""
+        """Return the variables of a command. With them, git and DVC ignore this machine's settings."""
         private = self.path.parent / f"{self.path.name}.private"
         isolated = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -70,7 +70,7 @@ JOB: dict[str, Any] = {
     "world_size": 1, "threads_per_process": 2, "device": "Example CPU @ 2.0 GHz", "placement": "resident",
     "parameter_count": 21_840,
 }  # fmt: skip
-"""The fields of a result that say how a variant trains the default job of params.yaml on one device."""
+"""Fields of a result that say how a variant trains the default job of params.yaml on one device."""
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def make_results() -> list[Result]:
 def make_window(
     *, samples_per_second: float = 20_000.0, peak_memory_bytes: int = 200 * 2**20, processes: int = 1, **changes: Any
 ) -> Window:
-    """Return one sample of the bench. If it has ``rejections``, its speeds are None."""
+    """Return one sample of the bench. If it has ``rejections``, its speed, step times and wait for input are None."""
     speed = None if changes.get("rejections") else samples_per_second
     values: dict[str, Any] = {
         "measured_steps": 120,
@@ -258,8 +258,8 @@ SHARES = {
     "activation_checkpointing": (0.75, 0.7, 0.9),
     "gradient_accumulation=4": (0.9, 0.8, 0.78),
 }
-"""Technique of ``memory`` -> throughput with it as a multiple of the throughput without it, memory of the baseline with
-it as a multiple of the baseline's, and memory of the stack as a multiple of the stack's without it."""
+"""Technique of the variant ``memory`` -> three ratios: of the throughput with the technique to that without it, of the
+baseline's memory with the technique to that without it, and of the variant's memory to that without the technique."""
 
 
 def make_bench(
@@ -400,7 +400,7 @@ def make_comparison(
 
 
 def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:
-    """Return ``make_history`` for each seed of each result."""
+    """Return variant -> the history of the seeds of its result."""
     return {each.variant: make_history([run.seed for run in each.runs]) for each in measured}
 
 

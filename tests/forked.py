@@ -1,4 +1,4 @@
-"""Import what ranks need, exempt from garbage collection. The server that forks tests' ranks preloads this module."""
+"""Import what ranks need. The server that forks the tests' ranks preloads this module."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ def conv_net(*, norm: bool = False, dropout: bool = False, seed: int = 0) -> nn.
 
 
 def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """Return ``conv_net`` with BatchNorm, for scikit-learn's digits. Tests name this function in ``train.model``.
+    """Return a net like ``conv_net`` with BatchNorm, for scikit-learn's digits. Tests name this function in
+    ``train.model``.
 
-    One layer is so large that bitsandbytes stores the layer's optimizer state in 8 bits.
+    It has one more linear layer than ``conv_net``, so large that bitsandbytes stores the layer's state in 8 bits.
     """
     assert (channels, height, width, classes) == (1, 8, 8, 10)
     *blocks, classifier = conv_net(norm=True)
@@ -86,7 +87,7 @@ class Attending(nn.Module):
         self.dropout = dropout
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        heads = images.flatten(2).unflatten(1, (2, -1)).transpose(2, 3).contiguous()  # the flash kernel needs this
+        heads = images.flatten(2).unflatten(1, (2, -1)).transpose(2, 3).contiguous()  # for the flash kernel
         attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
         return images + attended.transpose(2, 3).reshape(images.shape)
 
@@ -188,8 +189,8 @@ def make_step(
     losses: Losses | None = None,
     micro_batches: int = 1,
 ) -> TrainingStep:
-    """Return the training step of ``model``, changed by the techniques, which must have changed the model before. The
-    default optimizer changes no weight."""
+    """Return the training step of ``model`` after the techniques have changed the step. Change the model with them
+    before. The default optimizer changes no weight."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     step = TrainingStep(model, F.cross_entropy, optimizer, losses or HostLosses(ALONE), micro_batches)
     setup = setup_of(model)

@@ -35,7 +35,7 @@ def write_example_metadata(target: Path, version: str | None = None) -> None:
 
 @contextmanager
 def on_path(*folders: Path) -> Iterator[None]:
-    """Add the folders to ``sys.path`` while the block runs. Before and after it, clear the caches of packages."""
+    """Add the folders to ``sys.path`` while the block runs. Before and after, clear the caches of packages."""
     with pytest.MonkeyPatch.context() as patch:
         for folder in folders:
             patch.syspath_prepend(folder)

@@ -1,4 +1,4 @@
-"""Run a function in several gloo processes, which stand in for several GPUs."""
+"""Run a function in several processes, the ranks of one process group."""
 
 from __future__ import annotations
 

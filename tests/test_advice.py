@@ -29,7 +29,7 @@ def test_an_undecided_ratio_says_what_would_decide_it() -> None:
     def said(text: str, remedy: str) -> str:
         return f"throughput is undecided: about {text} in all will suffice, {ODDS} ({remedy})"
 
-    # Ten rounds take ten minutes. One more is added, because some rounds take longer than the mean.
+    # Ten rounds take ten minutes. One more minute is added, because some rounds take longer than the mean.
     assert reason(undecided) == said("11 min of rounds", "set bench.max_minutes: 11")
     cost = RoundCost("bench.max_minutes", 100, 100.0)
     assert reason(undecided, cost) == said("0.5 min of rounds", "set bench.max_minutes: 0.5")

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(set(modules()) - {"pipeline"})
 ROOMS = re.findall(r"^\| (\d+) \| (`.*?`) \|", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
 LAYERS = {name: int(number) for number, names in ROOMS for name in re.findall(r"`(\w+)", names)}
-"""Module or package at the top of ``pipeline`` -> number of its room. Imports inside a package are free."""
+"""Module or package at the top of ``pipeline`` -> number of its room in docs/architecture.md.
+Imports inside a room are free."""
 
 
 def unit(module: str) -> str:
@@ -32,7 +33,7 @@ def test_a_module_imports_only_from_its_own_and_lower_rooms(module: str) -> None
         for other in own(imported(tree(module), module))
         if unit(other) != unit(module) and LAYERS[unit(other)] >= LAYERS[unit(module)]
     }
-    assert not wrong, f"{module} imports from its own or a higher layer: {sorted(wrong)}"
+    assert not wrong, f"{module} imports from rooms whose numbers are not lower: {sorted(wrong)}"
 
 
 def test_the_table_lists_every_room_once_and_in_order() -> None:

@@ -49,7 +49,7 @@ class FakeServer(Server):
         """The median step times of the next samples, in order. Further samples have 1 ms."""
         self.interrupt_at = interrupt_at
         self.changes: Callable[[str], dict[str, Any]] = lambda _: {}
-        """Arm -> other values for its answer, or for the window in the answer."""
+        """Function: arm -> other values for its answer, or for the window in the answer."""
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return values
@@ -124,7 +124,7 @@ def test_settings_give_the_turns_the_fewest_rounds_and_the_time_that_is_left() -
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    """A server that takes ten seconds to open an arm and one second for each turn."""
+    """A server that takes ten seconds to open an arm and one second for each turn, by a simulated clock."""
     now, server = [0.0], FakeServer()
 
     def takes(seconds: float, does: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
     monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, text: totals.update({text.split(",")[0]: bar.total}))
     reject(slow, {"a": [0, 2]})
     measure(arms(slow, "a", "b"), seconds=1, max_rounds=None, steps=1, turns=1, fewest=6)
-    # A round takes 22 s. An arm that is rejected in every round so far does not count, so round 1 repeats only later.
+    # A round takes 22 s. An arm that was rejected in all rounds so far does not count, so round 1 counts only later.
     assert [totals[f"round {number}"] for number in range(2, 9)] == [6 * 22, 7 * 22, *[8 * 22] * 5]
 
 
@@ -623,7 +623,7 @@ def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
 def test_the_wait_for_input_is_not_limited_if_it_is_compared(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
-    """When a CUDA graph replays the step of a small model, reading the input takes most of the step's time."""
+    """When a CUDA graph replays the step of a small model, reading the input can take most of the step's time."""
     plan = make_plan(data_loading=chosen or "auto")
     setup, batches = SimpleNamespace(replays=replays), SimpleNamespace(placement=placement)
     training: Any = SimpleNamespace(plan=plan, batches=batches, setup=setup)
@@ -659,7 +659,7 @@ def test_a_server_measures_windows_rejects_disturbed_ones_and_names_what_it_cann
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, sent: signal.Signals) -> None:  # noqa: ARG001
-    """The signal goes to the bench, its server and the arms, as a terminal sends it."""
+    """The signal goes to the bench, its server and the arms, as Ctrl-C in a terminal does."""
     two = {"baseline": {}, "same": {"set_to_none": False}}
     alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | alone), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A job's files are accepted only if unchanged, of one job, and with figures that can have been measured."""
+"""A job's files are accepted only if they are unchanged, fit together, and have figures that can have been measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMS: dict[str, Any] = {
     "publish": {"models": False},
     "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
 }
-OF_STAGE = functools.cache(code.of_stage)  # a test changes files, no code
+OF_STAGE = functools.cache(code.of_stage)  # the tests change files, but no code
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
     "results/ddp.json", "results/ddp/history.csv", "bench.json", "data/prepared/dataset.json", "environment.json",
@@ -81,7 +81,7 @@ def job(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(made, root)
     monkeypatch.chdir(root)
     monkeypatch.setattr(code, "of_stage", OF_STAGE)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # whatever is refused does not come so far
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nothing listens there: refused files are not sent
     return root
 
 
@@ -130,7 +130,7 @@ def repeated(bench: Any) -> None:
 
 
 def more_right(result: Any) -> None:
-    """Wherever the result itself tells it."""
+    """Count more correct answers in one run, in all fields of the result that depend on them."""
     run = result["runs"][1]
     run.update(test_correct=9061, test_accuracy=0.9061)
     result["summary"] = summarise(Result.model_validate(result).runs).model_dump()
@@ -219,7 +219,7 @@ def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture
     assert Path(REPORT).read_bytes() == before
     assert not capsys.readouterr().err
     assert comparisons.wanted(load(), Path())
-    Path(BENCH).unlink()  # as before any bench, and beside another report
+    Path(BENCH).unlink()  # then the report is one of another bench
     wanted = comparisons.wanted(load(), Path())
     assert wanted
     assert labels.stale(wanted, Path()) == [BENCH]

@@ -77,7 +77,7 @@ def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
 
 def test_each_part_is_measured_for_what_the_others_choose() -> None:
     gains = np.array([[3.0, 0.0, 0.0], [1.0, 1.0, 1.5]])
-    assert choices(gains) == [1, 0, 0]  # without its lucky first part, the first candidate is the worse
+    assert choices(gains) == [1, 0, 0]  # without its lucky first part, the first candidate is worse
     assert choices(gains, middle=np.median) == [1, 0, 0]
 
 
@@ -106,7 +106,7 @@ def test_over_sessions_each_tells_what_the_others_chose() -> None:
 
 
 def test_within_a_session_its_rounds_choose_for_each_other() -> None:
-    """Of three equally fast variants, the luckiest has no luck in the rounds that were not used to choose it."""
+    """The luckiest of three equally fast variants gains less in the rounds that were not used to choose it."""
     comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
     found, seen = comparison.champion, [each.throughput for each in comparison.variants[1:] if each.throughput]
     assert found

@@ -85,7 +85,7 @@ class Stage:
 
     command: tuple[str, ...]
     edited: str = "none"
-    """A glob pattern of its output files, which are edited first so that the stage has to write other content."""
+    """A glob pattern of output files. They are edited first, so that the stage has to write them again."""
     fetch: Mapping[str, Any] = field(default_factory=lambda: {"dataset": "digits"})
 
 

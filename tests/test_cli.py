@@ -67,7 +67,7 @@ def test_environment_notices_the_version_of_what_the_job_relies_on(
     (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     assert cli.main(["environment"]) == 0
     found = environment.read()
-    assert found["hash"] == environment.fingerprint()["hash"], "nobody else's numbers depend on it"
+    assert found["hash"] == environment.fingerprint()["hash"], "the hash does not depend on these versions"
     told = {user: set(versions) for users in found["relied_on"].values() for user, versions in users.items()}
     assert told == {
         "baseline": set(), "small": {"bitsandbytes"}, "fast": {"compiler"},
@@ -84,7 +84,7 @@ def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys:
     assert cli.main(["environment"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: train.batch_size: found 255, which variants.ddp cannot divide")
-    assert "variants.memory cannot divide into 1 process x 4" in captured.err, "all of them at once"
+    assert "variants.memory cannot divide into 1 process x 4" in captured.err, "all errors must be reported at once"
     assert captured.out == ""
     assert not (checkout / "environment.json").exists()
 

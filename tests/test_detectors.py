@@ -117,7 +117,7 @@ class Machine:
         self, pid: int, parent: int, *, own: float = 0, ended: float = 0, waits: dict[int, float] | None = None,
         name: str = "a) 7 name",
     ) -> None:  # fmt: skip
-        """Write the times of a process: the CPU seconds of its ``own`` and of its ``ended`` children. ``waits``: thread
+        """Write the times of a process: its ``own`` CPU seconds, and those of its ``ended`` children. ``waits``: thread
         -> seconds in which the thread waited for a core."""
         directory = self.root / str(pid)
         directory.mkdir(exist_ok=True)
@@ -307,7 +307,8 @@ SLOW = pynvml.nvmlClocksEventReasonHwSlowdown
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A fake driver. ``answers``: the reasons for reduced clocks, as bits, or errors, after which none is reported."""
+    """A fake driver. ``answers``: the reasons for reduced clocks, as bits, or an error, for each query. Later queries
+    get no reason."""
     driver = SimpleNamespace(answers=iter(()), asked=0, pids=[], clients=[])
 
     def clocks(_: str) -> int:

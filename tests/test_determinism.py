@@ -25,7 +25,7 @@ STRICT, WARNS = 2, 1
 
 
 class Puts(nn.Module):
-    """Calls ``put_``, which has no deterministic form, on ``ranks``, in all forward passes but the ``first`` ones."""
+    """Calls ``put_``, which has no deterministic form, on ``ranks``, in each forward pass after number ``first``."""
 
     def __init__(self, inner: nn.Module, first: int = 0, ranks: str = "01") -> None:
         super().__init__()

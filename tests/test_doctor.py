@@ -31,7 +31,7 @@ H100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 80, "power_li
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a directory the current one that is no git repository, and hide this machine's own settings."""
+    """Make a directory that is no git repository the current one, and hide this machine's own settings."""
     for name in ("CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {
@@ -59,7 +59,7 @@ Report = Callable[[str], str]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Report:
-    """Return a function that returns what doctor prints of one check, with each line break as a space."""
+    """Return a function that returns what doctor prints of one check, with single spaces between the words."""
 
     def report(check: str) -> str:
         with monkeypatch.context() as patch:
@@ -114,7 +114,7 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     assert "-> correct params.yaml, or your module that the message names" in raising
     assert "train.batch_size: found 6, but digits has 5" in parts(batch_size=6)
     job({"baseline": {}}, trian={})
-    assert report("model, data") == "0 problems, 0 warnings", "the check of params.yaml says it"
+    assert report("model, data") == "0 problems, 0 warnings", "the check of params.yaml reports the error"
 
 
 MISMATCH = gpus.Shown([], None, "NVML says: Driver/library version mismatch")
@@ -298,7 +298,7 @@ def test_the_tracking_store() -> None:
         ('echo \'["ok", "x"]\'; exec sleep 300', [Finding("ok", "x"), Finding("warning", "no answer within 2 s")]),
         ("echo the reason >&2; exit 3", [Finding("PROBLEM", "the reason")]),
         ("exit 3", [Finding("PROBLEM", "the process ended with 3")]),
-        # By this, a rehearsal recognises the process of a check.
+        # By such arguments, the tests on simulated GPUs recognise a process of the pipeline.
         ('echo "$*" >&2; exit 3', [Finding("PROBLEM", "-m pipeline.tools.doctor GPUs")]),
     ],
 )

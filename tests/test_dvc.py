@@ -80,7 +80,7 @@ def test_a_fresh_clone_has_all_stages_and_runs_the_environment_first(fresh: Clon
     stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory"]
     stages += ["bench", "profile@baseline", "compare", "publish"]
     assert fresh.run("dvc", "stage", "list", "--name-only").split() == stages
-    planned = fresh.run("dvc", "repro", "--dry", fails=True)  # at the first file that does not exist yet
+    planned = fresh.run("dvc", "repro", "--dry", fails=True)  # it fails at the first file that does not exist yet
     assert planned.startswith("Running stage 'environment'")
 
 
@@ -99,7 +99,7 @@ def test_a_new_variant_is_a_stage_and_a_student_one_that_depends_only_on_its_tea
 
 @pytest.mark.slow
 def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
-    """Even if the stage that refuses the name is skipped: DVC then finds no plan of that name."""
+    """If the stage that refuses the name is skipped, DVC finds no plan of that name."""
     tried, name = clone({"fetch.dataset": "digits"}), "x; touch owned; true"
     tried.run("dvc", "repro", "prepare")
     tried.edit({f"variants.{name}": {}})

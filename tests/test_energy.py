@@ -1,4 +1,4 @@
-"""Energy per sample: counters with known answers, from the counter to the verdict."""
+"""Energy per sample, from counters with known values to the verdict."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_packages_add_up_each_once_and_a_counter_that_wraps_goes_on(
     zones(rapl_0=900_000, rapl_0_0=0, rapl_1=100_000, rapl_1_0=0, rapl_2=0)
     counters = Energy([CPU])
     window(counters, clock, lambda: zones(rapl_0=100_000, rapl_0_0=50_000, rapl_1=350_000, rapl_1_0=9, rapl_2=700_000))
-    zones(rapl_0=200_000)  # energy between windows does not count, and that of a window that is not measured
+    zones(rapl_0=200_000)  # energy between windows does not count, nor does that of an unmeasured window
     window(counters, clock, lambda: zones(rapl_0=600_000), measured=False)
     window(counters, clock, lambda: zones(rapl_0=700_000, rapl_1=400_000))
     joules = 0.2 + 0.25 + 0.1 + 0.05

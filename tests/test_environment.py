@@ -33,7 +33,7 @@ class Gpu:
     memory_gib: float | None = 79.6
     power_milliwatts: int | None = 700_000
     instances: list[Gpu | None] | None = None
-    """The GPU's MIG instances by index, None for an index without an instance. No list: MIG does not split the GPU."""
+    """The GPU's MIG instances by index, None for an index without an instance. Without a list, MIG splits no GPU."""
     parent: Gpu | None = field(default=None, repr=False)
 
 
@@ -325,7 +325,7 @@ def test_of_split_gpus_cuda_shows_one_instance(plug: Plug, shown: str | None, vi
 
 
 def on_cuda(**names: str) -> Told:
-    """Return CUDA's answer: UUID -> name."""
+    """Return CUDA's answer about GPUs. ``names``: UUID -> name."""
     about = {"compute_capability": "9.0", "memory_gib": 79}
     return {uuid: {"name": name} | about for uuid, name in names.items()}, None
 
@@ -429,7 +429,7 @@ class cuda:
     def get_device_properties(index):
         return SimpleNamespace(uuid=f"uuid-{{index}}", name="H100", major=9, minor=index, total_memory=80 * 10**9)
 """
-"""A simulated torch."""
+"""The source of a module that stands in for torch."""
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().
 SECRETS = ("me:hunter2", "s1gned")
 MIRROR = f"file://{SECRETS[0]}@mirror/raw?key={SECRETS[1]}"
 OF_ANOTHER_PYTHON = {"pipeline/training/loop.py": "0" * 16}
-"""Digests of code as another version of Python computes them. They are digests of syntax trees, which Python's versions
-write differently."""
+"""Stands for digests of code by another version of Python. They differ, because each version of Python writes syntax
+trees in its own way."""
 Members = dict[str, bytes]
 Checked = Callable[[bytes], tuple[int, str]]
 Edit = Callable[[bytes], bytes]
@@ -239,8 +239,8 @@ def test_no_changed_byte_anywhere_passes(data: st.DataObject, made: bytes, tmp_p
 
 
 def put(path: str, value: Any) -> Edit:
-    """Return an edit that puts a value into a JSON file, or applies ``value`` to the one that is there. ``path``: its
-    keys, with spaces between them."""
+    """Return an edit that puts ``value`` into a JSON file. If ``value`` is a function, it is called with the old value.
+    ``path``: the keys, with spaces between them."""
 
     def edit(content: bytes) -> bytes:
         values = inside = json.loads(content)
@@ -248,7 +248,7 @@ def put(path: str, value: Any) -> Edit:
         for key in outer:
             inside = inside[key]
         inside[last] = value(inside[last]) if callable(value) else value
-        return (json.dumps(values, indent=content.index(b'"') - 2) + "\n").encode()  # as far as the first key was
+        return (json.dumps(values, indent=content.index(b'"') - 2) + "\n").encode()  # indented as before
 
     return edit
 
@@ -374,7 +374,7 @@ HARMFUL = {
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory in which nothing may be left or written."""
+    """Make an empty directory the current one; assert that the test leaves nothing in it."""
     (tmp_path / "here" / "temporary").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here" / "temporary"))

@@ -1,4 +1,4 @@
-"""The examples: the commands of their READMEs run on small jobs, and their params.yaml are valid."""
+"""The examples: the commands of their READMEs run on small jobs, and their params.yaml files are valid."""
 
 from __future__ import annotations
 

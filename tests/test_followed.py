@@ -1,4 +1,4 @@
-"""Every module of the user's own that is loaded has a code digest; if not, the pipeline refuses to run it."""
+"""Every loaded module of the user's own must have a code digest; otherwise, the pipeline ends with an error."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_training_refuses_a_module_without_a_digest(
     factory: str, code_: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train = {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2}
-    train |= {"model": f"own_net:{factory}", "deterministic": False}  # True: a backward pass before the first step
+    train |= {"model": f"own_net:{factory}", "deterministic": False}  # true would run a step on trial first
     params: dict[str, Any] = {"fetch": {"dataset": "digits"}, "train": train, "publish": {"live": False}}
     params["variants"] = {"baseline": {}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")

@@ -254,7 +254,7 @@ def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
 
 
 def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
-    """If a change makes a variant wait for its input or recompile, its samples are rejected; its ratio is not low."""
+    """If a change makes a variant wait for its input or recompile, its samples are rejected and have no speed."""
     found = judged(arm(), arm("head ddp", rejected=range(10)))
     assert found.outcome == "untrusted"
     assert decisions(found)["ddp"] == ("untrusted", "same")
@@ -1017,7 +1017,7 @@ from pipeline.step import TrainingStep
 
 TrainingStep.__call__, optimizers.learning_rate = planted.planted(TrainingStep.__call__, optimizers.learning_rate)
 """
-"""Code appended to training/loop.py, which uses the package."""
+"""Code that uses the package. A test appends it to training/loop.py."""
 
 
 @pytest.fixture(scope="module")

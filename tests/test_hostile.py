@@ -1,4 +1,4 @@
-"""Malicious inputs: each ends within seconds in an error that names the input, and leaves no file behind."""
+"""Malicious inputs: commands refuse them with an error that names the input, and leave no file behind."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def trained(digits: Dataset) -> Trained:
 
 
 def measure(trained: Trained, *names: str, **kinds: Kind) -> dict[str, Form]:
-    """Return the records of ``FORMS`` with these names, of other ``kinds``, and of the plain form."""
+    """Measure the plain form, the forms of ``FORMS`` with these names, and other ``kinds``; return their records."""
     kinds = {"eager": FORMS["eager"], **{name: FORMS[name] for name in names}, **kinds}
     config = parse({"infer": {"rounds": 2, "window_seconds": 0.001}, "variants": {"baseline": {}}})
     found, noise = inference.forms_on(trained, kinds, ALONE, "a CPU", config)

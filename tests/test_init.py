@@ -97,7 +97,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     assert "+/results" in capsys.readouterr().out
     init.run(LAPTOP, model="nets:net", yes=True)
     assert {name: (repository / name).read_text(encoding="utf-8") for name in theirs} == theirs
-    assert not (repository / ".dockerignore").exists(), "it would change what their Dockerfile copies"
+    assert not (repository / ".dockerignore").exists(), "a .dockerignore would change what the user's Dockerfile copies"
     ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert ignored[:2] == ["/mine", "/data"]
     assert ignored.count("/data") == 1

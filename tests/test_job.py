@@ -80,7 +80,7 @@ def command(variant: str) -> Command:
 
 
 def until(condition: Callable[[], object], running: Command) -> None:
-    """Wait until the condition holds or the command has ended."""
+    """Wait until the condition holds or the command has ended, but at most two minutes."""
     deadline = time.monotonic() + 120
     while not condition() and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -325,7 +325,7 @@ def test_a_mirror_that_hangs_holds_no_job_up(
     before = set(psutil.Process().children())  # servers of earlier tests, perhaps
     with job._live_mirror("baseline"):
         [hanging] = set(psutil.Process().children()) - before
-        assert os.getpgid(hanging.pid) == hanging.pid, "Ctrl-C in a terminal must not reach it"
+        assert os.getpgid(hanging.pid) == hanging.pid, "Ctrl-C in a terminal must not reach the mirror"
     assert not hanging.is_running()
     assert "MLflow does not show all of this training yet; the stage publish completes it." in capsys.readouterr().err
 

@@ -58,7 +58,7 @@ def looking(**sizes: int) -> nn.Module:
 def asked(
     model: str = "small_cnn", batch_size: int = 64, variant: dict[str, Any] | None = None, **train: Any
 ) -> Config:
-    """One variant, ``tried``, on this machine's CPU unless ``device`` says otherwise."""
+    """Return the config of one variant, ``tried``. It runs on the CPU unless ``device`` says otherwise."""
     values = {"model": model, "batch_size": batch_size, "device": "cpu", "seeds": [0], "epochs": 100} | train
     return parse({"train": values, "compare": {"baseline": "tried"}, "variants": {"tried": variant or {}}})
 
@@ -88,7 +88,7 @@ def added_up(found: Ledger) -> int:
 
 
 def endless(count: int) -> Dataset:
-    """A data set of 3x224x224 images that takes no memory."""
+    """A data set of 3x224x224 images that takes almost no memory."""
     images = torch.zeros((), dtype=torch.uint8).expand(count, 3, 224, 224)
     split = labelled(images, torch.zeros((), dtype=torch.int64).expand(count))
     known = {"inputs": Statistics(mean=(0.5,) * 3, std=(0.5,) * 3)}

@@ -99,7 +99,7 @@ def test_a_loss_of_one_s_own_trains_and_is_the_test_loss_too(digits: Dataset) ->
     assert ours.score is not None
     assert theirs.score is not None
     assert ours.score.correct == theirs.score.correct
-    assert ours.score.loss > theirs.score.loss, "smoothed too, which cross_entropy's test loss is not"
+    assert ours.score.loss > theirs.score.loss, "ours is smoothed in the evaluation, too"
 
 
 def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:

@@ -100,7 +100,7 @@ def test_a_replaced_convolution_keeps_the_variance_of_its_outputs(shape: tuple[i
 
 
 class Shapes(TorchFunctionMode):
-    """Skips initialisation and BatchNorm, which are slow on the meta device and change no shape."""
+    """Skips BatchNorm and functions that work in place, as initialisation does: they are slow on the meta device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None

@@ -19,7 +19,7 @@ from tests.conftest import Clone
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("make") is None, reason="needs make"),  # the image has none
+    pytest.mark.skipif(shutil.which("make") is None, reason="needs make"),  # the container image has no make
 ]
 NET = """
 from torch import nn

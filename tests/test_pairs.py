@@ -31,7 +31,7 @@ step, PowerSGD sends factors from the third on, and post-local SGD averages weig
 
 
 def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
-    """Yield the variants with both techniques: one for each parallelism that either needs, none if both set one key."""
+    """Yield the variants with both techniques: one per parallelism that either needs, none if both set the same key."""
     mine, theirs = setting_of(one), setting_of(other)
     if mine.keys() & theirs.keys():
         return

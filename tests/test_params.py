@@ -44,7 +44,7 @@ def complaint(values: Any) -> str:
 
 
 def test_the_shipped_params_say_what_the_defaults_are() -> None:
-    """params.yaml shows the defaults; only the variants and the lists of some variants have no default."""
+    """Only the variants, and the lists of variants in sections profile and infer, may differ from the defaults."""
     lists = {section: {"variants": SHIPPED[section]["variants"]} for section in ("profile", "infer")}
     assert parse(SHIPPED) == parse({"variants": SHIPPED["variants"], **lists})
 

@@ -64,7 +64,7 @@ def operator(name: str, start: int, end: int, thread: int = 1, **arguments: Any)
 def kernel(
     name: str, start: int, end: int, launched: int, stream: int = 7, thread: int = 1, device: int = 0
 ) -> list[Event]:
-    """A kernel and the call that launched it; ``launched`` is also their correlation."""
+    """A kernel and the call that launched it. ``launched`` is the call's start, and also their correlation."""
     facts = {"correlation": launched, "External id": launched, "device": device}
     return [
         Event("cudaLaunchKernel", "cuda_runtime", launched, launched + 1, thread, {"correlation": launched}),
@@ -147,7 +147,7 @@ def test_the_parts_of_a_step_on_a_gpu() -> None:
              "idle": 5 + 1 + 1}  # fmt: skip
     assert nanoseconds(found) == {"step": 110, "communication_hidden": 10} | parts
     assert sum(parts.values()) == 110
-    assert spent(found)["aten::conv2d"] == 30, "its kernel's time"
+    assert spent(found)["aten::conv2d"] == 30, "the time of the operator's kernel"
 
 
 OPTIMIZER_IN_BACKWARD = [

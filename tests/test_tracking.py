@@ -110,7 +110,7 @@ def write_report(root: Path, note: str = "# Compared") -> None:
 
 
 def write_comparison(root: Path, rejected: int = 0) -> None:
-    """Write a report in which ddp pays, or is untrusted if ``rejected`` of its 12 samples were rejected."""
+    """Write a report in which ddp pays. If most of its 12 samples are ``rejected``, ddp is untrusted."""
     measured = [results.read(results.result_file(variant, root / "results"), config_of()) for variant in VARIANTS]
     reason = "other processes took 31% of the CPU's time"
     bench = make_bench(measured, throughput={"ddp": 1.6}, rejected={"ddp": dict.fromkeys(range(rejected), reason)})
@@ -186,7 +186,7 @@ def family(root: Path) -> tuple[MlflowRun, dict[str, MlflowRun]]:
 
 
 def agrees(root: Path, config: Config) -> bool:
-    """Return whether the store itself holds what the files say; the stamp is not read."""
+    """Return whether the store itself holds what the files say; the stamp file is not read."""
     wanted = wanted_of(root, config)
     store = stores.open_store(stores.address(root), root, config.publish.experiment)
     return not reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
@@ -202,7 +202,7 @@ def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keyw
         "import sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
         "from pipeline.tracking import live\n"
         "live.FIRST_PAUSE_SECONDS = 0.1\n"
-        # On a busy machine, a process that yields would never run. One test checks that it yields.
+        # On a busy machine, a process that yields could wait very long. One test checks that it yields.
         f"{'' if yielding else 'live._yield_to_training = lambda: None'}\n"
         f"values = {config_of().model_dump(mode='json')!r}\n"
         f"done = tracking.{call}(params.parse(values), *{arguments!r}, root=Path({str(root)!r}))\n"
@@ -1138,7 +1138,7 @@ def test_no_link_brings_out_a_file_of_this_machine(root: Path) -> None:
 
 
 def test_the_links_of_dvc_are_followed(root: Path) -> None:
-    """DVC makes such links with its setting ``cache.type symlink``."""
+    """DVC makes such links if its setting ``cache.type`` is symlink."""
     history = root / "results/ddp/history.csv"
     cached = root.parent / "cache/files/md5/0a/1b2c3d4e5f60718293a4b5c6d7e8f9"
     cached.parent.mkdir(parents=True)

@@ -40,7 +40,7 @@ def make_training(
     steady: bool = False,
     **applied: Any,
 ) -> Training:
-    """Return a run of ``conv_net`` over the digits: 44 steps per epoch."""
+    """Return the training of a net, by default ``conv_net``. On the digits, an epoch of ``TRAIN`` has 44 steps."""
     plan = make_plan(
         processes=joined.size,
         batch_size=train.batch_size,

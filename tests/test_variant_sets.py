@@ -80,7 +80,7 @@ def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys
     )
     variant_sets.show(LAPTOP, "tried", add=True)
     half, both, added = capsys.readouterr().out.splitlines()
-    assert re.match(r"half +bf16 is skipped: this CPU has no native bf16", half), "it would be the baseline again"
+    assert re.match(r"half +bf16 is skipped: this CPU has no native bf16", half), "``half`` would be the baseline again"
     assert re.match(r"both +can run here, but bf16 is skipped: ", both)
     assert added == "params.yaml: added both"
 

@@ -114,7 +114,7 @@ NAMES = {
     "differs_by_process": "rounding",
     "refuses_to_train": "rounding",
 }
-"""Faulty techniques, and what they promise to change."""
+"""Faulty technique -> what it promises to change."""
 
 FAULTS = """
 import os
@@ -253,7 +253,7 @@ def test_the_claims_of_sound_variants_hold(claimed: Claimed) -> None:
         "bf16": {"precision": "bf16"},
     }
     claims = claimed({"baseline": {}} | variants)
-    # In 20 steps, rounding to 16 bits hides a fault, and a few steps at a small rate hardly change the losses.
+    # In 20 steps, rounding to 16 bits can hide a fault, and a few steps at a small rate hardly change the losses.
     undecided = [each for each in claims if not each.holds]
     assert {(each.variant, each.undecided) for each in undecided} <= {("bf16", UNMEASURABLE)}, undecided
     assert {(each.variant, each.claim.split(":")[0]) for each in claims if each not in undecided} >= {
@@ -460,7 +460,7 @@ def test_a_curve_s_difference_is_the_largest_relative_to_the_mean() -> None:
 
 def test_differing_values_are_counted_by_their_bits(tmp_path: Path) -> None:
     one = write(tmp_path / "a", weight=torch.tensor([[0.0, 1.0], [math.nan, 3.0]]), steps=torch.tensor(3))
-    assert differing_values(one, one) == 0, "NaN too"
+    assert differing_values(one, one) == 0, "equal NaN values do not differ"
     other = write(tmp_path / "b", weight=torch.tensor([[-0.0, 1.0], [math.nan, 3.0000002]]), steps=torch.tensor(4))
     assert differing_values(one, other) == 3
     half = write(tmp_path / "c", weight=torch.zeros(2, 2, dtype=torch.float16), other=torch.zeros(5))

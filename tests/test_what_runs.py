@@ -1,4 +1,4 @@
-"""After an edit `dvc repro` reruns a stage if and only if the code or settings that the stage uses have changed."""
+"""After an edit, `dvc repro` reruns a stage if and only if the code or settings that the stage uses have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work is counted: a technique that leaves samples out is refused by training, bench and verify."""
+"""Work is counted: training, bench and verify notice a technique that leaves samples out."""
 
 from __future__ import annotations
 

@@ -141,9 +141,9 @@ def test_no_other_trigger_lets_a_fork_start_the_gpu_machine() -> None:
     machines = {job for job in JOBS if "self-hosted" in the(*job).get("runs-on", "")}
     assert machines == {("gpu", "gpu"), ("first-run", "check")}
     first = the("first-run", "check")
-    assert first["if"] == "inputs.machine != 'self-hosted' || vars.GPU_RUNNER != ''", "else on GitHub's machine"
+    assert first["if"] == "inputs.machine != 'self-hosted' || vars.GPU_RUNNER != ''", "otherwise on GitHub's machine"
     assert 'fromJSON(format(\'["self-hosted", "{0}"]\', vars.GPU_RUNNER))' in first["runs-on"]
-    assert set(WORKFLOWS["first-run"][True]) == {"workflow_dispatch"}, "so by who may write to the repository"
+    assert set(WORKFLOWS["first-run"][True]) == {"workflow_dispatch"}, "people without write access could start it"
 
 
 def test_only_the_scheduled_run_may_push_promote_and_add_a_session() -> None:
@@ -162,7 +162,7 @@ def test_the_report_job_runs_the_bases_code_also_when_the_gate_fails() -> None:
 
 # What CI runs, and what runs each week.
 
-MAKE = shutil.which("make")  # the image has none
+MAKE = shutil.which("make")  # the container image has no make
 LARGER = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image", "image-check"}
 
 
@@ -180,7 +180,7 @@ def targets(workflow: str) -> set[str]:
 
 
 def dry(target: str, **variables: str) -> str:
-    """Return the commands that ``make target`` would run if everything is installed."""
+    """Return the commands that ``make target`` would run if everything were installed."""
     kept = [f"--assume-old={stamp}" for stamp in ("installed", "installed-dev", "installed-actionlint")]
     command = ["make", "--dry-run", *(each.replace("=", "=.venv/") for each in kept), target]
     command += [f"{name}={value}" for name, value in variables.items()]
@@ -322,7 +322,7 @@ def test_the_output_of_the_tested_code_contains_no_command_for_the_runner(words:
 
 
 def test_the_tested_code_runs_only_in_a_container_that_has_no_rights_on_the_machine() -> None:
-    """The machine itself runs no Makefile of a pull request, and no git in a directory that its code wrote."""
+    """The machine itself runs no Makefile of a pull request, and no git in a directory that the container wrote."""
     lines = [line for step in steps("gpu", "gpu") for line in step.get("run", "").splitlines()]
     silenced = 'echo "::stop-commands::$(</proc/sys/kernel/random/uuid)"; '
     assert {line.removeprefix(silenced).split()[0] for line in lines} == {"cp", "docker", "find"}
@@ -631,7 +631,7 @@ FORGED = "@everyone https://evil.example ![x](https://evil.example/x.png) </pre>
     ],
 )
 def test_values_forged_by_a_pull_request_are_shown_as_text_or_not_at_all(gate: Any, github: GitHub, post: Post) -> None:
-    """The comment bears the workflow's name, so a forged mention would notify people and a forged link look trusted."""
+    """The comment bears the workflow's name. Forged mentions would notify people, and forged links look trusted."""
     done = post(gate, f"{FORGED}\n", {"variants": [FIGURES | {"verdict": FORGED}]})
     assert done.returncode == 0, done.stderr
     said = github.comments[0]["body"]

@@ -1,4 +1,4 @@
-"""Batches of real digits, against torchvision and against themselves cut in other ways."""
+"""Batches of real digits, compared with torchvision and with the same samples divided in other ways."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def whole(made: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def same(made: Iterable[tuple[Tensor, Tensor]], expected: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Assert that the batches are equal to the last bit, on whatever device."""
+    """Assert that the batches have equal values, whatever their devices, and contiguous inputs."""
     for (inputs, targets), (others, other_targets) in zip(made, expected, strict=True):
         assert torch.equal(inputs.cpu(), others.cpu())
         assert torch.equal(targets.cpu(), other_targets.cpu())
@@ -69,12 +69,12 @@ def same(made: Iterable[tuple[Tensor, Tensor]], expected: Iterable[tuple[Tensor,
 
 
 def tagged(dataset: Dataset) -> Dataset:
-    """The label of every training sample is its number."""
+    """Return the data set with each training sample's number as its label."""
     return replace(dataset, train=labelled(dataset.train.inputs, torch.arange(len(dataset.train))))
 
 
 def known(dataset: Dataset) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel."""
+    """Return the mean and the standard deviation of each channel."""
     return list(dataset.statistics["inputs"].mean), list(dataset.statistics["inputs"].std)
 
 
@@ -153,7 +153,7 @@ def test_draws_have_torchvisions_distribution() -> None:
         shares = torch.bincount(values, minlength=end).double() / count
         assert len(shares) == end
         assert (shares - 1 / end).abs().max() < 0.005
-    offsets = torch.bincount(draws.top * 5 + draws.left, minlength=25).double() / count  # independent of each other
+    offsets = torch.bincount(draws.top * 5 + draws.left, minlength=25).double() / count  # top and left are independent
     assert (offsets - 1 / 25).abs().max() < 0.003
 
 
@@ -170,7 +170,7 @@ def test_augmenting_large_images_builds_no_index_for_every_pixel() -> None:
     with profile(profile_memory=True) as operations:
         flip(crop(images, offsets, offsets, 8, torch.arange(4)), torch.tensor([True, False, True, False]))
     largest = max(event.self_cpu_memory_usage for event in operations.events())
-    assert 0 < largest <= 4 * 3 * 240 * 240  # the padded uint8 images; an int64 index a pixel would be 4.8 MB
+    assert 0 < largest <= 4 * 3 * 240 * 240  # the padded uint8 images; an int64 index of every value would be 4.8 MB
 
 
 def test_a_batch_that_is_too_large_or_cannot_be_divided_is_refused_by_name(digits: Dataset) -> None:
@@ -237,7 +237,7 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Reader, "_load", load)
     epoch = make(digits, placement="streamed").epoch(0)
     next(epoch)
-    for _ in range(READ_AHEAD + 1):  # the one taken, and those ahead of it
+    for _ in range(READ_AHEAD + 1):  # the batch taken, and those read ahead
         assert loaded.acquire(timeout=5)
     assert not loaded.acquire(timeout=0.05)
     next(epoch)

@@ -1,4 +1,4 @@
-"""Decoding: real digits, and files made here of each other format, right and wrong."""
+"""Decoding real digits, and valid and invalid files of the other formats, which the tests write."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_held_out_share_is_stable_and_leaves_something_on_both_sides() -> No
     np.testing.assert_array_equal(held_out(keys[::-1], labels[::-1], 0.2), chosen[::-1])
     longer = held_out(["new", *keys], [0, *labels], 0.2)[1:]
     assert np.sum(longer != chosen) <= 1
-    assert np.flatnonzero(chosen)[:5].tolist() == [1, 5, 9, 12, 13]  # on every machine
+    assert np.flatnonzero(chosen)[:5].tolist() == [1, 5, 9, 12, 13]  # the same on every machine
     assert held_out([], [], 0.2).tolist() == []
 
 

@@ -186,7 +186,7 @@ def test_further_arrays_stay_with_their_samples(kind: str, tmp_path: Path) -> No
 
 
 def test_preparing_takes_few_bytes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of digests took 100 bytes a row, and the choice of test samples as much again."""
+    """A list of digests would take 100 bytes a row, and a list for the choice of test samples as much again."""
     monkeypatch.setattr(array_files, "CHUNK_BYTES", 1 << 14)
     monkeypatch.setattr("pipeline.data.packing.STATISTICS_CHUNK_BYTES", 1 << 14)
     peaks = []
@@ -240,7 +240,7 @@ def _twice() -> bytes:
 
 
 def _wide() -> bytes:
-    """A table of few bytes with one row, a list of 80 million numbers."""
+    """A table of few bytes. Its only row is a list of 80 million nulls."""
     return _columns(
         inputs=pyarrow.FixedSizeListArray.from_arrays(pyarrow.nulls(80_000_000, pyarrow.int8()), 80_000_000)
     )
@@ -315,7 +315,7 @@ def test_the_function_of_the_docs_yields_what_they_say(own_function: Callable[[s
     np.testing.assert_array_equal(dataset.train.inputs[:100], first.astype(np.float32))
     own_function(SAMPLES.replace("else 200", "else 0"))
     held_out = packed(folder, "arrays", NAME).test
-    assert len(held_out) == 200, "a fifth of 1000, as the test split of before is gone"
+    assert len(held_out) == 200, "a fifth of 1000 samples, because the earlier test split is gone"
 
 
 def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

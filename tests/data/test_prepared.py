@@ -1,4 +1,4 @@
-"""Packing and reading, on real digits."""
+"""Packing and reading prepared data."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, d
 
 
 def test_test_inputs_that_were_seen_before_are_counted(tmp_path: Path) -> None:
-    """Of seven test inputs three are training inputs, and three repeat an earlier one."""
+    """Of seven test inputs, three are training inputs, and three repeat an earlier test input."""
     rows = np.random.default_rng(0).normal(size=(9, 6))
     np.savez(tmp_path / "own.npz", inputs=rows[[0, 1, 2, 2, 3]], test_inputs=rows[[0, 2, 2, 7, 7, 7, 8]])
     asked = {"dataset": "arrays", "arrays": str(tmp_path / "own.npz")}
@@ -132,7 +132,7 @@ def test_the_system_reads_nothing_ahead_of_arrays_that_memory_may_not_hold(
         mapped = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
         flags.append([" rr " in each for each in mapped if str(digits / "train_inputs.npy") in each])
         del kept
-    assert flags == [[False], [True]], "92,032 bytes are more than half of 150,000; rr: random reads"
+    assert flags == [[False], [True]], "92,032 bytes are more than half of 150,000; rr means random reads"
 
 
 def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fetching, against a server on the loopback that misbehaves on request; nothing here leaves the machine."""
+"""Fetching from a server on the loopback interface that misbehaves on request. No test uses the network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"01234
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``content`` by path; the other attributes say how it misbehaves."""
+    """Serves ``content`` by path. ``ranges``, ``drop_after`` and ``raw`` say how it misbehaves."""
 
     daemon_threads = True
 
@@ -89,7 +89,8 @@ Use = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Let ``mnist`` stand for two small files that the sources may have, without pauses between attempts."""
+    """Return a function that sets the sources of ``mnist``, here a data set of two small files. Attempts follow without
+    pauses."""
     monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(store, "LIMIT_BYTES", 400_000)
     monkeypatch.setitem(SHA256, "mnist", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENTS.items()})
@@ -158,7 +159,7 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
     fetch(config(), raw)
     shown = re.findall(r"images\.gz: +(\d+)%", terminal.getvalue())
     assert (shown[0], shown[-1]) in {("0", "99"), ("0", "100")}
-    assert shown.count("33") > 1, "and goes on where the transfer was continued"
+    assert shown.count("33") > 1, "the progress goes on where the transfer was continued"
 
 
 def test_sources_that_failed_before_one_delivered_are_a_line(
@@ -188,7 +189,7 @@ def test_a_later_run_continues_what_an_earlier_one_could_not_finish(server: Serv
     server.drop_after = [100_000]
     with pytest.raises(DataError, match=r"connection ended after 100,000 bytes \(after 1 attempt\)"):
         fetch(config(attempts=1), raw)
-    assert list((raw / "mnist").iterdir()) == []  # DVC sees no half file, and emptying its output loses no progress
+    assert list((raw / "mnist").iterdir()) == []  # the half file is outside DVC's output, which DVC may empty
     fetch(config(attempts=1), raw)
     assert_complete(raw)
     assert server.requests[1] == ("/images.gz", "bytes=100000-")

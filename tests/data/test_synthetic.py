@@ -47,7 +47,7 @@ def test_an_image_is_the_same_in_a_part_of_the_set_and_others_differ() -> None:
     fetch(config(SMALL).fetch, RAW)
     kept = np.concatenate([images for images, _ in decode(config(SMALL, train_limit=7), RAW).train])
     assert np.array_equal(kept, whole[:7])
-    assert not (tested == whole[:6]).all(axis=(1, 2, 3)).any(), "the test images are others"
+    assert not (tested == whole[:6]).all(axis=(1, 2, 3)).any(), "the test images differ from the training images"
     other = config(SMALL | {"seed": 1}).fetch.synthetic
     assert not np.array_equal(next(synthetic.chunks(other, "test", 6))[0], tested)
 

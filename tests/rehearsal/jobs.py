@@ -39,7 +39,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _unnamed() -> dict[str, dict[str, Any]]:
-    """Return the declared variant of each technique for GPUs that no ready-made variant uses."""
+    """Return a variant for each technique that needs a GPU and that no ready-made variant uses."""
     able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
     named = {each.name for variant in variants for each in requested(variant)}
@@ -123,7 +123,7 @@ def watched(steps: list[Step]) -> Iterator[None]:
 
 
 def train(config: Config, name: str, machine: Machine) -> list[Step]:
-    """Train ``variants.<name>`` in this process, or as one of the processes that a launcher started."""
+    """Train ``variants.<name>`` in this process, which may be one of several ranks; return its steps."""
     steps: list[Step] = []
     with watched(steps):
         job.run(config, name, machine, PREPARED)
@@ -135,7 +135,6 @@ def result_of(config: Config, name: str) -> Result:
 
 
 def on_rank(config: Config, name: str, machine: Machine, folder: Path) -> Generator[list[Step], None, None]:
-    """Run ``train`` on a forked rank."""
     os.chdir(folder)
     torch.set_num_threads(1)
     yield train(config, name, machine)

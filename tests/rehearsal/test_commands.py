@@ -52,7 +52,7 @@ def check(measured: Measured | None) -> Measured:
 
 
 def arm_of(config: Config, name: str) -> Measured:
-    """Return the measurement of ``variants.<name>`` in this process, as an arm of the bench that takes one turn."""
+    """Measure ``variants.<name>`` in this process, as the bench measures an arm in one turn."""
     made = plan(config, name, environment.machine())
     arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
     next(arm)

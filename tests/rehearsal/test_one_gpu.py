@@ -21,7 +21,7 @@ WAITS = {
     "low_bit_optimizer": "bitsandbytes waits after each parameter",
     "factored_optimizer": "torch's Adafactor reads two norms a parameter",
 }
-"""Techniques whose steps wait on one GPU, as their ``costs`` say, and why."""
+"""Technique -> why its steps wait on one GPU. Its ``costs`` say so, too."""
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ def gpus(count: int) -> Machine:
 
 
 def planned(variant: dict[str, Any], count: int, **train: Any) -> Plan | None:
-    """Return the plan on ``count`` GPUs, which uses only GPUs that exist and takes the requested batch; None if the
-    variant is refused by a message that names its key."""
+    """Return the plan on ``count`` GPUs; None if a message refuses the variant and names the key. Assert that the plan
+    uses only GPUs that exist, and the whole batch."""
     config = {"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}}
     try:
         made = plan(parse(config), "tried", gpus(count))

@@ -69,7 +69,7 @@ def run(folder: Path, name: str, variant: str, gpus: int) -> tuple[Result, list[
     """Train on ``gpus`` simulated GPUs. Return the result, and each rank's steps."""
     with contextlib.chdir(folder), as_if_cuda(gpus):
         machine, values = environment.machine(), SETS[name][variant]
-        samples = PARAMS["train"]["batch_size"] // (2 if "scaling" in values else 1)  # of each rank
+        samples = PARAMS["train"]["batch_size"] // (2 if "scaling" in values else 1)  # with weak scaling, each rank's
         furnished(folder, **job_of(values) | {"batch_size": samples})
         config = offered(name, variant, machine)
         assert config is not None, f"{variant} is not offered"

@@ -1,4 +1,4 @@
-"""The report names everything that makes a figure doubtful."""
+"""The report names what makes a figure doubtful."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.servers import answers, free_port
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "compose.yaml"
 AUTHORISATION = "/workspace/docker/auth.ini"
-"""Path of the file in the image."""
+"""Path of docker/auth.ini in the image."""
 S3_SERVER = "SERVICES_S3"
 """Environment variable with the path of moto's server; `make services-check` sets it."""
 
@@ -66,7 +66,7 @@ def postgresql() -> Path | None:
 
 
 class Services:
-    """The services of compose.yaml, each on a free port of 127.0.0.1 in place of its name and port there."""
+    """The services of compose.yaml. Each listens on a free port of 127.0.0.1 instead of the port in the file."""
 
     def __init__(self, directory: Path, variables: Mapping[str, str]) -> None:
         self.services: dict[str, Any] = read(variables)["services"]

@@ -112,7 +112,7 @@ class Training:
             time.sleep(0.2)
 
     def output(self) -> str:
-        """Wait until the pipeline has ended, which must succeed, and return its output."""
+        """Wait until the pipeline has ended, assert that it succeeded, and return its output."""
         code = self._process.wait()
         output = self._log.read_text()
         assert code == 0, output

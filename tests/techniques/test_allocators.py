@@ -30,8 +30,8 @@ def _given_back(joined: World) -> tuple[list[int], dict[str, Any]]:
 
 
 def test_memory_that_no_tensor_uses_is_returned_to_the_system() -> None:
-    """free() alone does not return free pages that are between used pages. The test runs in a new process, which has no
-    other free pages."""
+    """free() alone does not return free pages that are between used pages. The test runs in a new process, which has
+    few other free pages."""
     [((first, second), findings)] = run_ranks(_given_back, size=1)
     assert first > 24 * MIB
     assert second < 8 * MIB

@@ -29,7 +29,7 @@ BATCH, HEADS, TOKENS = 32, 2, 4
 
 
 class Kernels(TorchDispatchMode):
-    """Records the attention kernels that run."""
+    """Records the operations that compute attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def test_a_report_names_the_kernel(attention: str, label: list[str]) -> None:
     assert [each.label(variant) for each in requested(variant)] == label
 
 
-@pytest.mark.gpu("the kernels of its own")
+@pytest.mark.gpu("its own kernels")
 @pytest.mark.parametrize(
     ("attention", "found"),
     [

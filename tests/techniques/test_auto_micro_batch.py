@@ -32,8 +32,8 @@ from tests.workspaces import PREPARED
 
 
 class Greedy(nn.Module):
-    """Raises an out-of-memory error in training: on rank 1 with more than ``most`` samples, and on any rank in call
-    number ``calls``. With ``compares``, it cannot train with a single sample."""
+    """Raises an out-of-memory error in training: on rank 1, or without ranks, with more than ``most`` samples; on any
+    rank in call number ``calls``. With ``compares``, it cannot train with a single sample."""
 
     def __init__(
         self, *, most: int = 8, where: str = "forward", calls: int = -1, compares: bool = False, **sizes: int
@@ -66,7 +66,7 @@ def configure(model: dict[str, Any], variant: dict[str, Any], **train: Any) -> C
 
 
 Try = tuple[dict[str, Any], Any, int]
-"""Options of the model, setting gradient_accumulation, and samples of a global batch."""
+"""Options of the model, the value of gradient_accumulation, and the samples of a global batch."""
 Outcome = tuple[str, int, dict[str, str]] | str
 """Digest of the final weights, number of micro-batches, and decisions; or the error message."""
 
@@ -155,7 +155,7 @@ _OF_NCCL = (
 def test_out_of_memory_errors_of_libraries_are_recognised(
     said: str, free: float, out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``free``: the free part of the GPU's memory, or of the part of the GPU to which the process is limited."""
+    """``free``: the free share of the GPU's memory, or of the memory to which the process is limited."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 2.0**-5)
     for of_gpu, of_limit in ((free, 1.0), (1.0, free)):

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.test_training import TRAIN, make_training, weights
 
 NUMEL = 8 * 9 + 8 + 16 * 72 + 16 + 10 * 64 + 10
-"""Number of values in ``conv_net``'s parameters, three of which PowerSGD compresses as matrices."""
+"""Number of values in ``conv_net``'s parameters. PowerSGD compresses three of the parameters as matrices."""
 FACTORS = RANK * (8 + 16 + 10), RANK * (9 + 72 + 64)
 WARMUP = 3
 HOOKED = TRAIN.model_copy(update={"epochs": 1, "warmup_fraction": WARMUP / 44})

@@ -122,7 +122,7 @@ def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device(digits: D
 
 
 class _Changes(nn.Module):
-    """Doubles its result if ``doubles`` is set, for which the compiler has to compile again."""
+    """Doubles its result if ``doubles`` is set. When ``doubles`` changes, the compiler has to compile again."""
 
     def __init__(self) -> None:
         super().__init__()

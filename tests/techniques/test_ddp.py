@@ -1,4 +1,4 @@
-"""DistributedDataParallel, SyncBatchNorm and DataParallel: a copy of the model on each device."""
+"""DistributedDataParallel, SyncBatchNorm and DataParallel."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_batchnorm_is_replaced_and_names_in_the_state_dict_stay() -> None:
 
 
 def _statistics(joined: World, sync: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return gradients and buffers after both passes over this rank's share of 32 samples. Ranks share a GPU."""
+    """Return gradients and buffers after a backward pass over this rank's share of 32 samples. Ranks share a GPU."""
     here = World(joined.rank, joined.size, torch.device("cuda", 0), joined.backend)
     plan = make_plan(parallelism="ddp" if joined.size > 1 else "none", processes=joined.size, sync_batchnorm=sync)
     model = conv_net(norm=True).to(here.device)

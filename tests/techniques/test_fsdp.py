@@ -38,7 +38,7 @@ def test_adamw_and_batchnorm_resume_exactly(digits: Dataset) -> None:
 
 
 def _gathered(joined: World) -> dict[str, Any]:
-    """Return the bytes that a rank holds between its two passes, the dtypes, and whether gradients are reduced."""
+    """Return the bytes that a rank holds between and after its two passes, dtypes, and when gradients are reduced."""
     images, labels = (part.chunk(joined.size)[joined.rank] for part in batch(32))
     seen: dict[str, Any] = {}
     for name, options in (

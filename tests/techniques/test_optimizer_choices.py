@@ -1,4 +1,4 @@
-"""The optimizers, their state, and when they update and clear what."""
+"""The optimizers, their state, and when they update parameters and free gradients."""
 
 from __future__ import annotations
 

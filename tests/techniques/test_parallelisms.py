@@ -1,4 +1,4 @@
-"""What every parallelism promises: the training of one device, its own share of the memory, and exact resumption."""
+"""What the parallelisms promise: the same training as on one device, a share of the memory, and exact resumption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SmallTransformer(nn.Module):
 
 
 def uncut(net: Callable[[], nn.Module], cut: int) -> float:
-    """Return how much two ranks hold together, relative to the net, if they divide ``cut`` of its parameters."""
+    """Return how much two ranks hold together, relative to the net, if they share ``cut`` of its parameters."""
     return 2 - cut / sum(parameter.numel() for parameter in net().parameters())
 
 
@@ -73,7 +73,7 @@ class Case:
 
 
 def staged(micro_batches: int, batch_size: int = 96, train: Train = TRAIN, **more: Any) -> Case:
-    """Return a pipeline, which must train as one device with the same micro-batches."""
+    """Return the case of a pipeline. It must train as one device with the same micro-batches."""
     alone = {"gradient_accumulation": micro_batches} | {key: more[key] for key in more if key != "schedule"}
     train = train.model_copy(update={"batch_size": batch_size})
     return Case(PIPELINE | alone | more, 1, normed_net, alone=alone, train=train)
@@ -90,7 +90,7 @@ CASES = {
     "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net),
     "tensor, checkpointed": Case(TENSOR | {"activation_checkpointing": True}, uncut(headed_net, HEAD), headed_net),
     "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),
-    # The stages do not always divide the number of micro-batches.
+    # The number of micro-batches is not always a multiple of the number of stages.
     "gpipe, 4": staged(4, schedule="gpipe"),
     "1f1b, 4": staged(4, train=ADAMW),
     "gpipe, 3": staged(3, 90, schedule="gpipe"),

@@ -1,4 +1,4 @@
-"""What is special to pipelines: the schedule, the cut, and how they resume and stop."""
+"""What is special about pipelines: the schedule, the cut, and how they resume and stop."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_product_in_float8_equals_the_product_of_rounded_factors() -> None:
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` rounded to e4m3, scaled so that the largest value is the largest of e4m3."""
+    """Return ``values`` rounded to e4m3, with a scale at which their largest magnitude is the largest of e4m3."""
     scale = torch.finfo(torch.float8_e4m3fn).max / values.abs().max()
     return (values * scale).to(torch.float8_e4m3fn).float() / scale
 

@@ -1,4 +1,4 @@
-"""What techniques of one process promise: the weights without them, exact resumption, and no update by a bad loss."""
+"""Promises of techniques in one process: weights that differ by rounding, exact resumption, no update by a NaN loss."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ from tests.workspaces import PREPARED
 FSDP: dict[str, Any] = {"parallelism": "fsdp"}
 TENSOR: dict[str, Any] = {"parallelism": "tensor"}
 COUNTS = [97, 33, 1]
-"""Numbers of test samples, for which ranks get different numbers of samples, different numbers of batches, or none."""
+"""Numbers of test samples. They give ranks different numbers of samples or of batches, or one rank no sample."""
 
 
 def attending_net() -> nn.Module:
-    """Return a net with a transformer layer over image rows, for which torch uses another kernel without gradients."""
+    """Return a net with a transformer layer over image rows. If no gradient is needed, torch uses another kernel."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Flatten(1, 2), layer, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))

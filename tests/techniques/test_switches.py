@@ -15,7 +15,7 @@ from tests.test_training import make_training, rows_of
 
 
 def switched() -> dict[str, tuple[bool, ...]]:
-    """Return whether TF32, for products and for convolutions, and cuDNN's search are on."""
+    """Return a variant's key -> whether its switches are on: TF32 for products and convolutions, cuDNN's search."""
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {"precision": (products.allow_tf32, cudnn.allow_tf32), "cudnn_benchmark": (cudnn.benchmark,)}
 

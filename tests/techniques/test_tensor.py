@@ -46,7 +46,7 @@ def test_layers_used_twice_or_with_a_normalisation_between_them_are_not_cut() ->
 
 
 def _random(joined: World, dataset: Dataset) -> tuple[list[float], torch.Tensor]:
-    """Return a rank's next random numbers, and its part of the hidden values, all ones, after dropout."""
+    """Return a rank's next random numbers, and what its dropout layer makes of hidden values that are all ones."""
     training = make_training(dataset, joined, headed_net, parallelism="tensor", replicas=joined.size // 2)
     head: Any = training.model.get_submodule("2")
     return torch.rand(2).tolist(), head[3](torch.ones(1, 24))

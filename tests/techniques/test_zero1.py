@@ -26,8 +26,8 @@ def _made(technique: Technique, net: nn.Module, choice: OptimizerChoice) -> Any:
 
 
 def _left_out(joined: World) -> tuple[bool, bool, bool]:
-    """Return whether ``found_inf`` skips a step, whether the next step changes weights, and whether its loss scale
-    counts."""
+    """Return whether a step with ``found_inf`` is skipped, whether the next step changes weights, and whether its loss
+    scale divides its update."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for parameter in net.parameters():
         nn.init.ones_(parameter)
