@@ -96,5 +96,5 @@ def focal(*, classes: int, gamma: float = 2.0) -> Callable[[Tensor, Tensor], Ten
 
 
 def top_two(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return whether each label is among the two largest logits, bool [b]; ``train.metric`` names this function."""
+    """Return whether each label has one of the two largest logits, bool [b]; ``train.metric`` names this function."""
     return (logits.topk(2).indices == labels.unsqueeze(1)).any(1)
