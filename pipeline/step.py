@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""Inputs [b, ...] and targets [b, ...], on the device."""
+"""Yields inputs [b, ...] and targets [b, ...] of one micro-batch after the other, on the device."""
 
 
 class Losses(Protocol):
@@ -40,15 +40,15 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.losses = model, optimizer, losses
         self.criterion = criterion
-        """Maps outputs [b, ...] and targets [b, ...] to their mean loss, a scalar: the task's own loss, in
-        ``pipeline/tasks``, or ``train.loss``."""
+        """Maps outputs [b, ...] and targets [b, ...] to the mean loss, a scalar. The loss is the task's own
+        (``pipeline/tasks``), or ``train.loss`` if this setting names another loss."""
         self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._plain_forward
         """Maps inputs [b, ...] and targets [b, ...] to the micro-batch's mean loss, a scalar. Gradient
         accumulation divides this loss by the number of micro-batches."""
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
         """Adds the gradients of a loss to the parameters' gradients."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Context in which ranks do not exchange gradients. Used for every micro-batch of a step except the last."""
+        """Returns a context in which ranks do not exchange gradients. ``syncs`` says which micro-batches run in it."""
         self.accumulate: Callable[[MicroBatches], None] = self._plain_accumulate
         """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad
@@ -56,12 +56,12 @@ class TrainingStep:
         self.update: Callable[[], object] = optimizer.step
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None
-        """Replaces ``update`` in a trial step, which tests whether a step fits into memory. Must not wait for another
-        rank."""
+        """Replaces ``update`` in a trial step, which tests whether a step fits into memory. It must not wait for
+        another rank. If it is None, a trial step calls ``update``."""
         self.whole: Callable[[MicroBatches], None] = self._plain_whole
         """Runs all parts of the step in order."""
         self.syncs = [False] * (micro_batches - 1) + [True]
-        """For each micro-batch, whether ranks exchange gradients after it."""
+        """For each micro-batch, whether ranks exchange gradients in its backward pass."""
 
     def __call__(self, micro_batches: MicroBatches) -> None:
         self.whole(micro_batches)

@@ -12,14 +12,15 @@ from __future__ import annotations
 from pipeline.errors import PipelineError
 
 LISTING = "files.csv"
-"""Listing of the files that ``fetch`` does not copy, with the columns path, size_bytes and sha256."""
+"""Name of the listing that ``fetch`` writes for files that it did not download. The columns are path, size_bytes and
+sha256."""
 
 SYNTHETIC_DESCRIPTION = "synthetic.json"
 """File with the settings ``fetch.synthetic``, so that DVC sees when ``prepare`` must generate other samples."""
 
 
 LIMIT_BYTES = 1 << 28
-"""Largest size of a raw file that is read into memory whole, such as an image of an image folder."""
+"""Largest allowed size of a downloaded file, and of an image in an image folder."""
 
 
 class DataError(PipelineError):

@@ -1,6 +1,6 @@
 """Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted: every size is checked.
 
-Also writes .npy files by chunks of rows, so that an array of any size is read and written in bounded memory.
+Also writes .npy files in chunks of rows, so that an array of any size is read and written in bounded memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Array(NamedTuple):
     offset: int = 0
     """Offset of the first value, in bytes."""
     columns: tuple[str, ...] = ()
-    """Columns of a table: several columns of numbers, or a single column with a number or a list of numbers per row."""
+    """Columns of a table; empty for any other file. Only a single column can hold lists of numbers."""
 
     def __str__(self) -> str:
         return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
@@ -163,8 +163,8 @@ def _in_safetensors(path: Path) -> Iterator[Array]:
 
 
 def _in_table(path: Path) -> Iterator[Array]:
-    """Yield each column as an array. If no column is named ``inputs``, yield all columns except ``targets`` as one
-    array, the inputs, and then the column ``targets`` if it exists.
+    """If a column is named ``inputs``, yield each column as an array. Otherwise yield all columns except ``targets`` as
+    one array, the inputs, and then the column ``targets`` if it exists.
 
     A column holds numbers. A column that is an array of its own may hold lists of numbers instead. All lists of a
     column have the length that the column's type declares.
@@ -199,7 +199,8 @@ _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensor
 
 
 class GrowingArray:
-    """An array [N, ...] whose rows have the type and shape of the first row. The file is complete after ``close``."""
+    """Writes an array [N, ...] to a .npy file, row by row. All rows have the type and shape of the first row. The file
+    is complete after ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] | None = None
@@ -235,7 +236,8 @@ class GrowingArray:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any exception in the block into a DataError, because readers raise many types for a damaged file."""
+    """Turn any exception in the block into a DataError, because readers raise exceptions of many types for a damaged
+    file."""
     try:
         yield
     except DataError:

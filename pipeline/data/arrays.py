@@ -78,8 +78,8 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
 
 
 def export(fetch: Fetch, directory: Path) -> None:
-    """Write .npy files into the empty ``directory``: the digits, or what the function or saved data set yields that
-    ``fetch.arrays`` names.
+    """Write .npy files into the empty ``directory``. They contain the digits, or the arrays of the function or of the
+    saved data set that ``fetch.arrays`` names.
 
     A function is called twice, first with ``split`` "train" and then with "test". It yields the split's samples in
     chunks. A chunk is a dict of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one
@@ -278,7 +278,7 @@ def _rows(
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
     """Return ``rows`` as ``dtype``. Raises DataError for numbers too large for ``dtype``, and for integers that float32
-    would round."""
+    might round."""
     if rows.size and rows.dtype != dtype:
         integers = rows.dtype.kind in "iu"
         low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))

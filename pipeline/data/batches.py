@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
-"""Where the arrays are: on the device ("resident"), in a memory map that a thread reads ("streamed"), or in a memory
-map that worker processes read ("dataloader")."""
+"""How the rows of a batch are read: from arrays on the device ("resident"), by a thread that reads ahead ("streamed"),
+or by PyTorch's DataLoader ("dataloader")."""
 
 RESIDENT_FRACTION = 0.25
 """The placement "auto" means "resident" if the training arrays take at most this share of the device's free memory."""
@@ -146,7 +146,7 @@ class TrainBatches:
             self._readers.discard(reader)
 
     def hold(self) -> None:
-        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a measured window ends.
+        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a window ends.
 
         Without the pause, reading ahead would slow down another variant's window. Besides, this variant's next window
         would use micro-batches that were read before the window began, and would not include the time for reading them.
@@ -157,7 +157,7 @@ class TrainBatches:
             self._loader.hold()
 
     def close(self) -> None:
-        """End the threads and processes of unfinished epochs; their iterators raise RuntimeError afterwards."""
+        """End the threads and processes that read. Afterwards the iterators of unfinished epochs raise RuntimeError."""
         _stop_all(self._readers)
         if self._loader:
             self._loader.close()

@@ -191,7 +191,7 @@ def _decode_images(what: str, images: list[_Image], config: Config) -> Iterator[
 
 
 Pixels = tuple[npt.NDArray[np.uint8], dict[int, str]]
-"""The images of a chunk, and the indices of those that are broken with the reasons why decoding failed."""
+"""A chunk's images, and a dictionary: index of a broken image -> the reason why it could not be decoded."""
 
 
 def _decode_chunks(calls: Iterable[tuple[Path, list[_Image], tuple[int, int]]], workers: int) -> Iterator[Pixels]:

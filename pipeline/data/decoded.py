@@ -24,7 +24,7 @@ Chunk = tuple[npt.NDArray[Any], ...]
 @dataclass(frozen=True)
 class Decoded:
     train: Iterable[Chunk]
-    """Chunks of the training split, which can be read only once."""
+    """Chunks of the training split, to be read only once."""
     test: Iterable[Chunk]
     arrays: tuple[str, ...] = ("inputs", "targets")
     """Names of the arrays in a chunk, in order; targets may be absent."""
@@ -33,7 +33,7 @@ class Decoded:
     vocabulary: int | None = None
     """Size of the vocabulary, which is greater than every token; None if the inputs are not tokens."""
     version: str = ""
-    """Version of the raw data; empty if the data set's name alone determines the raw data."""
+    """The versions of Python, if its source code is the data, and of the tokenizer, if there is one; else empty."""
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:

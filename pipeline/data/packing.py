@@ -32,9 +32,10 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     """Decode ``raw/<dataset>/``, and replace the directory ``out`` by the packed data set. After an error ``out`` is
     unchanged.
 
-    Memory holds only a few chunks of rows, and at most 32 bytes per row to choose test samples and to count repeated
-    inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN or infinite. It
-    also raises DataError if a training channel is constant, or if all training samples have the same label.
+    Memory holds only a few chunks of rows and, for each row, what is needed to choose test samples and to count
+    repeated inputs. Raises DataError if the raw files cannot be decoded, a split is empty, or values are NaN or
+    infinite. It also raises DataError if a training channel is constant, or if all training samples have the same
+    label.
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
@@ -93,10 +94,10 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 
 
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return each channel's mean and population standard deviation of floats [N, C, ...], in float64, in two passes.
+    """Return each channel's mean and population standard deviation of floats [N, C, ...].
 
-    The results are rounded to float32, the type in which training uses them. The rounding hides most differences
-    between CPUs, which add up values in different orders.
+    They are computed in float64, in two passes. The results are rounded to float32, the type in which training uses
+    them. The rounding hides most differences between CPUs, which add up values in different orders.
     """
     axes = (0, *range(2, rows.ndim))
     shape = (1, -1, *[1] * (rows.ndim - 2))

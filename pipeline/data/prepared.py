@@ -53,7 +53,8 @@ class Split:
 
     arrays: Mapping[str, Tensor]
     files: Mapping[str, RowFile] = field(default_factory=dict)
-    """Name -> file, for arrays larger than ``CACHED_FRACTION`` of the memory."""
+    """Name -> file, for arrays larger than ``CACHED_FRACTION`` of the memory; empty on a system without
+    posix_fadvise."""
 
     @property
     def inputs(self) -> Tensor:
@@ -86,11 +87,11 @@ class Statistics(BaseModel):
 class Dataset:
     name: str
     sha256: str
-    """SHA-256 over everything: arrays, classes, statistics."""
+    """SHA-256 over arrays, classes, statistics and more; see ``Description.sha256``."""
     classes: tuple[str, ...]
     """Names of the classes, in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None
-    """Number of different tokens, which are the integers from 0 on; None if the inputs are not tokens."""
+    """Size of the vocabulary: tokens are integers from 0 to this size minus 1. None if the inputs are not tokens."""
     statistics: Mapping[str, Statistics]
     """"inputs" or "targets" -> statistics. Inputs that are tokens and targets that are labels have none."""
     train: Split

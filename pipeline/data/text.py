@@ -137,7 +137,7 @@ class _OfFile:
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
-    """Yield each file's tokens, and then the token ``end``. A block of a long file ends with a line if it can."""
+    """Yield each file's tokens in blocks, and then the token ``end``. A block ends where a line ends, if it can."""
     for name, expected in rows:
         path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
         try:

@@ -39,10 +39,10 @@ def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: i
     """Run ``worker(*arguments)`` in ``processes`` processes of this host. Return when all processes have ended.
 
     With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise ``forked``
-    starts the processes. The first SIGINT or SIGTERM is passed on to the processes. They exit with the code that shells
-    use for the signal (130, 143), and this process exits with the same code (SystemExit). A second signal kills the
-    processes. Processes that still run ``PATIENCE_SECONDS`` after the first signal are killed too. Works only in the
-    main thread. If a rank fails, the other ranks are killed, and WorkerError is raised.
+    starts the processes. The first SIGINT or SIGTERM is passed on to the processes. When they have ended, this process
+    exits with the code that shells use for the signal (130 or 143, by SystemExit). A second signal kills the processes.
+    Processes that still run ``PATIENCE_SECONDS`` after the first signal are killed too. Works only in the main thread.
+    If a rank fails, the other ranks are killed, and WorkerError is raised.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)

@@ -41,7 +41,7 @@ class World:
     size: int
     device: torch.device
     backend: str | None
-    """nccl, gloo, or None for a single process, which needs no process group."""
+    """nccl or gloo; None for a process that no launcher started, which needs no process group."""
 
     @property
     def is_main(self) -> bool:
@@ -137,7 +137,7 @@ class World:
             dist.barrier()
 
     def broadcast_buffers_(self, model: nn.Module) -> None:
-        """Copy the main rank's buffers to every rank: BatchNorm's running statistics differ between ranks."""
+        """Copy the main rank's buffers to every rank, because BatchNorm's running statistics differ between ranks."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -194,7 +194,8 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 
 
 def launched_size() -> int | None:
-    """Return the world size if a launcher (torchrun, a Slurm or Kubernetes wrapper) started this process, else None."""
+    """Return the world size if a launcher (``forked``, torchrun, a wrapper for Slurm or Kubernetes) started this
+    process, else None."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 

@@ -72,7 +72,7 @@ class Energy:
                 self._joules[name] += counts * counter.joules
 
     def read(self) -> Read:
-        """Return the joules of the measured windows so far, or why they are unknown."""
+        """Return the joules of the measured windows so far, and the reason if they are unknown."""
         return self._joules, self._why_not or self._doubt()
 
     def _doubt(self) -> str | None:

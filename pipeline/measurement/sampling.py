@@ -21,8 +21,8 @@ from pipeline.measurement.nvml import answer, handle_of
 class SystemSampler(AbstractContextManager["SystemSampler"]):
     """Writes the use of the host's processor and memory, and of the job's GPUs, to a CSV file once a second.
 
-    The columns have MLflow's names for system metrics. A separate thread takes the samples. Each sample takes well
-    under a millisecond.
+    A column that is one of MLflow's system metrics has MLflow's name. A separate thread takes the samples. Each sample
+    takes well under a millisecond.
     """
 
     def __init__(self, path: Path, devices: Iterable[torch.device], interval_seconds: float = 1.0) -> None:

@@ -58,7 +58,7 @@ class Clock(Resumable):
         self.input_seconds = 0.0
         """Time spent waiting for input in the measured windows."""
         self.first_step_seconds: float | None = None
-        """Wall time of the first window, which contains only the first step."""
+        """Wall time of the first window. In a new run, this window contains only the first step."""
 
     def now(self) -> float:
         """Wait for the device to finish its work and return the seconds of a monotonic clock."""
@@ -148,11 +148,12 @@ class Memory(Resumable):
         self.peak_bytes: int | None = None
         """The peak; None until a measured window has ended, or if this machine cannot measure the peak."""
         self.reserved_bytes: int | None = None
-        """The highest ``max_memory_reserved``; None on a CPU."""
+        """The highest ``max_memory_reserved``; None until a measured window has ended, and on a CPU."""
         self.driver_bytes: int | None = None
         """The highest result of ``driver_bytes`` at the end of a measured window. None if unknown, and on a CPU."""
         self.retries: int | None = None
-        """How often the CUDA allocator had to flush its cache and try again; None on a CPU."""
+        """How often the CUDA allocator had to flush its cache and try again. None until a measured window has ended,
+        and on a CPU."""
 
     @classmethod
     def note_imports(cls) -> None:

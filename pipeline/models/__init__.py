@@ -75,9 +75,9 @@ def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Mod
     """Two 5x5 convolutions of 20 channels and two linear layers (320-50-10 for 28x28x1 images): a textbook model.
 
     If both sides have at least 16 pixels, the convolutions are not padded, as in textbooks. On smaller images, the
-    convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU. Both are monotone, so their
-    order does not change the outputs, but the ReLU processes only a quarter of the values. Raises ModelError for sides
-    below 4 pixels.
+    convolutions are padded by 2 and keep the image's size. Pooling comes before the ReLU, so that the ReLU processes
+    only a quarter of the values. Both are monotone, so their order does not change the outputs. Raises ModelError for
+    sides below 4 pixels.
     """
     if min(height, width) < 4:
         raise ModelError(f"train.model: small_cnn needs images of at least 4x4 pixels; found {height}x{width}.")

@@ -60,7 +60,8 @@ def load(train: Train) -> None:
 
 
 def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
-    """Try the user's own loss and metric on a few samples. Raises ObjectiveError if they are unfit to compare variants.
+    """Try the loss and metric on a few samples, if they or the task are the user's own. Raises ObjectiveError if they
+    are unfit to compare variants.
 
     The loss of a batch must be the mean of its samples' losses. Otherwise the average of the losses that devices and
     micro-batches compute for parts of a batch would differ from the whole batch's loss.

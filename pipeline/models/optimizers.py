@@ -39,7 +39,7 @@ class SGD(torch.optim.SGD):
 
 
 def of_job(train: Train) -> OptimizerChoice:
-    """Return the fused optimizer of ``train``: one kernel updates all parameters, on CPU and CUDA."""
+    """Return the optimizer of ``train``, with torch's fused kernels, which exist for CPU and CUDA."""
     common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "adamw":
         return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})

@@ -9,7 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}
-"""Environment variable that silences Kineto, the library of torch's profiler: it reports a missing GPU as an error."""
+"""Environment variable that silences Kineto, the library of torch's profiler, which reports a missing GPU as an
+error."""
 
 
 def each_within(context: Callable[[], AbstractContextManager[object]], items: Iterator[T]) -> Iterator[T]:

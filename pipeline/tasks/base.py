@@ -86,14 +86,14 @@ class Task(ABC):
         return self.preprocess(inputs), targets
 
     def input_arguments(self) -> dict[str, Any]:
-        """Return the arguments that describe the inputs to a model's factory."""
+        """Return the arguments that tell a model's factory the form of the inputs."""
         shape = self.dataset.shape
         names = {1: ("features",), 3: ("channels", "height", "width")}.get(len(shape))
         return dict(zip(names, shape, strict=True)) if names else {"shape": shape}
 
     @abstractmethod
     def output_arguments(self) -> dict[str, int]:
-        """Return the arguments that describe the outputs to the factories of models and losses."""
+        """Return the arguments that tell the factories of models and losses the form of the outputs."""
 
     def output_shape(self) -> tuple[int, ...]:
         """Return the shape of a sample's output."""

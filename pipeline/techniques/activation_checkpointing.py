@@ -119,7 +119,7 @@ def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
         # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's batches. So
-        # the statistics would not change. Besides, the compiler accepts only the contexts of selective checkpointing.
+        # the statistics need no protection. Besides, the compiler accepts only the contexts of selective checkpointing.
         if contexts is noop_context_fn:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)

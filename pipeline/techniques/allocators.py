@@ -18,7 +18,8 @@ from pipeline.techniques.base import Technique
 class ExpandableSegments(Technique):
     """torch's CUDA allocator extends a segment that is too small, instead of allocating another segment.
 
-    The setting is made before the process's first allocation. Settings in the user's environment variables are kept.
+    The setting is made before the process's first allocation. Other settings in the user's environment variable are
+    kept.
     """
 
     name = "expandable_segments"

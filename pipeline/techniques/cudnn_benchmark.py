@@ -8,7 +8,7 @@ from pipeline.techniques.base import Setup, Technique, replaced
 
 
 class CudnnBenchmark(Technique):
-    """Sets ``torch.backends.cudnn.benchmark`` only during steps: evaluation has other shapes, and would search again.
+    """Sets ``torch.backends.cudnn.benchmark`` only during steps. Evaluation has other shapes, and would search again.
 
     With ``train.deterministic`` the search chooses among cuDNN's deterministic algorithms only.
     """

@@ -1,4 +1,4 @@
-"""DataParallel, superseded by DDP: one process uses all GPUs, and copies the model to each GPU in a forward pass."""
+"""DataParallel, superseded by DDP: one process uses all GPUs, and copies the model to them in each forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.techniques.base import Setup, Technique
 class DataParallel(Technique):
     """``torch.nn.DataParallel`` over the first ``plan.devices_per_process`` GPUs; the first GPU holds the parameters.
 
-    Each forward pass sends every GPU the parameters and a part of the micro-batch. It gathers the logits, so that the
+    Each forward pass sends every GPU the parameters and a part of the micro-batch. It gathers the outputs, so that the
     loss is computed over the whole micro-batch. BatchNorm normalises each GPU's part separately; the running statistics
     come from the first GPU.
     """

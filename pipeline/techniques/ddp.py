@@ -60,8 +60,8 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
 class DDP(Technique):
     """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
-    Buffers are not broadcast before each forward pass: training does not read BatchNorm's running statistics, and
-    evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).
+    Buffers are not broadcast before each forward pass, because training does not read BatchNorm's running statistics,
+    and evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).
     """
 
     name = "ddp"

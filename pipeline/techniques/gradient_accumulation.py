@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step over several micro-batches, with only one micro-batch in memory."""
+"""Gradient accumulation: one optimizer step over several micro-batches, which run one after the other."""
 
 from __future__ import annotations
 

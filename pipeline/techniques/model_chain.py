@@ -61,9 +61,9 @@ def joined(units: Sequence[nn.Sequential], joins: Sequence[int]) -> list[nn.Sequ
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Split ``costs`` into consecutive, non-empty ``parts``; return the index after the last cost of each part.
+    """Split ``costs`` into ``parts`` non-empty runs of neighbours; return the index after the last cost of each run.
 
-    The largest sum of a part is as small as possible. There must be at least ``parts`` costs, and none may be negative.
+    The largest sum of a run is as small as possible. There must be at least ``parts`` costs, and none may be negative.
     Uses dynamic programming over the prefixes of ``costs``: O(parts * len(costs)^2).
     Source: Skiena, The Algorithm Design Manual, 2nd ed., section 8.5, "The Partition Problem".
 

@@ -117,7 +117,7 @@ class Pipeline(Technique):
 
     def change_checkpoint(self, setup: Setup) -> None:
         self._optimizer = setup.step.optimizer
-        # ``restore`` loads both states, because it may have to cut the model anew before.
+        # ``restore`` loads both states, because it may first have to cut the model anew.
         setup.model_state = Stored(self._read_model, partial(self._keep, "model"))
         setup.optimizer_state = Stored(self._read_optimizer, partial(self._keep, "optimizer"))
 
@@ -156,8 +156,8 @@ class Pipeline(Technique):
         return {"ends": self._cut.ends}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load the states of the model and of the optimizer. If the checkpoint's cut differs from this run's cut, cut
-        the model like the checkpoint before."""
+        """Load the states of the model and of the optimizer. If the checkpoint's cut differs from this run's cut, first
+        cut the model like the checkpoint."""
         if tuple(state["ends"]) != self._cut.ends:
             self._split(self._cut._replace(ends=tuple(state["ends"])))
             (group,) = self._optimizer.param_groups

@@ -41,16 +41,17 @@ DETERMINISTIC = "deterministic"
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """Return the variant's plan (``plans.plan``), with at most as many processes as the model can be divided among.
+    """Return the variant's plan (``plans.plan``). If the number of processes is chosen automatically, the model can be
+    divided among them.
 
-    ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps this number,
-    and each process checks it while setting up the model. Raises PipelineError.
+    ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps this number. The
+    number is checked when the model is set up. Raises PipelineError.
     """
     launched = launched_size()
     found = plan_of(config, name, machine, launched)
     if found.model_processes == 1 or launched is not None:
         return found
-    with redirect_stdout(sys.stderr):  # a user's model may print while it is built, and is built again to train
+    with redirect_stdout(sys.stderr):  # a user's model may print while it is built; training builds it again
         task = tasks.of_job(found.train, read_dataset(prepared))
         setup = Setup(task.model(), task)
         for kind in of_plan(found):
@@ -62,7 +63,7 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 @contextmanager
 def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
-    """Set up this process as a rank of the variant's world; yield all parts of its trainings except the model.
+    """Set up this process as a rank of the variant's world; yield the parts from which it makes trainings.
 
     ``prepared``: the data set's folder. Raises PipelineError.
     """
@@ -98,7 +99,7 @@ class Assembly:
     """The job's task, on the world's device."""
     placement: Placement
     techniques: Sequence[type[Technique]]
-    """The techniques that the plan applies, in order."""
+    """The classes of the techniques that the plan applies, in the order in which they apply."""
     check_imports: Callable[[], None] = lambda: None
     """Raises Unfollowed if a module of the user has no digest (``code.unfollowed``)."""
 
@@ -137,7 +138,8 @@ class Assembly:
             self.check_imports()  # steps may have imported more
 
     def fitted(self) -> Plan:
-        """Return the plan. If gradient_accumulation is 'auto', choose the fewest micro-batches that fit in memory.
+        """Return the plan. If gradient_accumulation is 'auto', choose the smallest number of micro-batches with which
+        a step fits into memory.
 
         Each number of micro-batches is tried in a training of its own, which is then discarded, so that it cannot
         affect the real training.
@@ -180,10 +182,11 @@ class Assembly:
 
     @contextmanager
     def _repeating(self, plan: Plan, model: nn.Module) -> Iterator[Plan]:
-        """Inside the block, the same seed gives the same numbers. If this is impossible, the yielded plan says so.
+        """With ``train.deterministic``, the same seed gives the same numbers inside the block. If the model or its loss
+        has an operation without a deterministic form, the yielded plan says so.
 
-        All ranks yield the same decision. PyTorch's strict mode does more than raise errors: attention's backward pass
-        is deterministic only in this mode. Without ``train.deterministic`` nothing is changed.
+        All ranks yield the same decision. PyTorch's strict mode stays on even then, because attention's backward pass
+        is deterministic only in this mode.
         """
         if not plan.train.deterministic:
             yield plan
@@ -208,8 +211,8 @@ class Assembly:
         """Try a step of two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
-        one-time work, such as compilation, still happens in the first step. It trains a copy of the model, and leaves
-        the random state unchanged.
+        one-time work, such as compilation, still happens in the first step. It runs a copy of the model, and leaves the
+        random state unchanged.
         """
         device, task = self.world.device, self.task
         tried, dtype = copy.deepcopy(model).to(device), DTYPES.get(plan.applied.precision)
@@ -228,7 +231,8 @@ class Assembly:
 
 
 def _make_exact() -> None:
-    """Compute in full float32, because by default cuDNN's convolutions use TF32 (10 bits of mantissa)."""
+    """Switch off TF32 (10 bits of mantissa), which cuDNN's convolutions use by default. Also switch off cuDNN's search
+    for fast algorithms, and the filling of uninitialised memory in deterministic mode."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -236,7 +240,7 @@ def _make_exact() -> None:
 
 
 def forget_last_run(world: World) -> None:
-    """Free the last run's memory, so that it does not count as the next seed's memory.
+    """Free the last run's memory, so that it does not count as the next run's memory.
 
     ``gc.collect`` is needed because checkpointed blocks form reference cycles.
     """

@@ -1,5 +1,5 @@
-"""Save and load checkpoints, from which runs resume exactly. Each is written whole or not at all, and checked when
-read."""
+"""Save and load checkpoints, from which runs resume exactly. Each checkpoint is written whole or not at all, and
+checked when it is read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""This folder is not an output of a stage, because DVC deletes a stage's outputs before it runs the stage, but
-checkpoints must be kept."""
+"""Before DVC runs a stage, it deletes the stage's outputs. Checkpoints must be kept, so this folder is not an output of
+a stage."""
 
 
 class Unreadable(Exception):
-    """A file is damaged, or holds no tensors; the message is the first line of torch's message."""
+    """A file is damaged, or does not hold what it should. The message is the first line of the original error's
+    message."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ COMPARED_SAMPLES, COMPARED_VALUES = 64, 1 << 14
 
 
 class WorkLeftOut(PipelineError):
-    """A step took fewer samples than it is credited with."""
+    """A step took fewer samples than it is credited with, or the same samples as another step."""
 
 
 class Work(NamedTuple):
@@ -35,11 +35,11 @@ class Work(NamedTuple):
     loss: int | None
     """Samples that entered the step's criterion; None if a technique calls its own loss instead."""
     repeated: bool = False
-    """Whether another counted step took the same inputs in the same order."""
+    """Whether two counted steps took the same inputs in the same order."""
 
     @property
     def missing(self) -> int:
-        """Samples of the global batch that the step left out."""
+        """Samples of the global batch that the step left out; all of them if the inputs were repeated."""
         if self.repeated:
             return self.credited
         return max(0, self.credited - min(self.model, self.model if self.loss is None else self.loss))
@@ -52,13 +52,13 @@ class Work(NamedTuple):
 
 
 class Counted:
-    """One rank's counts: the samples of each call of the model and of the loss."""
+    """One rank's counts in one step: the samples of each call of the model and of the loss."""
 
     def __init__(self) -> None:
         self.model: list[int] = []
         self.loss: list[int] = []
         self.inputs: list[torch.Tensor] = []
-        """A few thousand input values of each call of the model, kept on the device so that no step waits."""
+        """Some input values of each call of the model, kept on the device so that the step does not wait."""
         self.digest = ""
         """SHA-256 of the values of ``inputs``, set by ``read``; empty if there are none."""
 

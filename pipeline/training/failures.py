@@ -30,7 +30,7 @@ LITTLE_MEMORY = 0.1
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if ``error`` says that torch's allocator or a CUDA library ran out of memory."""
+    """True if ``error`` says or suggests that torch's allocator or a CUDA library ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return True
     return bool(_NO_ENGINE.search(str(error))) and _free_memory_fraction() < LITTLE_MEMORY

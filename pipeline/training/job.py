@@ -37,10 +37,11 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
-"""How long a finished job waits for the live mirror to log the last rows. ``publish`` logs what is missing then."""
+"""How long a job that has ended waits for its live mirror (``_live_mirror``) to log the last rows to MLflow. The stage
+``publish`` logs the rows that are missing then."""
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
-"""How long an interrupted job waits for the live mirror. It is short because `docker stop` waits only ten seconds."""
+"""The same for an interrupted job. This time is short because `docker stop` waits only ten seconds."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -71,12 +72,12 @@ class Job:
     depends_on: dict[str, Any]
     """See ``stages.training``."""
     key: str
-    """The result's key."""
+    """The result's key (``stages.key``)."""
     started: float
     """When the command started, in seconds of the monotonic clock."""
 
     def work(self) -> None:
-        """Train every seed in this process; the main process also writes the result."""
+        """Train with every seed in this process; the main process also writes the result."""
         keep_freed_memory()
         name, seeds = self.plan.name, self.plan.train.seeds
         self.history: list[HistoryRow] = []
@@ -108,7 +109,7 @@ class Job:
                 checkpoints.discard(checkpoints.checkpoint_file(name, seed))
 
     def train(self, seed: int) -> Run:
-        """Train one seed, from the start or from its checkpoint; return the same record on every rank."""
+        """Train with one seed, from the start or from a checkpoint; return the same record on every rank."""
         if self.sampler:
             self.sampler.seed = seed
         forget_last_run(self.world)
@@ -305,7 +306,7 @@ def _alone(variant: str) -> Iterator[None]:
 
 @contextmanager
 def _live_mirror(variant: str) -> Iterator[None]:
-    """Mirror the job's files live, in a separate process that cannot slow or stop the training."""
+    """Log the running job's files to MLflow, in a separate process, so that an error there cannot stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
     # The follower gets its own process group, so that Ctrl-C does not stop it and it can record how the training ended.
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)

@@ -1,4 +1,4 @@
-"""The training loop. Variants differ by how their techniques change the step, never by code in this module."""
+"""The training loop. It has no code for particular techniques, which act through their hooks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Training:
 
         Raises NonFiniteLoss, which names the step, if a loss is infinite or NaN. On a CPU, the rank with this loss
         raises the error before the update, so the parameters are still those of the previous step. On GPUs, all ranks
-        raise it when the next row is due, and by then the parameters are useless.
+        raise it when the losses are next read, and by then the parameters are useless.
         """
         per_epoch = self.batches.steps_per_epoch
         window_ends = {1, self.warm_after_step}
@@ -149,8 +149,9 @@ class Training:
         return True
 
     def advance(self, steps: int) -> None:
-        """Train ``steps`` steps in a window of their own, or fewer if the training ends first. The window counts as
-        measured if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the window."""
+        """Train ``steps`` steps, or fewer if the training ends first, in windows that contain no other steps. A window
+        counts as measured if it ends after the warm-up. At the end of an epoch the model is evaluated, outside of the
+        windows."""
         per_epoch = self.batches.steps_per_epoch
         if self._advancing is None:
             self._advancing = self.run()
@@ -168,7 +169,8 @@ class Training:
         self.advance(1)
 
     def count_later(self) -> None:
-        """Choose one of the later steps at random, so that its samples are counted. Without later steps, do nothing.
+        """Choose at random one of the steps still to come, except the first step of all, and count its samples. If
+        there is no such step, do nothing.
 
         The choice does not depend on the seed, so code in a step cannot predict the choice. All ranks call this method
         together.
@@ -216,7 +218,7 @@ class Training:
             self._open()
 
     def evaluate(self) -> Score:
-        """Score the current model on the test set. All ranks call this method together, while paused."""
+        """Score the current model on the test set. All ranks call this method together, while no window is open."""
         batch_size = self.plan.micro_batch_size
         if not self.whole:
             return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
@@ -228,7 +230,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank
-        holds a part is a DTensor. All ranks call this method together, while paused.
+        holds a part is a DTensor. All ranks call this method together, while no window is open.
 
         Raises NonFiniteLoss if a loss since the last row is infinite or NaN, because such a run must not be resumed.
         """
@@ -254,7 +256,7 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state`` returned, with whole tensors instead of DTensors. Only the main rank needs the
         tensors' values. All ranks call this method before ``run``."""
-        # The model follows the optimizer, because torch may take a step, which changes the model, to create its state.
+        # The model is loaded last: to create the optimizer's state, torch may take a step, which changes the model.
         self.optimizer_state.load(state["optimizer"])
         self.model_state.load(state["model"])
         mine = self.world.sent(state["ranks"])[self.world.rank]

@@ -1,4 +1,4 @@
-"""Add up the losses of the steps on the device, and read the sum when a row of the history is due."""
+"""Add up the losses of steps: on a CPU as a number, on a GPU as a tensor, which is seldom read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class NonFiniteLoss(PipelineError):
 class HostLosses:
     """Adds up the losses of steps on a CPU, where a loss can be read without waiting.
 
-    ``add`` raises NonFiniteLoss if a loss is infinite or NaN. It raises before the backward pass, so no rank gets this
-    rank's gradients and no rank takes the step.
+    ``add`` raises NonFiniteLoss if a loss is infinite or NaN. It raises before the backward pass, so no rank gets the
+    gradients of this loss.
     """
 
     def __init__(self, world: World) -> None:

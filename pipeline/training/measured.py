@@ -64,10 +64,10 @@ def window_of(
 ) -> Window:
     """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
 
-    Rejected figures are None. Figures are rejected if fewer than ``requested_steps`` steps were measured, or if the
-    share of time spent waiting for input is above ``max_input_wait``. They are also rejected if the allocator retried,
-    or if samples are missing in a counted step. ``seen`` and the detectors may contain further rejections. ``memory``:
-    the measurement of memory, if memory was measured in other windows than speed; by default the training's own.
+    Rejected figures are None. A reason to reject is, for example, that fewer than ``requested_steps`` steps were
+    measured, or that the share of time spent waiting for input is above ``max_input_wait`` (None: any share is
+    allowed). ``seen``: rejections found earlier. ``memory``: the measurement of memory, if memory was measured in other
+    windows than speed; by default the training's own.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
@@ -78,7 +78,7 @@ def window_of(
     steps = [len(each["step_seconds"]) for each in clocks]
     rejected = [*of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps), *of_ranks(rejections)]
     if (work := training.work()) and work.missing:
-        rejected.append(Rejection(f"{work}, so its speed cannot be compared", voids_memory=True))
+        rejected.append(Rejection(f"{work}, so the measured speed cannot be compared", voids_memory=True))
     slowest = max(clocks, key=lambda each: each["measured_seconds"])
     peaks = tuple(each["peak_bytes"] for each in memories)
     held = [each["driver_bytes"] for each in memories]

@@ -22,12 +22,12 @@ from pipeline.params import Fetch
 
 
 def fetch(config: Fetch, directory: Path) -> None:
-    """Fill ``directory/<dataset>/`` with verified raw files.
+    """Fill ``directory/<dataset>/`` with verified raw files, or with a listing of the user's own files.
 
     Parts of interrupted transfers stay in ``<directory>.partial``. The next run continues these transfers, and deletes
     ``<directory>.partial`` once all files are complete. The user's own files (``image_folder``, ``text_folder``,
-    ``arrays``) are not copied: ``fetch`` writes a listing of paths, sizes and SHA-256, and ``prepare`` refuses files
-    that differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after
+    files of ``arrays``) are not copied. ``fetch`` lists paths, sizes and SHA-256, and ``prepare`` refuses files that
+    differ from the listing. DVC does not track the user's directory, so run ``dvc repro --force fetch`` after
     you change the files.
 
     Raises DataError if a file cannot be fetched from any source. The message names every source and the reason why it

@@ -34,7 +34,7 @@ class Archive:
     sha256: str
 
     def unpack(self, path: Path, files: Files, store: Store) -> None:
-        """Place ``files`` from the archive at ``path``. Raises SourceError before unpacking if its SHA-256 is wrong."""
+        """Place ``files`` from the archive at ``path``. Raises SourceError if the archive's SHA-256 is wrong."""
         found = file_sha256(path)
         if found != self.sha256:
             raise SourceError(f"{self.name}: wrong content (SHA-256 {found}, not {self.sha256})")
@@ -90,7 +90,7 @@ def web_archive(url: str, archive: Archive) -> Source:
 def debian_package(name: str, folder: str) -> Source:
     """A package of Debian and Ubuntu, downloaded with apt without root rights; nothing is installed.
 
-    apt verifies the package's signature chain. Its package lists are downloaded into a private directory, because the
+    apt verifies the package's signature chain. apt's package lists are downloaded into a private directory, because the
     system's lists may be missing or out of date.
     """
     label = f"Debian/Ubuntu package {name}"

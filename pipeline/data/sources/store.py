@@ -29,8 +29,8 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server answers sooner, and without a network the user does not wait for
-minutes."""
+"""Longest wait for a connection. A reachable server usually answers sooner. Without a network, the user does not wait
+for minutes."""
 
 LEAST_BYTES_PER_SECOND = 1000
 """Lowest allowed mean rate of a transfer. A slower transfer fails. The first ``timeout_seconds`` are left out of the
@@ -157,7 +157,7 @@ class Store:
         content_range = re.fullmatch(r"bytes (\d+)-\d+/(?:\d+|\*)", response.headers.get("Content-Range", ""))
         if status == 416 or (status == 206 and not (content_range and content_range[1] == str(have))):
             path.unlink(missing_ok=True)
-            raise InterruptedTransfer("the server did not continue where the last transfer ended; starting over")
+            raise InterruptedTransfer("the server did not continue where the last transfer ended")
         if status in (408, 425, 429) or status >= 500:
             raise InterruptedTransfer(f"HTTP status {status} {response.reason}")
         if status not in (200, 206):

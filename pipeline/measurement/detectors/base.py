@@ -16,7 +16,7 @@ class Rejection(NamedTuple):
     """The reason why numbers of the measured windows cannot be trusted. Every rejection voids speeds and step times."""
 
     reason: str
-    """Describes what happened, to what extent, and what to do."""
+    """Says what happened and, if possible, to what extent and what to do."""
     voids_memory: bool = False
     """True if the peak memory cannot be trusted either."""
 
@@ -30,7 +30,7 @@ class Detector(Resumable, ABC):
 
     @abstractmethod
     def close(self, *, measured: bool) -> None:
-        """End the window. The counts of measured windows add up; other windows are ignored."""
+        """End the window. Windows that are not measured are ignored."""
 
     @abstractmethod
     def rejections(self) -> Iterator[Rejection]:

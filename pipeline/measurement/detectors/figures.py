@@ -1,4 +1,4 @@
-"""Check the measured figures against each other."""
+"""Find reasons to reject in the measured figures themselves: time, memory, number of steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
-"""Largest accepted CPU time between an arm's turns, as a share of its measured seconds. Work between the turns is not
-measured, so it can make the arm seem faster by this share."""
+"""Largest accepted CPU time between the turns of an arm (a variant in the bench, in which variants take turns), as a
+share of the arm's measured seconds. Work between the turns is not measured, so the arm can seem faster by this
+share."""
 MAX_IDLE_FRACTION = 0.01
 """This share of the seconds between the turns is accepted in addition, because gloo's idle threads take up to 0.3%."""
 

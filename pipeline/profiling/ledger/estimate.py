@@ -1,4 +1,4 @@
-"""Rehearse a training on fake tensors, to predict the memory that the real training will need."""
+"""Run a step on fake tensors, which have shapes but no memory, to predict the memory that a real step will need."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from pipeline.training.losses import DeviceLosses
 
 RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 """Share of a device's memory that is kept free for memory that no prediction includes. On CUDA, such memory is the
-context, the libraries' workspaces and fragmentation. On a CPU, it is mostly free blocks between a process's tensors: a
-share of 0.4 leaves two thirds of the tensors' memory for them. In the measured ledgers (``benchmarks/ledgers.py``),
-``rest_bytes`` was at most 0.54 of the tensors' memory in jobs with more than 100 MiB of tensors, but more in smaller
-jobs."""
+context, the libraries' workspaces and fragmentation. On a CPU, it is mostly free blocks between a process's tensors.
+With a share of 0.4, these blocks can take two thirds as much memory as the tensors. In the measured ledgers
+(``benchmarks/ledgers.py``), ``rest_bytes`` was at most 0.54 of the tensors' memory in jobs with more than 100 MiB of
+tensors, but more in smaller jobs."""
 TRIED_SAMPLES = (16, 32)
 """Sizes of the micro-batches with which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
 convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried with its own
@@ -72,7 +72,7 @@ class Estimate:
     - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast on CUDA also
       computes other operations in float32. The prediction imitates this only for normalisations, softmax and
       cross-entropy, which matter most.
-    - Only one rank is rehearsed. DistributedDataParallel's buckets are included, and gradients are copied into them.
+    - Only one rank's step is run. DistributedDataParallel's buckets are included, and gradients are copied into them.
     - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
       when memory is short.
 
@@ -195,7 +195,7 @@ class Estimate:
 
 
 def _make_optimizer_state(training: Training) -> None:
-    """Take one optimizer step on empty gradients, so that the optimizer allocates its state; then clear them."""
+    """Take one optimizer step, so that the optimizer allocates its state; then clear the gradients."""
     for parameter in training.model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     training.optimizer.step()

@@ -258,5 +258,5 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
 
 
 def resident_bytes(task: Task, placement: Placement) -> int:
-    """Return the bytes of the training set that stay on a GPU between steps; 0 if samples are streamed."""
+    """Return the bytes of the training set that stay on a GPU between steps; 0 unless the set is resident."""
     return sum(task.dataset.train.arrays[name].nbytes for name in task.arrays) if placement == "resident" else 0

@@ -39,11 +39,12 @@ from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 __all__ = ["Profile", "annotated", "run", "window"]
 
 LEAD_STEPS = 3
-"""Steps before the profiled window. The profiler runs in them, but they are left out: they include its start-up."""
+"""Steps under the profiler before the profiled window. They are left out, because they include the profiler's
+start-up."""
 SNAPSHOT_STEPS = 2
 """Steps whose allocations the memory snapshot records."""
 OPERATORS = 15
-"""Number of operators that the profile names."""
+"""Largest number of operators that the profile names."""
 LONGEST_HISTORY = 200_000
 """Largest number of entries in the memory snapshot's history."""
 
@@ -88,7 +89,7 @@ def annotated(step: TrainingStep) -> AbstractContextManager[None]:
 
 
 def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, float, float]:
-    """Warm up the training, profile ``steps`` steps of one epoch, and write a Chrome trace to ``file``.
+    """Warm up the training, profile at most ``steps`` steps of one epoch, and write a Chrome trace to ``file``.
 
     The training must be new, and made with ``steady=True``. All ranks must call this function together.
 

@@ -19,7 +19,7 @@ class Facts:
     ranks: Sequence[StepTimes]
     on_gpu: bool
     placement: str
-    """resident or streamed."""
+    """resident, streamed or dataloader."""
     applied: Mapping[str, Any]
     """The variant's settings that were applied."""
 

@@ -1,6 +1,6 @@
 """Interval arithmetic on a time line. Times are whole nanoseconds, so that parts add up exactly to their whole.
 
-Spans are half-open, [start, end). ``Spans`` are sorted, disjoint and not empty.
+A span is half-open, [start, end). The spans in ``Spans`` are sorted and disjoint, and none is empty.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from pipeline.params import Seed
 from pipeline.results import Record, RunConditions, VariantDocument
 
 WORK = ("optimizer", "forward", "backward", "rest")
-"""The optimizer comes first, because a backward node's event also covers an optimizer step that runs inside it."""
+"""The parts in which the device works. The optimizer comes first, because a backward node's event also covers an
+optimizer step that runs inside it."""
 PARTS = (*WORK, "communication", "input", "idle")
 """All parts, in the order in which they claim an instant."""
 

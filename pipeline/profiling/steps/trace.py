@@ -3,7 +3,8 @@
 Each instant of the profiled window belongs to the first of these parts that fits:
 
 1. *forward, backward, optimizer, rest*: the device works. On a GPU a kernel or a copy runs; on a CPU an operator runs
-   on the thread of the step or of its backward pass. The work belongs to the part of the step that launched it.
+   on the thread of the step or of its backward pass, and does not wait for another rank. The work belongs to the part
+   of the step that launched it.
 2. *communication* (exposed): the device does not work, and a collective runs or waits for another rank. On a CPU this
    includes the step's call of the collective, because the call can wait for the thread that runs the collective.
 3. *input*: the step waits for its batch, or the device only prepares the batch.
