@@ -208,7 +208,7 @@ def share_notes(comparison: Comparison) -> list[str]:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
         notes.append(
-            "If no variant with only this technique was trained, a technique's verdict does not include accuracy."
+            "A technique's verdict does not include accuracy if no variant with only this technique was trained."
         )
     return notes
 
