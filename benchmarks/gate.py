@@ -76,7 +76,7 @@ def _slower(step):
 TrainingStep.__call__ = _slower(TrainingStep.__call__)
 """
 """Code that is appended to ``TRAINING``. On a CPU, a step is complete when it returns, so its wall time grows by
-exactly ``SLOWDOWN_FRACTION``."""
+``SLOWDOWN_FRACTION``."""
 
 TRAINING = Path("pipeline", "training", "loop.py")
 PART_MINUTES = 15.0
@@ -142,7 +142,8 @@ def error_rates(
 
     ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
     the same part. Blocks overlap, so all trials together have no more information than ``independent_blocks`` blocks.
-    ``losses``: for each of these fractions, ``trials`` further gates have an equal head whose speeds are lowered by it.
+    ``losses``: for each of these fractions, ``trials`` further gates have an equal head whose speeds are lowered by
+    this fraction.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
     budget = 60 * (Gate().max_minutes if minutes is None else minutes)
@@ -267,7 +268,8 @@ def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _gate(checkout: Checkout) -> dict[str, Any]:
-    """Run one complete gate; return the outcome, the rounds, and the throughput of every row in the gate's file."""
+    """Run one complete gate; return the outcome, the rounds, the seconds, and the throughput of every row in the gate's
+    file."""
     command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
     done = subprocess.run(command, cwd=checkout.path, capture_output=True, text=True)
     if done.returncode not in (0, 1, 3):
@@ -286,7 +288,8 @@ def _gate(checkout: Checkout) -> dict[str, Any]:
 
 
 def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, int]:
-    """Return a gate's decision on ``side``, whose speeds are lowered by the fraction ``loss``, and its rounds."""
+    """Return a gate's decision on ``side``, whose speeds are lowered by the fraction ``loss``, and the number of
+    rounds after which it decided."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
     for looked in range(FEWEST_ROUNDS, rounds):
@@ -319,7 +322,8 @@ def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Jud
 
 
 def _in_words(judged: Judged) -> str:
-    """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided."""
+    """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided
+    or untrusted."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
     ratios = [(name, each.decision) for row in rows for name, each in row.figures.items() if each]
     if judged.outcome == "worse":

@@ -6,6 +6,7 @@ The check runs the GPU tests, the default job with its energy, a ready-made vari
 run, ``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. It continues after a
 failed step, prints a line for each step, and writes everything that a bug report needs to one small file. The exit code
 is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
+A rehearsal (``--rehearse``) tries out the check on any machine, with little data.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
-"""Settings of variants. The check runs a variant for each of these settings, and for the first two a variant for each
-value."""
+"""Settings of variants. If the machine can run them, the check runs a ready-made variant for each of these settings,
+and for the first two a variant for each value."""
 MOST = 100
 """Highest exit code; codes above 124 have other meanings in shells."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -97,7 +98,8 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """Return, for each of ``KINDS``, the first ready-made variant that the machine can run without skipping the key."""
+    """Return, for each of ``KINDS`` (for the first two: each value), the first ready-made variant that the machine can
+    run without skipping the key."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()

@@ -48,7 +48,10 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
 
 
 def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
-    """Measure every variant of the default job, and the baseline twice, at all levels."""
+    """Measure every variant of the default job, and the baseline twice, at all levels.
+
+    ``rehearsals``: number of turns that each process takes before its turns are timed.
+    """
     config = params.load(ROOT / params.PARAMS_FILE)
     baseline, took = config.compare.baseline, dict.fromkeys(LEVELS, 0.0)
     seconds: dict[str, np.ndarray[tuple[int, int, int], np.dtype[np.float64]]] = {}

@@ -34,7 +34,8 @@ def stem(machine: str) -> str:
 def keep(
     directory: Path, prefix: str, section: str, name: str, figure: Mapping[str, Any]
 ) -> tuple[Path, dict[str, Any]]:
-    """Write ``figure`` into this machine's file, where it replaces an older one; return the file and its content.
+    """Write ``figure`` into this machine's file, where it replaces an older figure ``name``; return the file and its
+    content.
 
     Machines with the same name can differ in hardware, Python, torch and settings, so each figure names its
     environment.

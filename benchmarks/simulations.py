@@ -40,7 +40,7 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Draw logarithms [arms, rounds] with the standard deviation ``within``. Return one array per arm.
+    """Draw logarithms [arms, rounds]; here ``within`` is the standard deviation of one arm. Return one array per arm.
 
     Each round is correlated with the round before (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
@@ -81,8 +81,8 @@ def looking(
     the variant, and the control looks equal to the baseline in these rounds.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
-    ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If ``truth`` is the margin
-    itself, "better" and "same" are both wrong, and ``wrong`` is the fraction of the more frequent of the two.
+    ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If several decisions
+    are wrong (``_wrong``), ``wrong`` is the fraction of the most frequent of them.
     """
     random = np.random.default_rng(0)
     found: dict[str, list[tuple[bool, str, int]]] = {}
@@ -120,7 +120,8 @@ def looking(
 
 
 def _wrong(truth: float) -> list[str]:
-    """Return the decisions on throughput that are wrong if the ratio is ``truth``."""
+    """Return the wrong decisions to count if the ratio is ``truth``. From the margin on, *worse* is not counted,
+    because it hardly ever occurs there."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
@@ -160,9 +161,9 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
     """Return how often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
 
-    A forecast is made after ``rounds`` rounds, and counts if it is at most ``most`` pairs. The result has the number of
-    forecasts, the fraction of them for which the forecast number of pairs led to a decision, and the fraction for which
-    twice this number led to a decision.
+    A forecast is made after ``rounds`` rounds, and counts if it is at least 1 and at most ``most`` pairs. The result
+    has the number of forecasts, the fraction of them for which the forecast number of pairs led to a decision, and the
+    fraction for which twice this number led to a decision.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []

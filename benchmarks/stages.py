@@ -118,7 +118,8 @@ class Textbook:
 def textbook(pairs: int = 8, epochs: int = 2, *, in_memory: bool = False) -> dict[str, Any]:
     """Return the textbook script's wall time divided by that of the baseline's stage, from process start to end.
 
-    ``in_memory``: divided by that of the script with its data in memory, which is the most that a data path can add.
+    ``in_memory``: divide by the time of the script with its data in memory instead. A data path can gain no more than
+    this.
     """
     with tempfile.TemporaryDirectory() as folder:
         both = Textbook(Path(folder), epochs)

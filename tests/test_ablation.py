@@ -139,7 +139,7 @@ def test_interactions_are_named_where_alone_and_beside_others_disagree(
     alone: tuple[float, float], beside: tuple[float, float], noun: str | None
 ) -> None:
     sentence = found(bench_of(alone=alone, variant=beside))["channels_last"].interaction
-    assert sentence == (noun and f"The effect on {noun} differs together with the other techniques.")
+    assert sentence == (noun and f"The effect on {noun} is different in combination with the other techniques.")
 
 
 def test_intervals_that_overlap_are_no_interaction() -> None:

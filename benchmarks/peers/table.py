@@ -25,8 +25,8 @@ def page(figures: Mapping[str, Any]) -> str:
     """Return the page of all figures in ``peers-<machine>.json``."""
     parts = [f"# Peers on {figures['machine']}"]
     parts.append(
-        "All figures are medians over rounds. Ratios have 95% intervals. The difference between *ours* and *ours, "
-        "again* widens every interval except its own."
+        "Times and speeds are medians over rounds; accuracies are means of differences. Intervals are at 95%. The "
+        "difference between *ours* and *ours, again* widens the intervals of all other ratios of times and speeds."
     )
     for name, figure in figures["peers"].items():
         parts += [f"## {name}", *(_agreement(figure) if "ours_over" in figure else _job(figure))]

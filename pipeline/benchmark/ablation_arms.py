@@ -13,9 +13,9 @@ from pipeline.plans import Plan
 def isolating(
     config: Config, plans: Mapping[str, Plan], server: Server
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
-    """Return the arms that isolate each technique of the variants in ``bench.ablate``.
+    """Return the arms that isolate techniques of the variants in ``bench.ablate``.
 
-    Also return why the other techniques get no arms: variant -> technique -> reason. ``plans``: variant -> plan.
+    Also return why their other techniques get no arms: variant -> technique -> reason. ``plans``: variant -> plan.
     """
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}

@@ -40,7 +40,8 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 4)
-"""Warm-up steps and measured steps of the memory window on a CPU. All these steps also warm up the speed window."""
+"""Numbers of warm-up steps and measured steps of the memory window on a CPU. All of them also count as warm-up steps of
+the speed window."""
 FEWEST_WARMUP_STEPS = 3
 """Fewest steps between the memory window and the speed window on a CPU. The first of them allocates pages that later
 steps reuse."""
@@ -50,20 +51,21 @@ PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
 
 
 class Measured(RunConditions):
-    """The measurement of a variant in one fresh process, or in one world of processes."""
+    """The measurement of one arm in fresh processes."""
 
     window: Window
     ledgers: Ledgers | None = None
-    """None if the request did not ask for ledgers, or if no peak is known."""
+    """None if the request did not ask for ledgers, if no peak is known, and on all ranks except the main one."""
     flops: Flops | None = None
     """None if the request did not ask for ledgers."""
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
-    """Answer requests until stdin ends. A request that cannot be served is answered with ``{"error": message}``."""
+    """Answer requests until stdin ends. The answer to a request that raises a PipelineError is ``{"error":
+    message}``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
-    terminate_with_parent()  # if the parent ended before this call, reading stdin ends the loop below
+    terminate_with_parent()  # if the parent ended before this call, stdin ends too
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, but stdout is only for answers
 
@@ -119,12 +121,12 @@ def _rank_of_arm(
 ) -> Generator[Measured | None, int | None, None]:
     """Run one process of an arm: warm up, train the steps that each turn asks for (``steps`` in all), yield the record.
 
-    On a CPU, memory and speed cannot be measured together: the allocator is fast only if it keeps freed blocks, but the
-    process's resident memory shows the needed memory only if the allocator returns them. So the memory is measured
-    first, in ``MEMORY_STEPS``, and then the speed.
+    On a CPU, memory and speed cannot be measured together. The allocator is fast only if it keeps freed blocks, but the
+    process's resident memory shows the needed memory only if the allocator returns these blocks to the system. So the
+    memory is measured first, in ``MEMORY_STEPS``, and then the speed.
 
-    After a randomly drawn turn, an extra step outside the window counts the samples that it trains on. This step cannot
-    find a technique that leaves out samples only inside the window; ``Training.count_later`` finds such a technique.
+    After a turn drawn at random, the samples of an extra step outside the window are counted. This step cannot show
+    that a technique leaves out samples only inside the window. In a training, ``Training.count_later`` looks for it.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
@@ -188,8 +190,8 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     """Return the share of a window that may be spent waiting for input; None if the wait is not limited.
 
     The wait is not limited if a technique chooses the data set's placement, because the wait is then part of what the
-    bench compares. It is also not limited if a CUDA graph replays the steps on a resident data set: the graph does not
-    prepare the input, and this preparation can take almost as long as a small model's step.
+    bench compares. It is also not limited if a CUDA graph replays the steps on a resident data set, because the graph
+    does not prepare the input, and this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.acting(training.plan.applied))

@@ -16,7 +16,7 @@ CALIBRATIONS = 5
 """Largest number of short samples that ``steps_of`` takes. Other load on the machine can spoil a sample."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
-"""For arms with this start-up time, windows of 1.5 s were found to be the best (docs/measuring.md)."""
+"""Start-up time of an arm for which windows of 1.5 s turned out to be the best (docs/measuring.md)."""
 
 
 class Calibration(NamedTuple):
@@ -47,9 +47,10 @@ def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
 def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
     """Take short samples of ``arm`` until one is not rejected; return the steps of a window, and the last sample.
 
-    A window takes ``seconds``. If the mean start-up of ``arm`` and ``others`` takes r times ``OPENING_SECONDS``, with
-    r > 1, a window takes sqrt(r) times as long. This yields the most information per minute (Kalibera and Jones, ISMM
-    2013). If all ``CALIBRATIONS`` samples are rejected, a window has ``CALIBRATION_STEPS``.
+    A window takes about ``seconds``, but has at least ``FEWEST_STEPS``. If the mean start-up of ``arm`` and ``others``
+    takes r times ``OPENING_SECONDS``, with r > 1, a window takes sqrt(r) times as long. This yields the most
+    information per minute (Kalibera and Jones, ISMM 2013). If all ``CALIBRATIONS`` samples are rejected, a window has
+    ``CALIBRATION_STEPS``.
     """
     for _ in range(CALIBRATIONS):
         sample = calibrate(arm)

@@ -1,4 +1,5 @@
-"""Measure arms side by side in rounds. Each round starts the arms that are not settled in fresh processes.
+"""Measure arms side by side in rounds. In each round, all arms that are not yet settled run
+in fresh processes.
 
 Three kinds of processes take part. The process of the bench, which runs this module, sends requests. One server per
 checkout (``server.Server``, which runs ``arm.serve``) answers them and forks the ranks of each arm. The ranks
@@ -24,7 +25,7 @@ from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
 
 TOLD_SECONDS = 30
-"""Interval of the progress lines, which replace the progress bar if the output is not a terminal."""
+"""Shortest time between progress lines, which replace the progress bar if the output is not a terminal."""
 FEWEST_ROUNDS = 6
 """Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
@@ -58,7 +59,7 @@ def measure(
     max_spread: float = math.inf,
     earlier: Sequence[Arm] = (),
 ) -> Rounds:
-    """Measure rounds of all arms, each arm in fresh processes, for at most ``seconds``, but at least one round.
+    """Measure at least one round of all arms, and further rounds if they are expected to end within ``seconds``.
 
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
     in all. For this rule, an arm whose samples were rejected in every round does not count. When the time is over,
@@ -67,8 +68,8 @@ def measure(
     ``keep`` is called after each round.
 
     ``margins``: field of ``Window`` -> margin. With margins, a variant whose ratios are all settled (``unsettled``)
-    takes no part in later rounds, and the measurement ends when all variants are settled. No variant is settled while
-    the A/A control differs from the baseline, or their ratios spread by more than ``max_spread`` (``equal``).
+    takes no part in later rounds, and the measurement ends when only the baseline is left. No variant is settled while
+    the A/A control differs from the baseline, or their ratios spread by more than ``max_spread`` (``settling.equal``).
 
     ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. Earlier rounds
     count for ``fewest``, ``max_rounds`` and the margins, and are returned too; ``seconds`` limits only the new rounds.

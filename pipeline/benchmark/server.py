@@ -21,7 +21,7 @@ open."""
 
 
 class BenchError(PipelineError):
-    """A variant could not be measured. The message names the variant or the checkout, and the reason."""
+    """A checkout or a variant could not be measured. The message says why."""
 
 
 class Server(AbstractContextManager["Server"]):
@@ -54,8 +54,8 @@ class Server(AbstractContextManager["Server"]):
         self._listener.join(LAST_WORDS_SECONDS)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings of params.yaml, the environment's hash, the data set and the device of the checkout, and
-        the requests that its code answers."""
+        """Return sections of the checkout's params.yaml, the environment's hash, the data set, the baseline's device,
+        and the requests that the checkout's code answers."""
         return self._ask("describe")
 
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:

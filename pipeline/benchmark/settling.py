@@ -9,12 +9,12 @@ from pipeline.benchmark.server import ArmSpec
 from pipeline.results import Window
 
 SETTLED_ROUNDS = 10
-"""A ratio is settled if it lies on one side of a margin in this many rounds in a row. If the true median lies on the
-margin, one check settles the ratio with a probability of 2 / 2^10, for any distribution of the noise.
+"""A ratio is settled if it lies on the same side of each margin in this many rounds in a row. If the true median lies
+on a margin and the rounds are independent, one check settles the ratio with a probability of at most 2 / 2^10.
 ``benchmarks.simulations`` computes the probability over all checks of a bench."""
 NEGLIGIBLE = 0.001
-"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between the speeds of equal arms disturbs no comparison. Memory
-peaks of equal arms may differ by up to the margin, because the heaps of equal arms differ."""
+"""Equal to ``stats.NEGLIGIBLE``: a bias up to this size between equal arms disturbs no comparison of speed or energy.
+Memory peaks of equal arms may differ by up to the margin, because the heaps of equal arms differ."""
 
 
 def unsettled(
@@ -25,12 +25,14 @@ def unsettled(
 ) -> list[ArmSpec]:
     """Return the ``arms`` that the next round must measure.
 
-    These are the baseline, its control, and each variant with a ratio that is not ``settled``, together with the arms
-    of the variant's ablation. If baseline and control are not ``equal``, all arms are returned.
+    These are the baseline and its control, and all arms of each variant that has an arm with a ratio that is not
+    ``settled``. A variant's arms include those of its ablation. If baseline and control are not ``equal``, all arms are
+    returned.
 
     An arm is compared with both the baseline and its control, because noise between these two must not settle a ratio.
-    In an ablation, the arm without a technique is compared with its variant. An arm with a rejected sample in the last
-    rounds is not settled. A figure that this machine cannot measure counts as settled.
+    In an ablation, the arm without a technique is compared with its variant. If a sample of an arm, or one with which
+    it is compared, was rejected in the last rounds, the arm is not settled. A figure that this machine cannot measure
+    counts as settled.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]

@@ -1,4 +1,4 @@
-"""The bench stage: measure speed and memory of all variants and an A/A arm, side by side, and store the sessions."""
+"""The bench stage: measure all variants and a second arm of the baseline side by side, and store the bench."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
         (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
-    else:  # earlier benches do not count: two sessions can leave a ratio undecided that one session decides
+    else:  # earlier benches do not count, because two sessions can leave undecided what one session decides
         files.write_text(BENCH_FILE, bench.to_json())
     print(
         f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, written to {kept if again else BENCH_FILE}",
@@ -144,7 +144,7 @@ def _calibrated(
     arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
 ) -> tuple[int, float, dict[str, Ledgers], dict[str, Flops]]:
     """Take a short sample of each variant; return the steps of a window, the expected time of a round of all arms, and
-    the variants' ledgers and FLOPs. This also loads all files into the page cache.
+    the variants' ledgers and FLOPs. The samples also load all files into the page cache.
 
     ``arms``: the arms of the variants, then the arms of the ablation, and the baseline's control last.
     """
@@ -157,16 +157,16 @@ def _calibrated(
     counted = {name: Flops.model_validate(each) for name, each in known["flops"].items() if each}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-    # The baseline's speed is measured again, because the baseline's first sample included the start of the server.
+    # The baseline is measured again, because its first sample may include the start of the server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
     return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted
 
 
 def _margins(margins: Margins) -> dict[str, float]:
-    """Return field of ``Window`` -> margin, for the quantities that can settle a variant.
+    """Return field of ``Window`` -> margin, for the quantities whose ratios must be settled.
 
-    Margins change only the number of rounds. So they are not among the settings on which DVC lets the bench depend:
-    after a change of a margin, ``compare`` applies the new margin to the existing rounds.
+    Margins change only the number of rounds. So DVC does not repeat the bench after a change of a margin. ``compare``
+    applies the new margin to the existing rounds.
     """
     of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
     return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
@@ -192,7 +192,7 @@ def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: S
 
 
 def recalled(bench: Bench) -> list[Path]:
-    """Move kept benches to the sessions if they measured the baseline and a variant as ``bench`` did.
+    """Move kept benches to ``SESSIONS`` if they measured the baseline and another variant as ``bench`` did.
 
     Return the new files. If a session has too few rounds for the interval of a ratio, its benches are not moved.
     """

@@ -24,15 +24,17 @@ class Share(Record):
     """The variant divided by the variant without the technique."""
     stacked_memory: Ratio | None = None
     accuracy: Accuracy | None = None
-    """Accuracy of a trained variant that is the baseline plus exactly this technique. None without such a variant."""
+    """Accuracy, against the baseline, of a trained variant that is the baseline plus exactly this technique. None
+    without such a variant."""
     accuracy_from: str | None = None
     """Name of the variant that has this accuracy."""
     verdict: Verdict | None = None
-    """Verdict on the technique added alone to the baseline. Accuracy and memory count only if they are known."""
+    """Verdict on the technique added alone to the baseline. Accuracy and memory count only if they are known. None if
+    the technique was not measured alone."""
     interaction: str | None = None
-    """One sentence per quantity whose added and stacked ratios disagree."""
+    """One sentence for each quantity whose added and stacked ratios disagree; None if none does."""
     why_not: str | None = None
-    """Reason why the technique was not measured. If it is set, all fields except the two names are None."""
+    """Reason why the technique was not measured. With a reason, all other fields except the two names are None."""
 
 
 def shares(
@@ -102,10 +104,10 @@ def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str 
 
 
 def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
-    """Describe how the effect on each quantity changes together with the other techniques.
+    """Return a sentence for each quantity on which the technique acts differently in combination with other techniques.
 
-    Return None if no effect changes. An effect changes if the quantity's two ratios differ by more than the margin and
-    their intervals do not overlap.
+    This is so if the quantity's two ratios differ by more than the margin and their intervals do not overlap. Unknown
+    and untrusted ratios are left out. Return None if there is no such quantity.
     """
     sentences = []
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):
@@ -114,5 +116,5 @@ def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, .
         one, other = alone.interval, beside.interval
         overlap = one.low <= other.high and other.low <= one.high
         if not overlap and abs(math.log(one.estimate / other.estimate)) > math.log1p(alone.margin):
-            sentences.append(f"The effect on {quantity.noun} differs together with the other techniques.")
+            sentences.append(f"The effect on {quantity.noun} is different in combination with the other techniques.")
     return " ".join(sentences) or None

@@ -15,11 +15,11 @@ MOST_SEEDS = 20
 """Largest number of further seeds that is advised."""
 
 ODDS = "more likely than not"
-"""The chance that the forecast number suffices. In simulations, the forecast number of pairs led to a decision in 53 to
-85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
+"""The chance that the forecast number suffices. In simulations with many forecasts, the forecast number of pairs led to
+a decision in 53 to 85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
-"""After this many rounds, the advice is another session first: more rounds would narrow the interval, but say nothing
-about differences between sessions."""
+"""From this many rounds on, the advice is another session first, because more rounds would narrow the interval, but say
+nothing about differences between sessions."""
 
 _CERTAIN: dict[str, dict[Outcomes, str]] = {
     "throughput": {("better",): "faster", ("worse",): "slower"},
@@ -30,7 +30,8 @@ _CERTAIN: dict[str, dict[Outcomes, str]] = {
 
 
 def certain(quantities: Mapping[str, Outcomes]) -> list[str]:
-    """Return a text that names the quantities that are better or worse although the verdict is undecided or untrusted.
+    """Return, in a list, a text on the quantities that are better or worse although the verdict is undecided or
+    untrusted.
 
     For an undecided verdict, the text ends with the possible verdicts. The list is empty if no quantity is better or
     worse, or if the verdict is decided.
@@ -73,7 +74,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided, or if
     there is no margin to decide at.
 
-    If a decision would take longer than ``LONGEST_MINUTES``, the advice names a margin for which this time suffices.
+    If a decision would take longer than ``LONGEST_MINUTES``, or if no forecast is possible, the advice names a margin
+    for which this time suffices.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]
@@ -111,7 +113,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
 def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     """Return why ``accuracy`` is undecided, and what would help; an empty list if the accuracy is decided.
 
-    If more than ``MOST_SEEDS`` further seeds would be needed, the advice names a margin for which that many suffice.
+    If more than ``MOST_SEEDS`` further seeds would be needed, or if no forecast is possible, the advice names a margin
+    for which ``MOST_SEEDS`` further seeds suffice.
     """
     if accuracy.decision != "undecided":
         return []
@@ -121,7 +124,7 @@ def accuracy_reasons(accuracy: Accuracy) -> list[str]:
     if accuracy.more_seeds is not None and accuracy.more_seeds <= MOST_SEEDS:
         return [f"{undecided}: about {count(accuracy.more_seeds, 'more seed')} will suffice, {ODDS} (train.seeds)"]
     mean = accuracy.mean_fraction
-    # An accuracy of 0 or 1 may cut off one side of the interval.
+    # One side of the interval may be cut off, at an accuracy of 0 or 1.
     half = max(mean - accuracy.low_fraction, (accuracy.high_fraction or 0.0) - mean)
     margin = planning.margin_of_seeds(mean, half, accuracy.seeds, accuracy.seeds + MOST_SEEDS)
     return [

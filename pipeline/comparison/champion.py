@@ -23,8 +23,8 @@ from pipeline.results import Bench
 def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[PooledSession]) -> Champion | None:
     """Return the champion: among the variants that pay, the variant with the largest gain in speed.
 
-    If no variant gains speed, memory decides, then energy. A variant that pays loses no accuracy. Return None if no
-    variant pays.
+    If no variant gains speed, memory decides, then energy. If all variants pay by accuracy alone, return the first.
+    Return None if no variant pays.
 
     ``paying``: variant -> its ratios in the order of ``QUANTITIES``. An undecided gain does not count.
     """
@@ -108,7 +108,8 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
 def _head_to_head(
     first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
 ) -> Ratio | None:
-    """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session has both."""
+    """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session counts for
+    both."""
     shared = set(_shared({name: ratios[name] for name in (first, second)}))
     told = {each.start_utc: each.ratio(first, second, quantity, ratios[first].margin) for each in pooled}
     found = {start: ratio for start, ratio in told.items() if ratio and start in shared}

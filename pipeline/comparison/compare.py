@@ -32,8 +32,9 @@ def compare(
 ) -> Comparison:
     """Compare every result with the baseline's.
 
-    The first of ``sessions`` is the present bench. A variant's ratios use all sessions that measured the variant and
-    the baseline as the present bench did. All other figures of the bench come from the present bench only.
+    ``sessions``: the present bench, then other benches. A variant's ratios use all benches that measured the variant
+    and the baseline as the present bench did, except those of untrusted sessions. The A/A noise comes from the session
+    of the present bench. All other figures of the bench come from the present bench only.
 
     The Pareto front consists of the variants that no other variant beats in throughput, memory and accuracy, each
     relative to the baseline. A difference that is not decided as better or worse is ignored. Untrusted variants are not

@@ -55,7 +55,7 @@ class TimeRatio(Record):
 class TimeToTarget(Record):
     """Training time until an evaluation shows the target accuracy, from the training runs' steps and the bench's speed.
 
-    The time does not include evaluation, start-up and the first step.
+    The time does not include evaluation and start-up. The first step counts like every other step.
     """
 
     seeds: tuple[SeedTarget, ...]
@@ -79,7 +79,8 @@ class EqualTime(Record):
 
 
 class Compared(Record):
-    """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None."""
+    """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None, except
+    ``train_time_ratio``."""
 
     variant: VariantName
     techniques: tuple[str, ...]
@@ -100,7 +101,7 @@ class Compared(Record):
     placement: str
 
     verdict: Verdict | None
-    """None for the baseline, like throughput, memory and accuracy."""
+    """None for the baseline, like throughput, memory, accuracy and energy."""
     reasons: tuple[str, ...]
     """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help."""
     throughput: Ratio | None
@@ -109,10 +110,12 @@ class Compared(Record):
     energy: Ratio | None = Field(None, exclude_if=operator.not_)
     """None if energy was not asked for. The margin is 0 if energy does not count for the verdict."""
     on_front: bool
-    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False if one of the three is unknown."""
+    """On the Pareto front of throughput, memory and accuracy; see ``compare``. False for a variant with an unknown
+    ratio or an untrusted verdict."""
 
     samples_per_second: float | None
-    """This field and the next five are medians over the bench's samples that were not rejected."""
+    """This field and the next five are medians over the bench's samples that were not rejected. For a variant that was
+    settled early, all except the fraction are scaled (``figures.of_bench``). None if unknown or not trusted."""
     step_p50_ms: float | None
     step_p90_ms: float | None
     step_p99_ms: float | None
@@ -138,7 +141,7 @@ class Compared(Record):
     flops: Flops | None
     model_flops_per_second: float | None
     utilisation_fraction: float | None
-    """``model_flops_per_second`` divided by the devices' dense peak; None for an unknown device."""
+    """``model_flops_per_second`` divided by the devices' dense peak; None if one of them is unknown."""
 
     test_accuracy_mean_fraction: float
     test_accuracy_spread_fraction: float | None
@@ -163,8 +166,8 @@ class Compared(Record):
     train_time_ratio: float | None
     time_to_target: TimeToTarget
     time_to_target_ratio: TimeRatio | None
-    """Ratio to the baseline's time. None for the baseline itself, or if a time or the throughput's interval is
-    unknown."""
+    """Ratio to the baseline's time. None for the baseline itself, if a time is unknown, or if the throughput's
+    ratio is untrusted or has no interval."""
     another_model: str | None = Field(None, exclude_if=operator.not_)
     """The variant's model, if it is not the baseline's."""
     equal_time: EqualTime | None = Field(None, exclude_if=operator.not_)
@@ -178,16 +181,18 @@ class Champion(Record):
 
     variant: VariantName
     quantity: str | None = None
-    """The quantity by which the champion was chosen. None if it pays by accuracy alone; then the ratios are None."""
+    """The quantity by which the champion was chosen. None if all variants that pay do so by accuracy alone; then the
+    ratios are None."""
     among: int
-    """Number of variants that pay by this quantity."""
+    """Number of variants that pay by this quantity; without a quantity, of all variants that pay."""
     ratio: Ratio | None = None
     """Ratio to the baseline. With several candidates, it comes from other sessions than the choice or, with a
     single session, from other rounds (``champion``). None also if no session has enough rounds of all candidates."""
     runner_up: VariantName | None = None
     """The second best."""
     head_to_head: Ratio | None = None
-    """Ratio of the champion to the runner-up, from the rounds that have both. None if no session has both."""
+    """Ratio of the champion to the runner-up, from the rounds that have both. None without a runner-up, or if no
+    session counts for both."""
 
 
 class SessionSummary(Session):
@@ -213,7 +218,7 @@ class Comparison(Document):
     target_accuracy_fraction: float
     margins: Margins
     environment: dict[str, Any]
-    """The content of environment.json, its hash included."""
+    """The content of environment.json, its hash included, but without the digests of code, plans and settings."""
     device: str
     dataset: Dataset
     train: dict[str, Any]
@@ -232,8 +237,8 @@ class Comparison(Document):
     champion: Champion | None = None
     """None: no variant pays."""
     sessions: tuple[SessionSummary, ...] = ()
-    """The sessions that measured the baseline as ``bench`` did, the oldest first. Only ratios use all sessions; other
-    figures are from ``bench``."""
+    """The sessions that measured the baseline as ``bench`` did, the oldest first. Only ratios use all sessions. The
+    noise is from the session of ``bench``, and the other figures are from ``bench``."""
     sessions_set_aside: int = 0
     """Number of benches that do not count, because their code, settings, data or environment differ."""
     shares: tuple[Share, ...]

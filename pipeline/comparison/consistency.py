@@ -55,8 +55,8 @@ DATASET = PREPARED / "dataset.json"
 
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
-    """Check files under ``root``: results, histories, the bench and ``others``. Return one message for each file that
-    contradicts dvc.lock, or the files from which it was made. Missing files are not checked.
+    """Check files under ``root``: results, histories, the bench and ``others``. Return a message for each contradiction
+    of a file to dvc.lock, or to the files from which it was made. Missing files are not checked.
 
     Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
@@ -113,7 +113,8 @@ def _md5(path: Path) -> str:
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
-    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``.
+    """Raise ComparisonError if code or settings of the measuring stages differ from ``environment``, except settings
+    that change only how much is measured (``stages.HOW_LONG``).
 
     A comparison must describe the code that is checked out.
     """
@@ -131,7 +132,7 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
 
 
 def _recorded(lock: Path) -> dict[str, str]:
-    """Return output -> MD5 from dvc.lock, without directories; empty if there is no lock file."""
+    """Return output -> MD5 from dvc.lock; empty if there is no lock file."""
     try:
         text = lock.read_text(encoding="utf-8")
         made = yaml.safe_load(text).get("stages", {}).values()
@@ -225,8 +226,8 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """Return a message for each difference between the bench and the training runs. Code, plan, job and settings are
-    compared by their digests (``stages.key``)."""
+    """Return a message for each contradiction of the bench to the training runs or to ``environment``. Code, plan, job
+    and settings are compared by their digests (``stages.key``)."""
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     keys = (_key_problem(bench.keys.get(each.variant), environment, "bench", each.variant) for each in measured)
     elsewhere = _elsewhere("the bench", bench.environment, environment, *variants)

@@ -26,7 +26,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
 
     If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
     is the baseline's median over all its rounds, divided by the baseline's median over only those rounds that the arm
-    has, too. Fractions are not scaled.
+    has, too. Fractions, counts and the single ranks' peaks are not scaled.
     """
     base = bench.arm("variant", bench.baseline)
     same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None
@@ -67,7 +67,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
 
 
 def median_of(arm: Arm, field: str) -> float | None:
-    """Return the median over the rounds that have this field of ``Window``; None if no round has it."""
+    """Return the median of this field of ``Window`` over the rounds that know it; None if no round does."""
     known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
 

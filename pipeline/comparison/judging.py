@@ -29,10 +29,11 @@ class Judgement(NamedTuple):
 def judge(
     result: Result, baseline: Result, pooled: Sequence[PooledSession], own: PooledSession, margins: Margins
 ) -> Judgement:
-    """Return the verdict on ``result``: a quantity's samples result in an interval over sessions, each interval in a
-    decision, and all decisions in the verdict.
+    """Return the verdict on ``result``, with the figures behind it.
 
-    ``own``: the session in ``pooled`` that has the present bench's rounds.
+    For each quantity of the bench, the samples of all sessions give an interval. Each interval, and the accuracy, gives
+    a decision. All decisions together give the verdict. ``own``: the session in ``pooled`` that has the present bench's
+    rounds.
     """
 
     def over_sessions(quantity: Quantity, margin: float) -> Ratio:

@@ -85,8 +85,8 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
     The forecast assumes that the interval shrinks with 1 / sqrt(n), except for its part ``fixed``: a half-width on the
     logarithmic scale that ``stats.widened`` has added in quadrature, and that more pairs do not reduce.
 
-    Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate lies
-    exactly on the margin, or more than 1000 further pairs would be needed.
+    Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate is
+    no further than ``fixed`` from a margin, or more than 1000 further pairs would be needed.
     """
     if decide(interval, margin) != "undecided":
         return 0

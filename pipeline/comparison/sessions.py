@@ -72,7 +72,7 @@ def combined(found: Mapping[str, Ratio], own: Ratio, quantity: Quantity) -> Rati
 
     ``found``: start of a session -> its ratio. ``own``: the ratio of the bench's own session.
 
-    An untrusted ratio does not count. If only one ratio is trusted, return it; if none is trusted, return ``own``.
+    A ratio counts if it is trusted and has bounds. If only one ratio counts, return it; if none counts, return ``own``.
     """
     shown = tuple(
         SessionRatio(

@@ -146,7 +146,8 @@ class Equivalence:
     mean: float
     low: float
     high: float
-    """``low`` and ``high``: the 1 - 2 alpha interval of the mean; infinite for a single difference."""
+    """``low`` and ``high``: the 1 - 2 alpha interval of the mean, cut off at ``limits``; infinite for one
+    difference."""
     deviation: float
     """Sample standard deviation of the differences, or their resolution if that is larger; 0 for one difference."""
     count: int
@@ -169,7 +170,8 @@ def equivalence(
     resolution: float = 0.0,
     limits: tuple[float, float] = (-math.inf, math.inf),
 ) -> Equivalence:
-    """Test if paired differences (variant minus baseline, one per seed, in the margin's unit) are too small to matter.
+    """Test whether paired differences (variant minus baseline, one per seed, in the margin's unit) are too small to
+    matter.
 
     This uses two one-sided paired t-tests at alpha = 1 - confidence. Both tests reject exactly when the 1 - 2 alpha
     interval mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided

@@ -21,12 +21,14 @@ from pipeline.results import Arm, Record, kind_of
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 
 HEAP_BYTES = 2**20
-"""Largest difference between the memory peaks of equal processes on a CPU. The rounds of one session do not show this
-difference, because all processes forked from one server inherit the same free blocks in its heap. The peaks under five
-servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is the 95% half-width of a difference (docs/measuring.md)."""
+"""The difference that is assumed to be possible between the memory peaks of equal processes on a CPU. The rounds of one
+session do not show this difference, because all processes forked from one server inherit the same free blocks in its
+heap. The peaks under five servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is the 95% half-width of a
+difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
-"""Fewer seeds give no decision on accuracy, because the differences of two seeds say little about further seeds."""
+"""Fewer seeds give no decision on accuracy, because the differences of two seeds say little about further seeds. Equal
+weights need no such decision."""
 
 
 Outcomes = tuple[Decision, ...]
@@ -83,16 +85,16 @@ class Estimated(Record):
     high: float | None = None
     """``low`` and ``high`` are None if there are too few pairs for bounds."""
     pairs: int = 0
-    """Rounds in which neither figure was rejected."""
+    """Number of rounds that have both figures."""
 
     @property
     def interval(self) -> stats.Interval:
-        """The interval; a missing bound is 0 or infinite."""
+        """The interval; a missing bound is 0 or infinite, and a missing estimate is 1."""
         return stats.Interval(self.estimate or 1.0, self.low or 0.0, self.high or math.inf, self.pairs)
 
 
 def estimated(interval: stats.Interval | None) -> dict[str, Any]:
-    """Return the fields of ``Estimated``."""
+    """Return ``interval`` as fields of ``Estimated``; no fields for None."""
     if interval is None:
         return {}
     bounds = {"low": interval.low, "high": interval.high} if interval.low > 0 else {}
@@ -113,18 +115,18 @@ class SessionRatio(Estimated):
 
 
 class Ratio(Estimated):
-    """An arm's figure divided by the reference's figure, with a 95% interval.
+    """An arm's figure divided by the reference's figure, with a confidence interval.
 
-    In one session, it is the median of the rounds' ratios, and the A/A noise widens the interval. Over several
-    sessions, it is the mean of the sessions' ratios (``sessions.combined``).
+    In one session, it is the median of the rounds' ratios; except in the gate, the A/A noise widens the interval. Over
+    several sessions, it is the geometric mean of the sessions' ratios (``sessions.combined``).
     """
 
     rejected: int = 0
-    """Rounds in which a figure was rejected."""
+    """Number of rounds in which a figure is missing or was rejected."""
     margin: float
     decision: Decision
     more_pairs: int | None = None
-    """About how many more pairs a decision from one session needs. None if it is decided or there is no forecast."""
+    """About how many more pairs a decision from one session needs. None if there is a decision, or no forecast."""
     why_untrusted: str | None = None
     fixed: float = 0.0
     """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
@@ -283,7 +285,8 @@ def _heap_doubt(quantity: Quantity, *arms: Arm) -> float:
 
 
 def heap_share(arm: Arm) -> float:
-    """Return the share of ``arm``'s peak memory that is noise: on a CPU ``HEAP_BYTES`` per process, else 0."""
+    """Return the share of ``arm``'s median peak memory that may be noise: on a CPU ``HEAP_BYTES`` per process. Return 0
+    on a GPU, or if no peak is known."""
     peaks = [sample.peak_memory_bytes for sample in arm.samples if sample.peak_memory_bytes]
     on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
     return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)

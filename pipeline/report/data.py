@@ -27,7 +27,8 @@ def verdicts(comparison: Comparison) -> dict[str, dict[str, float | int | str]]:
 
 
 def metrics(each: Compared) -> dict[str, float | int | str | None]:
-    """Return a variant's figures for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None."""
+    """Return a variant's figures for ``dvc metrics`` and MLflow's parent run. Unknown and untrusted values are None.
+    Figures of energy are left out if the energy is unknown."""
     difference, accuracy, joules = each.accuracy_difference, each.accuracy, each.joules_per_sample
     return {
         "verdict": each.verdict,
@@ -52,7 +53,7 @@ _AS_IN_FILE = (
     *("step_p50_ms", "model_flops_per_second", "utilisation_fraction", "training_samples_per_second"),
     *("training_peak_memory_bytes", "train_seconds"),
 )
-"""The figures whose names are those of ``Compared``."""
+"""Further figures, under their names in ``Compared``."""
 
 
 def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:

@@ -67,7 +67,7 @@ def _answers(comparison: Comparison) -> list[str]:
 
 
 def _verdict(verdict: str | None) -> str:
-    """Return the verdict as the end of a sentence: ddp **pays**, memory is **undecided**."""
+    """Return the verdict as the end of a sentence: ddp **pays**, bf16 is **undecided**."""
     return f"{'' if verdict in ('pays', 'trades', 'costs') else 'is '}**{verdict}**"
 
 

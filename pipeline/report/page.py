@@ -16,7 +16,8 @@ from pipeline.report.pictures import Histories
 TEMPLATE = Path(__file__).with_name("page.html")
 
 HUES = 6
-"""Number of colours for variants in page.html. With more variants, colours repeat and dash patterns differ."""
+"""Number of colours for variants in page.html. Colours repeat after six variants, but colour and dash pattern
+together repeat only after twelve."""
 DASHES = 4
 
 

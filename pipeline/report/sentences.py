@@ -18,11 +18,11 @@ FEW_TEST_SAMPLES = 2_000
 does not show this dependence."""
 
 BETWEEN_SESSIONS = 1.2
-"""The speeds of two sessions on one machine differ by 10 to 20%. The speeds of two trainings that run one after the
-other may differ as much."""
+"""The speeds of two sessions on one machine can differ by this factor, and so can the speeds of two trainings that run
+one after the other."""
 
 LEDGER_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "communication", "data", "rest")
-"""Fields of ``results.Ledger``, in the order in which they are shown."""
+"""Parts of ``results.Ledger`` (fields without the ending ``_bytes``), in the order in which they are shown."""
 
 
 def ledgers(comparison: Comparison) -> list[tuple[str, str, Ledger]]:
@@ -122,8 +122,8 @@ def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
 
 
 def banner(comparison: Comparison) -> list[str]:
-    """Return the reasons that all variants share for untrusted verdicts, each with its remedy, and a sentence if the
-    bench was interrupted. The report shows these sentences once, at the top."""
+    """Return the reasons for untrusted verdicts that lie in the A/A noise, each with its remedy, and a sentence if the
+    interruption of the bench left a verdict open. The report shows these sentences once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
     for field in ("throughput", "memory", "energy"):
@@ -176,7 +176,7 @@ def sessions(comparison: Comparison) -> str:
 
 def champion(comparison: Comparison) -> str:
     """Name the best of the variants that pay, its gain, and how it compares with the second best. Return an empty text
-    if fewer than two variants pay."""
+    if fewer than two variants pay by the same quantity."""
     best = comparison.champion
     if best is None or best.runner_up is None:
         return ""
@@ -207,13 +207,15 @@ def share_notes(comparison: Comparison) -> list[str]:
         if share.interaction:
             notes.append(f"{name}: {share.interaction}")
     if any(share.verdict and share.accuracy is None for share in comparison.shares):
-        notes.append("The verdict on a technique that no variant trained alone does not include accuracy.")
+        notes.append(
+            "A technique's verdict does not include accuracy if no variant with only this technique was trained."
+        )
     return notes
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
-    """Return the accuracy of a technique alone and the variant that trained it; "not trained alone" if none did. Empty
-    if the technique was not measured alone."""
+    """Return the accuracy of the baseline plus the technique, and the variant that is exactly this; "not trained alone"
+    if there is no such variant. Empty if the technique was not measured alone."""
     if share.accuracy is None:
         return ("not trained alone",) if share.verdict else ()
     return (*formats.lines(share.accuracy), f"variant {share.accuracy_from}")
@@ -236,7 +238,7 @@ def basis(comparison: Comparison) -> list[str]:
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
         "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
-        *([f"Ended early, because enough rounds in a row lay on one side of the margins: {early}."] if early else []),
+        *([f"Ended early, because enough rounds in a row lay on one side of each margin: {early}."] if early else []),
         f"Accuracy: {seeds}, paired, with two one-sided tests{few}. If one training in ten fails, "
         f"{0.9 ** len(comparison.seeds):.0%} of all comparisons with {seeds} do not show it.",
         *_not_new(comparison.dataset),
@@ -274,7 +276,8 @@ def remarks(each: Compared) -> list[str]:
         found.append(f"This variant trains another model than the baseline: {each.another_model}.")
     if any(name.startswith("distillation=") for name in each.techniques):
         found.append(
-            "This variant learns from a teacher: its steps count the teacher's forward passes, not its training."
+            "This variant learns from a teacher. Its steps include the teacher's forward passes, but not the "
+            "teacher's training."
         )
     if "dataloader" in each.techniques:
         found.append("Peak memory counts the training process only, not the DataLoader's worker processes (if any).")
@@ -286,7 +289,8 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
     more than the noise of both.
 
     The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS. Returns an empty list if the
-    ratios agree, or if there are fewer than two seeds, because one seed shows no noise.
+    ratios agree, if the bench's ratio is unknown or untrusted, or if there are fewer than two seeds, because one seed
+    shows no noise.
     """
     both, ratio = (each.runs, baseline.runs), each.throughput
     ours, theirs = ([run.samples_per_second for run in runs if run.samples_per_second] for runs in both)

@@ -183,7 +183,7 @@ def _time(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             "Training",
             "Wall time of all training steps, the first and the warm-up steps included, without evaluation; median "
-            "over seeds. The variants trained one after the other, so no verdict depends on the ratio.",
+            "over seeds. The variants were trained one after the other, so no verdict depends on the ratio.",
             training,
         ),
         Column(

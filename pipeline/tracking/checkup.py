@@ -1,4 +1,4 @@
-"""Check that the tracking store can be written to. The check uses MLflow's own client and changes nothing."""
+"""Check whether ``publish`` can use the tracking store. The check uses MLflow's own client and changes nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NEW_STORE = "python -m pipeline publish (it writes the runs of the present resu
 
 class Health(NamedTuple):
     well: bool | None
-    """None if the store was not checked."""
+    """None if the check gave no answer."""
     found: str
     remedy: str = ""
 
 
 def health(root: Path, experiment: str) -> Health:
     """Return the state of the store that ``publish`` would use. If a server does not answer, the check ends after
-    the timeout in ``stores.DEFAULTS``, or after the user's own timeout."""
+    the timeouts and retries in ``stores.DEFAULTS``, or after the user's own."""
     uri = stores.address(root)
     embedded = uri.startswith(stores.SQLITE)
     path = Path(uri.removeprefix(stores.SQLITE))

@@ -42,7 +42,8 @@ class Child:
     result: Result
     run: Run
     train: Train
-    """The job in params.yaml. The model to log is built from this job, not from the job that the result names."""
+    """The variant's job in params.yaml. The model to log is built from this job, not from the job that the result
+    names."""
     root: Path
     model_file: Path | None
     """The weights to log as a model; None: no model is logged."""
@@ -100,8 +101,8 @@ class Wanted:
 def wanted(config: Config, root: Path) -> Wanted | None:
     """Return the comparison of the present results; None if there is no result.
 
-    Raises ResultError if a file is not a result, is of another job than ``config``, or does not match its inputs or its
-    record; the message names the file. Also raises the errors of ``consistency.broken_links``.
+    Raises ResultError if a file is not a result, is of another job than ``config``, or does not match its inputs or
+    dvc.lock; the message names the file. Also raises the errors of ``consistency.broken_links``.
     """
     found = []
     for variant in config.variants:

@@ -26,8 +26,8 @@ VERDICT = "verdict"
 COLUMNS = (VERDICT, "speed", "memory", "accuracy")
 """Tags of a child: the comparison's figures for its variant, shown in a table."""
 REJECTIONS = "rejections"
-"""Tag of a child: which of the run's numbers were rejected, and why. A parent has one tag ``rejections.<variant>`` per
-variant."""
+"""Tag of a child: why numbers of the run were rejected. A parent has one tag ``rejections.<variant>`` per variant: the
+variant's rejected samples in the bench."""
 FINDING = "finding"
 """Tag ``finding.<variant>`` of a parent: the findings of the variant's profile."""
 NOTE_LIMIT = 7900
@@ -141,7 +141,8 @@ def _comparison(root: Path) -> dict[str, Any]:
 
 
 def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Return variant -> its verdict in ``comparison``, with the reasons if the verdict is undecided or untrusted."""
+    """Return variant -> its verdict in ``comparison``, with the reasons if the verdict is undecided or untrusted.
+    The baseline's verdict is "baseline"."""
     found = {}
     for each in comparison.get("variants", ()):
         verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
@@ -171,7 +172,8 @@ def _beside(ratio: Mapping[str, Any] | None) -> str:
 
 
 def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Return tags: the best variant, its gain over the baseline, and its ratio to the second-best variant."""
+    """Return tags: the best variant, its gain over the baseline, and its ratio to the second-best variant.
+    If no variant pays, the baseline is the best."""
     best = comparison.get("champion")
     if not best:
         return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
@@ -193,7 +195,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
 def lock_sha256(lock: Path) -> str:
     """Return the digest of dvc.lock without the stage ``publish``, which DVC adds only after ``publish`` has run.
 
-    So the digest logged now is also the digest of the file that is committed later.
+    So the digest stays the same when DVC adds this stage.
     """
     stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()

@@ -61,7 +61,7 @@ class _Mirror:
         self._warned = False
 
     def run(self, ended: Event) -> None:
-        """Update until the training has ended. While MLflow fails, the pauses get longer."""
+        """Update until the training has ended. The pause after a failed update gets longer with each failure."""
         pause = FIRST_PAUSE_SECONDS
         while not ended.wait(POLL_SECONDS):
             if not self.update():
@@ -120,7 +120,7 @@ class _LiveRun:
     """The live run of one seed."""
 
     started: float
-    """Unix time, in seconds, at which the history's clock is zero."""
+    """Unix time, in seconds, that counts as the zero of the history's clock."""
     ended_ms: int = 0
     """When the last logged point was measured, in Unix milliseconds."""
     run_id: str | None = None
@@ -130,7 +130,7 @@ class _LiveRun:
 
 
 class _Tail:
-    """Reads the new rows of a CSV file. Its writer appends rows, or replaces the file by a longer file.
+    """Reads the new rows of a CSV file. The file's writer appends rows, or replaces the file by a longer one.
 
     If the file has fewer rows than were read before, it is read again from its beginning.
     """
@@ -161,7 +161,7 @@ class _Tail:
 
 
 def _yield_to_training() -> None:
-    """Use one thread, and only CPU time that no other process uses."""
+    """Use one thread and, if the system allows this, only CPU time that no other process uses."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     try:

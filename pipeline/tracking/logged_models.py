@@ -1,8 +1,8 @@
 """Log a run's trained model in MLflow's format, for pyfunc and for PyTorch. The model takes raw inputs.
 
-The model is saved as an exported program (MLflow's ``pt2``), not as a pickle: loading it needs no code of this project.
-Loading the file saved here runs only PyTorch's and MLflow's code; loading a file that somebody else put in its place
-can run any code. docs/mlflow.md says how to load models without pickles, and which risks remain then.
+The model is saved as an exported program (MLflow's ``pt2``), not as a pickle, so loading it needs no code of this
+project. Loading the file saved here runs only PyTorch's and MLflow's code; loading a file that somebody else put in its
+place can run any code. docs/mlflow.md says how to load models without pickles, and which risks remain then.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[
     """Yield the comparison's figures for the child's variant. The run's own speed and memory are not used, because the
     trainings ran one after the other, so their figures cannot be compared.
 
-    ``known``: the metrics of the run in the store. A value that is unknown now is logged as NaN.
+    ``known``: the metrics of the run in the store. Only values that differ from ``known`` are yielded. A value that
+    became unknown is yielded as NaN.
     """
     now = round(time.time() * 1000)  # MLflow shows a metric's latest value
     [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]

@@ -1,4 +1,4 @@
-"""Make the best variant's model the registry's champion, once its commit has passed the gate."""
+"""Make the best variant's model the registry's champion, if the commit that is checked out has passed the gate."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class PromotionError(PipelineError):
 
 def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """Register the model of the best variant as ``publish.registered_model``, and give it the alias ``champion``.
+
+    If no variant pays, the baseline is the best variant.
 
     The model is logged anew, because somebody else may have logged the model that is in the store. The new model is
     built from the local weights, whose digest the result names. The version's tags and description hold the evidence:
@@ -137,7 +139,8 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
-    """Return the gate's decision, checked by ``gate.confirm``. Raises PromotionError unless ``commit`` passed."""
+    """Return the gate's decision, which the command has checked by ``gate.confirm``. Raises PromotionError unless
+    ``commit`` passed."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
     except FileNotFoundError:

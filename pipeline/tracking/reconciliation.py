@@ -37,7 +37,7 @@ class Changes:
     create: list[str] = field(default_factory=list)
     """Keys of children to write from the files."""
     delete: list[str] = field(default_factory=list)
-    """Ids of runs that are half-written, duplicate or superseded."""
+    """Ids of runs that are half-written, duplicate or superseded, and of live runs that a result replaces."""
 
     def __bool__(self) -> bool:
         return self.finish_parent or bool(self.create or self.delete)
@@ -51,7 +51,7 @@ def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Cha
 
     Runs of other comparisons are history and stay. Live runs of this checkout are treated as follows. If the seed has a
     result, a live run is deleted when it has ended, or when it started before the result was written. A live run that
-    started later and has not ended stays, because its training still runs. A live run whose seed has no result yet
+    started later and has not ended stays, because its training may still run. A live run whose seed has no result yet
     stays, as the record of an interrupted training.
     """
     ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)

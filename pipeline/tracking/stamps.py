@@ -30,8 +30,8 @@ def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
 
 
 def write(store: Store, experiment: str, wanted: Wanted) -> None:
-    """Record that ``store`` holds ``wanted``. Call this while holding ``stores.locked``, when nothing is left to
-    write."""
+    """Record that ``store`` holds ``wanted``; do nothing for a server. Call this while holding ``stores.locked``, when
+    nothing is left to write."""
     if store.uri.startswith(SQLITE):
         content = _content(store.uri, experiment, store.experiment_id, store.artifacts, wanted)
         write_text(_file(store.uri), json.dumps(content, indent=1))

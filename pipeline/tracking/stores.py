@@ -158,7 +158,7 @@ class Store:
 
 
 def client_class() -> type[MlflowClient]:
-    """Import MLflow with ``DEFAULTS``, which takes seconds, and return its client class."""
+    """Import MLflow with ``DEFAULTS`` and return its client class. The import takes seconds."""
     set_defaults()
     with importing():
         from mlflow.tracking import MlflowClient
@@ -188,8 +188,8 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
 def locked(uri: str) -> Iterator[None]:
     """Keep other processes of this project out of an SQLite store; a server needs no lock.
 
-    Without the lock, MLflow fails if two processes create the same SQLite file, and two publishers would both write.
-    Raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
+    Without the lock, MLflow would fail if two processes created the same SQLite file, and two publishers would both
+    write. Raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
     """
     if not uri.startswith(SQLITE):
         yield

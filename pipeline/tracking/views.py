@@ -10,8 +10,8 @@ from pipeline.tracking.labels import COLUMNS
 from pipeline.tracking.metrics import run_times
 
 TAG = "mlflow.sharedViewState.verdicts"
-"""Tag of the experiment in which MLflow's menu "Views" stores the view ``verdicts``, which `make ui` opens: one row per
-variant of the comparison that was published last."""
+"""Tag of the experiment. In it, MLflow keeps the view ``verdicts`` of its menu "Views", with one row per variant of the
+comparison that was published last. `make ui` opens this view."""
 
 LOCAL = "http://127.0.0.1:5000"
 """Address at which `make ui` shows the embedded store."""

@@ -107,8 +107,8 @@ def _chart(
 
 
 def _together(lines: Sequence[_Run]) -> list[tuple[float, float]]:
-    """Return the median of x and the mean of y at each step that all lines have, because the tables also show medians
-    of times and means of accuracies."""
+    """Return the median of x and the mean of y at each step that all lines have. The tables also show medians of times
+    and means of accuracies."""
     known = [{step: (x, y) for step, x, y in line} for line in lines]
     shared = sorted(set.intersection(*(set(line) for line in known)))
     return [

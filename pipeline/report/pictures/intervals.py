@@ -13,7 +13,7 @@ from pipeline.report.pictures.scales import Tick, padded, plain
 
 
 class Mark(NamedTuple):
-    """An interval and its estimate: values, which ``_forest`` turns into positions. None is unknown."""
+    """An interval and its estimate, as values that ``_forest`` turns into positions. None means unknown."""
 
     caption: str
     value: str
@@ -21,13 +21,13 @@ class Mark(NamedTuple):
     low: float | None = None
     high: float | None = None
     look: str = ""
-    """The decision, or "noise" for the baseline against itself."""
+    """The decision; for the baseline against itself, "noise" or "untrusted"; empty if nothing was measured."""
 
 
 class Row(NamedTuple):
     label: str
     marks: tuple[Mark, ...]
-    """Empty if nothing was measured."""
+    """Empty if the row's technique was not measured."""
 
 
 class Forest(NamedTuple):
@@ -59,7 +59,8 @@ def forests(comparison: Comparison) -> list[Forest]:
 
 
 def share_forests(comparison: Comparison) -> list[Forest]:
-    """Return each technique's ratios in each ablated variant: added alone to the baseline, and within the stack."""
+    """Return each technique's ratios in each ablated variant: added alone to the baseline, and combined with
+    the variant's other techniques."""
     made = []
     for variant in dict.fromkeys(share.variant for share in comparison.shares):
         for title, field in (("Throughput", "throughput"), ("Peak memory", "memory")):

@@ -32,8 +32,8 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines (x1, y1, x2, y2) that bound an area. A variant in this area is slower, and needs more memory, than some
-    variant on the front."""
+    """Lines (x1, y1, x2, y2) of the front of throughput and memory alone. A variant above and left of them is slower,
+    and needs more memory, than a variant on this front."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     baseline: tuple[float, float]
@@ -43,7 +43,7 @@ class Front(NamedTuple):
 
 def front(comparison: Comparison) -> Front | None:
     """Return a plot of the ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out.
-    Return None if all verdicts are untrusted."""
+    Return None if only the baseline remains."""
     drawn = [each for each in comparison.variants if each.verdict != UNTRUSTED]
     if len(drawn) < 2:
         return None

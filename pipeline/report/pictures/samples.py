@@ -34,8 +34,8 @@ class Strip(NamedTuple):
 class Strips(NamedTuple):
     title: str
     alt: str
-    range: str
-    """The range of values that a strip's height stands for, as text."""
+    factor: str
+    """The largest factor, such as "1.50", by which a sample differs from its median and is still drawn at its value."""
     strips: tuple[Strip, ...]
 
 
@@ -74,4 +74,4 @@ def _strips(title: str, arms: Sequence[Arm], field: str, shown: Callable[[float 
         for strip in drawn
     )
     alt = f"Strips with one dot per round. {counts}."
-    return Strips(title, alt, f"{100 * (edge - 1):.0f}%", tuple(drawn))
+    return Strips(title, alt, f"{edge:.2f}", tuple(drawn))

@@ -29,7 +29,10 @@ class Scale(NamedTuple):
         return round(100 * (1 - share if self.down else share), 2)
 
     def ticks(self, label: Callable[[float, int], str], most: int = 5) -> tuple[Tick, ...]:
-        """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals."""
+        """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals.
+
+        On a logarithmic scale over a factor of more than 4, the ticks are powers of 2, and ``label`` is not used.
+        """
         if self.logarithmic and self.high / self.low > 4:
             first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
             stride = math.ceil((last - first + 1) / most)
