@@ -45,8 +45,8 @@ def library(name: str, found: str, error: type[PipelineError]) -> Any:
     what was ``found``, if the library is missing."""
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        raise error(f"{found}, but {missing.name} is not installed (pip install '.[text]').") from None
+    except ImportError as caught:
+        raise error(f"{found}, but {name} cannot be imported ({caught}): pip install '.[text]'.") from None
 
 
 def call(

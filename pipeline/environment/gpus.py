@@ -31,6 +31,9 @@ print(json.dumps([(str(gpu.uuid), gpu.name, f"{gpu.major}.{gpu.minor}", gpu.tota
 """A program that prints each GPU's UUID, name, compute capability and bytes of memory. It runs in a separate process,
 because a process that has initialised CUDA cannot fork."""
 
+_NO_GPUS = "Found no NVIDIA driver", "No CUDA GPUs are available"
+"""In torch's messages where CUDA's library is installed on a machine without a GPU."""
+
 
 class Shown(NamedTuple):
     gpus: list[dict[str, Any]]
@@ -77,12 +80,14 @@ def ask_cuda() -> tuple[dict[str, dict[str, Any]], str | None]:
         return {}, None
     except subprocess.TimeoutExpired:
         return {}, f"CUDA does not answer within {CUDA_SECONDS:g} s"
+    if any(sign in done.stderr for sign in _NO_GPUS):
+        return {}, None
     if done.returncode:
         reason = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
         return {}, f"CUDA cannot be used: {reason}"
     return {
         uuid.removeprefix("GPU-"): {"name": name, "compute_capability": capability, "memory_gib": round(memory / 2**30)}
-        for uuid, name, capability, memory in json.loads(done.stdout)
+        for uuid, name, capability, memory in json.loads(done.stdout.splitlines()[-1])
     }, None
 
 

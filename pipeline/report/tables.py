@@ -78,6 +78,8 @@ def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison
 
 
 def _against(value: str, difference: Ratio | Accuracy | None) -> Cell:
+    if isinstance(difference, Ratio) and not difference.margin and not difference.why_untrusted:  # nothing is decided
+        return Cell(value, (formats.estimate(difference), formats.interval(difference)))
     return Cell(value, formats.lines(difference), difference.decision if difference else "")
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from pipeline.errors import count
 from pipeline.params import VariantName
-from pipeline.results.records import Dataset, Document, Record, RunConditions, Window
+from pipeline.results.records import Dataset, Document, Positive, Record, RunConditions, Window
 
 
 class Ledger(Record):
@@ -125,7 +125,7 @@ class Bench(Document):
     """Number of steps of each sample."""
     turns: int
     """Number of turns into which these steps were divided. If there are several, the arms took turns alternately."""
-    seconds: float
+    seconds: Positive
     """Duration of the whole measurement."""
     interrupted: bool
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]

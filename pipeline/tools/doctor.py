@@ -87,8 +87,8 @@ ok, not_applicable = partial(Finding, "ok"), partial(Finding, "-")
 warning, problem = partial(Finding, "warning"), partial(Finding, "PROBLEM")
 
 
-def enough(holds: bool, found: str, wants: str, remedy: str) -> Finding:
-    return ok(found) if holds else warning(f"{found}; {wants}", remedy)
+def enough(holds: bool, found: str, wants: str, remedy: str, *, needed: bool = False) -> Finding:
+    return ok(found) if holds else (problem if needed else warning)(f"{found}; {wants}", remedy)
 
 
 def params_file() -> Iterator[Finding]:
@@ -194,7 +194,8 @@ def shared_memory() -> Iterator[Finding]:
     wants = f"NCCL between GPUs, and a data loader's workers, need {_size(SHARED_MEMORY_BYTES)}"
     remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; to remove files "
     remedy += f"of ended jobs: rm {SHARED_MEMORY}/nccl-* {SHARED_MEMORY}/torch_*"
-    yield enough(usage.free >= SHARED_MEMORY_BYTES, found, wants, remedy)
+    needed = any((plan.device == "cuda" and plan.processes > 1) or plan.applied.loader_workers for plan in _plans())
+    yield enough(usage.free >= SHARED_MEMORY_BYTES, found, wants, remedy, needed=needed)
 
 
 def work_tree() -> Iterator[Finding]:
@@ -205,7 +206,7 @@ def work_tree() -> Iterator[Finding]:
     free = shutil.disk_usage(here).free
     wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
     remedy = "free space: dvc gc --workspace removes cached data of other versions; docker system prune"
-    yield enough(free >= DISK_BYTES, f"{_size(free)} free for {here}", wants, remedy)
+    yield enough(free >= DISK_BYTES, f"{_size(free)} free for {here}", wants, remedy, needed=free < GIB)
 
 
 def git() -> Iterator[Finding]:
@@ -248,9 +249,13 @@ def _config() -> params.Config | None:
 
 def _processes() -> int:
     """Return the largest number of processes of a variant; 1 if the variants cannot be planned."""
+    return max((plan.processes for plan in _plans()), default=1)
+
+
+def _plans() -> list[plans.Plan]:
     with suppress(Exception):  # the check of params.yaml reports the error
-        return max(plan.processes for plan in plans.plans(params.load(), environment.machine()).values())
-    return 1
+        return [*plans.plans(params.load(), environment.machine()).values()]
+    return []
 
 
 def _size(amount: int) -> str:

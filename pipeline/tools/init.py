@@ -128,7 +128,10 @@ def _top() -> Path:
     """Return the top of the git repository around the current directory."""
     if Path.cwd() == PROJECT:
         raise ConfigError("init: this is the pipeline's own checkout; run init in a repository of your own.")
-    done = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError("init: git is not installed; DVC and the gate need it.") from None
     if done.returncode:
         raise ConfigError(
             "init: git finds no repository here, and DVC and the gate need one; run `git init` first. "
@@ -207,6 +210,8 @@ def _text(name: str) -> str | None:
         return Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except UnicodeError:
+        raise ConfigError(f"init: {name} is not UTF-8 text; convert it first.") from None
 
 
 def _digest(text: str) -> str:

@@ -139,21 +139,24 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 
 
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
-    """Return the gate's decision, which the command has checked by ``gate.confirm``. Raises PromotionError unless
-    ``commit`` passed."""
+    """Return the gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
     try:
         gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
+        outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
+        _ = gate["dataset"]["sha256"], gate["base"]["commit"], [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
         raise PromotionError(
             f"{GATE[0]} is missing, but only a commit that passed the gate is promoted. {GATE_AGAIN}"
         ) from None
-    if gate["outcome"] != "passed":
-        raise PromotionError(f"the gate did not pass against {gate['against']}: {gate['outcome']}. {GATE[1]} says why.")
+    except (KeyError, TypeError, ValueError) as error:
+        raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
+    if outcome != "passed":
+        raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")
     if commit is None:
         raise PromotionError(
             "no commit is checked out here, so the champion's code could not be found again: commit the files."
         )
-    if (judged := gate["head"]["commit"]) != commit:
+    if judged != commit:
         raise PromotionError(f"the gate judged commit {judged}, but {commit} is checked out. {GATE_AGAIN}")
     if commit.endswith("+"):
         raise PromotionError(f"files differ from commit {commit[:-1]}: commit them, then run the gate again.")

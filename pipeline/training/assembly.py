@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import warnings
@@ -31,6 +30,7 @@ from pipeline.plans import plan as plan_of
 from pipeline.processes import importing
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
+from pipeline.techniques.base import unchanged
 from pipeline.techniques.precision import DTYPES
 from pipeline.training.composition import batches_of, compose
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
@@ -211,22 +211,25 @@ class Assembly:
         """Try a step of two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
-        one-time work, such as compilation, still happens in the first step. It runs a copy of the model, and leaves the
-        random state unchanged.
+        one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the
+        random state stay unchanged.
         """
         device, task = self.world.device, self.task
-        tried, dtype = copy.deepcopy(model).to(device), DTYPES.get(plan.applied.precision)
+        dtype = DTYPES.get(plan.applied.precision)
+        model.to(device)
         try:
             samples = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=2)
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with unchanged(model):
                 inputs, targets = next(samples)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                    outputs = tried(inputs)
+                    outputs = model(inputs)
                     loss = task.objective.loss(outputs, targets)
                 loss.backward()
             task.objective.scores(outputs.detach().float(), targets)
         except Exception as error:  # the training itself will raise any other error
             return without_deterministic_form(error)
+        finally:
+            model.zero_grad()
         return None
 
 

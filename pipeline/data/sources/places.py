@@ -60,6 +60,8 @@ def mirror(path: Path, archive: Archive | None = None) -> Source:
             found = next(filter(Path.is_file, candidates), None)
             if found is None:
                 raise SourceError(f"holds neither {name} nor {name}.gz")
+            if not os.access(found, os.R_OK):
+                raise SourceError(f"{found} cannot be read")
             with gzip.open(found) if found.suffix == ".gz" else found.open("rb") as content:
                 store.place(content, name, sha256)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from pipeline import tasks
 from pipeline.data import prepared
@@ -108,10 +109,9 @@ def show(
 
 def parse_bytes(text: str) -> int:
     """Return the number of bytes in ``24GiB``, ``80GB``, ``512 MiB`` or a plain number. Raises ConfigError."""
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
+    size = 0
+    if re.fullmatch(r"\d+(\.\d+)? *([kmgt]i?b?)?", text.strip(), re.IGNORECASE):  # ByteSize also reads other text
+        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
     if not size:
         raise ConfigError(f"memory: found {text!r}; expected a size such as 24GiB, 80GB or 512MiB.")
     return size

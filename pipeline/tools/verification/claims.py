@@ -17,7 +17,7 @@ import torch
 
 from pipeline import params, tasks
 from pipeline.distributed import WorkerError
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
@@ -310,19 +310,22 @@ class Verifier:
         """Yield the claim that the final weights stay the same if the techniques that should change nothing are left
         out. For each technique that can be set to have no effect, yield the claim that it then changes nothing."""
         after = f"weights after {self.steps} steps"
-        claims: list[tuple[str, Plan, list[Entry]]] = []
+        claims: list[tuple[str, Variant, list[Entry]]] = []
         if exact := [each for each in entries if each.changes == "nothing"]:
-            claims.append((f"{after}: equal to those without {', '.join(each.name for each in exact)}", plan, exact))
+            claims.append(
+                (f"{after}: equal to those without {', '.join(each.name for each in exact)}", plan.applied, exact)
+            )
         for each in entries:
             if each.without_effect:
                 idle = plan.applied.model_copy(update=each.without_effect(plan.applied))
                 claim = f"{after}, if {each.name} has no effect: equal to those without it"
-                claims.append((claim, self._planned(plan.name, idle), [each]))
-        for claim, tried, left_out in claims:
+                claims.append((claim, idle, [each]))
+        for claim, applied, left_out in claims:
             try:
+                tried = plan if applied is plan.applied else self._planned(plan.name, applied)
                 (ours,) = self._observe(tried, [Task("run")])
                 (other,) = self._reference(self._without_these(plan, left_out), [Task("run")])
-            except WorkerError as error:
+            except (ConfigError, WorkerError) as error:
                 yield _failed(plan.name, claim, error)
             else:
                 yield self._bit_by_bit(plan, entries, claim, ours, other)
@@ -406,7 +409,7 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
     return replace(claim, bound=bound, fault=fault, undecided="" if told else UNMEASURABLE)
 
 
-def _failed(variant: str, claim: str, error: WorkerError) -> Claim:
+def _failed(variant: str, claim: str, error: PipelineError) -> Claim:
     """Return the claim whose training ended with ``error``. If the pipeline itself refused, for lack of memory for
     instance, the claim could not be tried. After any other error, the claim is wrong."""
     text = str(error)
