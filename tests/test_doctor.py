@@ -217,6 +217,7 @@ def test_a_torch_without_cuda(
         ("shared memory", {}, "ok shared memory /dev/shm: 100.0 GiB of 1000.0 GiB free"),
         ("shared memory", {"disk": 0.5}, "warning shared memory /dev/shm: 512 MiB of 1000.0 GiB free; NCCL"),
         ("work tree", {}, "ok work tree 100.0 GiB free for "),
+        ("work tree", {"disk": 0.5}, "PROBLEM work tree 512 MiB free for "),
         ("work tree", {"disk": 3}, "warning work tree 3.0 GiB free for "),
     ],
 )

@@ -27,7 +27,7 @@ from pipeline.measurement.energy import Energy, per_sample
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Machine, Margins, parse
 from pipeline.plans import plan
-from pipeline.report import html, markdown, metrics, ratios_csv
+from pipeline.report import html, markdown, metrics, ratios_csv, tables
 from pipeline.results import Bench, Window
 from pipeline.tools import evidence, inference
 from pipeline.tools.inference import timing
@@ -269,6 +269,14 @@ def test_energy_counts_in_verdicts_if_it_has_a_margin() -> None:
         assert (ddp.energy.pairs, ddp.energy.rejected) == (12, 0)
     assert judged.champion is None
     assert shown.champion == usual.champion
+
+
+@pytest.mark.parametrize(("margin", "decision"), [(None, ""), (0.05, "better")])
+def test_the_report_decides_about_energy_only_with_a_margin(margin: float | None, decision: str) -> None:
+    the_comparison = tables.tables(comparison(margin))[0]
+    place = [heading for heading, _ in the_comparison.columns].index("Energy a sample")
+    cell = next(row.cells[place] for row in the_comparison.rows if row.name == "memory")
+    assert (cell.decision, "undecided" in " ".join(cell.beside)) == (decision, False)
 
 
 def test_the_champion_may_be_the_one_that_saves_most_energy() -> None:

@@ -437,6 +437,7 @@ class cuda:
     [
         ("pass", None),
         ("raise RuntimeError('no driver')", "CUDA cannot be used: RuntimeError: no driver"),
+        ("raise RuntimeError('Found no NVIDIA driver on your system.')", None),
         ("os._exit(3)", "CUDA cannot be used: the process ended with 3"),
         ("import time; time.sleep(60)", "CUDA does not answer within 1 s"),
     ],
@@ -450,10 +451,10 @@ def test_cuda_is_asked_in_a_process_of_its_own(
     if "sleep" in init:
         monkeypatch.setattr(gpus, "CUDA_SECONDS", 1.0)
     h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 75}
-    found = {} if failure else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
+    found = {} if init != "pass" else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus.ask_cuda() == (found, failure)
-    if not failure:
+    if found:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         assert gpus.ask_cuda() == ({"uuid-0": h100}, None), "CUDA's process did not get this process's variables"
     monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libnone.so.1")

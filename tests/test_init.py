@@ -321,6 +321,11 @@ def test_what_is_in_the_way_is_named(
     (repository / ".dvc/init.json").unlink()
     assert cli.main(["init", "--model", "resnet18"]) == 2
     assert "params.yaml exists, and init does not change it; set fetch and train.model there" in capsys.readouterr().err
+    (repository / ".gitignore").write_bytes(b"\xe9")
+    assert ".gitignore is not UTF-8 text" in refused()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(repository))
+        assert "git is not installed" in refused()
     (repository / "two words").mkdir()
     monkeypatch.chdir("two words")
     assert "found the folder 'two words'" in refused()

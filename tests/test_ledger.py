@@ -298,7 +298,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
     assert {text: ledger.parse_bytes(text) for text in sizes} == sizes
 
 
-@pytest.mark.parametrize("text", ["", "24 gigs", "GiB", "-1GiB", "0"])
+@pytest.mark.parametrize("text", ["", "24 gigs", "GiB", "-1GiB", "0", "24,5GiB", "24.GiB", "1.5.3GiB", "24GiB/s"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="24GiB"):
         ledger.parse_bytes(text)

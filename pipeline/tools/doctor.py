@@ -194,7 +194,9 @@ def shared_memory() -> Iterator[Finding]:
     wants = f"NCCL between GPUs, and a data loader's workers, need {_size(SHARED_MEMORY_BYTES)}"
     remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; to remove files "
     remedy += f"of ended jobs: rm {SHARED_MEMORY}/nccl-* {SHARED_MEMORY}/torch_*"
-    needed = any((plan.device == "cuda" and plan.processes > 1) or plan.applied.loader_workers for plan in _plans())
+    needed = any(
+        (plan.device == "cuda" and plan.processes > 1) or plan.applied.data_loading == "dataloader" for plan in _plans()
+    )
     yield enough(usage.free >= SHARED_MEMORY_BYTES, found, wants, remedy, needed=needed)
 
 
