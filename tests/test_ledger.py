@@ -118,8 +118,8 @@ def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
     many = watched(asked("tests.test_ledger:linear", batch_size=128), digits)
     assert (many.parameters_bytes, many.optimizer_state_bytes, many.communication_bytes) == (matrix, matrix, 0)
     assert many.data_bytes == 128 * (64 * 4 + 8) + draws
-    # The peak is in the loss: logits, their log-softmax and its gradient, the loss and what it is divided by. The
-    # matrix has no gradient yet.
+    # The peak is in the backward pass of the loss: there are the logits, their log-softmax and its gradient, and two
+    # scalars, the loss and its divisor. The matrix has no gradient yet.
     assert (many.activations_bytes, many.gradients_bytes) == (3 * 128 * 10 * 4 + 4 + 4, 0)
     few = watched(asked("tests.test_ledger:linear", batch_size=2), digits)
     # With few samples, the peak is when the matrix has its gradient: the logits' gradient is the last activation.

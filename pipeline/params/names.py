@@ -95,7 +95,8 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
 
 
 def _names(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module's ``statements`` bind; "*" for a statement that may bind names at run time."""
+    """Yield the names that a module's ``statements`` define, import or mention; "*" for a statement that may define
+    names that the source does not show."""
     for node in statements:
         if isinstance(node, _DEFINITIONS):
             yield node.name

@@ -55,7 +55,8 @@ class Zero1(DDP):
         assert isinstance(optimizer, _SharedOut)
 
         def read() -> dict[str, Any]:
-            own = torch.optim.Optimizer.state_dict(optimizer)  # its keys are the parameters' places in the whole model
+            # The keys of own["state"] are the parameters' indices in the whole model.
+            own = torch.optim.Optimizer.state_dict(optimizer)
             parts = self.world.gather(own["state"])
             return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
 

@@ -1,4 +1,4 @@
-"""Read the parameters and tags of a run from the files. This module does not use MLflow."""
+"""Build the parameters and tags of MLflow's runs from results, reports and the git commit, without MLflow."""
 
 from __future__ import annotations
 
