@@ -340,7 +340,7 @@ def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkey
     with pytest.raises(DataError, match="third has the split 'validation'; expected train and test"):
         packed(tmp_path, "arrays", "third")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"the library datasets saved .*one, but datasets is not installed"):
+    with pytest.raises(DataError, match=r"the library datasets saved .*one, but datasets cannot be imported"):
         packed(tmp_path, "arrays", "one")
 
 
@@ -482,7 +482,7 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(DataError, match=r"prepare\.tokenizer: .*tokenizer.json is not a tokenizer's file"):
         packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / "tokenizer.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match="tokenizers is not installed"):
+    with pytest.raises(DataError, match="tokenizers cannot be imported"):
         packed(tmp_path, "text_folder", "texts", tokenizer="tokenizer.json")
 
 
