@@ -1,38 +1,48 @@
 """Compare training from a set three times as large as a process's memory limit with training from the set in memory.
 
 Only root can make the control group that limits a process's memory, including its page cache. The limit also applies to
-``prepare``. Each arm reads twice as many bytes as the limit. ``beyond_memory`` trains a model so light that the data
-path takes most of a step. ``beyond_memory_heavier`` trains the same net on four times as many pixels. This net is still
-lighter than most models for 64x64 images.
+``prepare``. As in the bench, both arms run in fresh processes and take turns, so that a disturbance hits both. Each arm
+has its own copy of the set, because a page that one process has read is in memory for the other one too. Each round
+reads other samples, because the limited group keeps the last ones in memory. The job leaves the placement of the data
+to the pipeline: the limited arm streams them, and the other arm has them resident.
+
+``beyond_memory`` trains a model so light that the data path takes most of a step. ``beyond_memory_heavier`` trains the
+same net on four times as many pixels. This net is still lighter than most models for 64x64 images.
 
     python -m benchmarks beyond_memory beyond_memory_heavier
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from benchmarks.pairs import ratio
 from pipeline import environment, models, params, plans
+from pipeline.comparison import stats
 from pipeline.data import packing, sources
+from pipeline.distributed import forked
+from pipeline.errors import count
+from pipeline.params import Config
+from pipeline.plans import Plan
+from pipeline.processes.malloc import keep_freed_memory
 from pipeline.training.assembly import assembled
 
 LIMIT_BYTES = 1 << 30
 SHAPE = (3, 64, 64)
-SAMPLE_BYTES = math.prod(SHAPE)
 BATCH_SIZE = 256
+TURNS, TURN_STEPS = 6, 32
+"""Turns of an arm in each round, and steps of a turn. The batches that a waiting arm reads ahead are few against 32."""
+PAGE_BYTES = 4096
+PRELOAD = ("pipeline.training.assembly", "torch._dynamo")
 
 
 def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -> nn.Module:
@@ -41,42 +51,64 @@ def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -
     return nn.Sequential(nn.AvgPool2d(pool), small)
 
 
-def training(pairs: int = 6, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
+def training(rounds: int = 10, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
     """Return the samples per second with limited memory, divided by those without a limit.
 
-    ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that each limited training read from disk.
+    ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that the limited arm read from disk in each round.
     """
+    config = _job(3 * limit_bytes // math.prod(SHAPE), pool)
+    plan = plans.plan(config, "baseline", environment.machine())
+    numerators: list[float] = []
+    denominators: list[float] = []
     disk_bytes: list[int] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, limited(limit_bytes) as group:
-        prepared = _run("prepare", folder, limit_bytes, pool, group)
-        arrays = Path(folder, "prepared", "train_inputs.npy")
-
-        def beyond() -> float:
-            _forget(arrays)
-            found = _run("train", folder, limit_bytes, pool, group)
-            disk_bytes.append(found["disk_bytes"])
-            return float(found["samples_per_second"])
-
-        def within() -> float:
-            _forget(arrays)  # the cached pages count for the limited group, which read them first
-            with arrays.open("rb") as file:
-                while file.read(1 << 24):
-                    pass
-            return float(_run("train", folder, limit_bytes, pool)["samples_per_second"])
-
-        size = arrays.stat().st_size
-        measured = ratio(beyond, within, pairs)
-    sizes = {
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, limited(limit_bytes) as group:
+        beyond, within = Path(name, "beyond"), Path(name, "within")
+        with forked(_prepare, (config, Path(name, "raw"), beyond, group), 1, preload=PRELOAD) as ask:
+            (prepare_seconds,) = ask(None)
+        shutil.copytree(beyond, within)
+        arrays = [folder / "train_inputs.npy" for folder in (beyond, within)]
+        _forget(arrays[0])  # the copy read it outside the group
+        for number in range(rounds):
+            _read(arrays[1])
+            with (
+                forked(_train, (plan, beyond, group, number), 1, preload=PRELOAD) as limited_arm,
+                forked(_train, (plan, within, None, number), 1, preload=PRELOAD) as free_arm,
+            ):
+                limited_arm(None), free_arm(None)
+                taken: dict[Any, list[tuple[float, int]]] = {limited_arm: [], free_arm: []}
+                for turn in range(TURNS):
+                    for arm in (limited_arm, free_arm)[:: 1 if turn % 2 == 0 else -1]:
+                        taken[arm] += arm(TURN_STEPS)
+            for arm, speeds in ((limited_arm, numerators), (free_arm, denominators)):
+                speeds.append(TURNS * TURN_STEPS * BATCH_SIZE / sum(seconds for seconds, _ in taken[arm]))
+            disk_bytes.append(sum(read for _, read in taken[limited_arm]))
+            print(f"{count(number + 1, 'round')}: {numerators[-1] / denominators[-1]:.3f}", flush=True)
+        set_bytes = arrays[0].stat().st_size
+    interval = stats.paired_ratio(numerators, denominators)
+    return {
+        "target_ratio": 0.9,
         "limit_bytes": limit_bytes,
-        "set_bytes": size,
-        "read_bytes": _steps(limit_bytes) * BATCH_SIZE * SAMPLE_BYTES,
+        "set_bytes": set_bytes,
+        "read_bytes": TURNS * TURN_STEPS * BATCH_SIZE * math.prod(SHAPE),
+        "disk_bytes": disk_bytes,
+        "prepare_seconds": prepare_seconds,
+        "ratios": [a / b for a, b in zip(numerators, denominators, strict=True)],
+        "median_ratio": interval.estimate,
+        "interval": [interval.low, interval.high],
+        "numerators": numerators,
+        "denominators": denominators,
     }
-    return {"target_ratio": 0.9, **sizes, "disk_bytes": disk_bytes, **prepared, **measured}
 
 
-def _steps(limit_bytes: int) -> int:
-    """Return the number of steps in which an arm reads twice as many bytes as the limit."""
-    return math.ceil(2 * limit_bytes / (BATCH_SIZE * SAMPLE_BYTES))
+def _job(count: int, pool: int) -> Config:
+    requested = {"train": count, "test": 100, "shape": list(SHAPE), "classes": 10}
+    train = {
+        "model": "benchmarks.beyond_memory:pooled",
+        "model_options": {"pool": pool},
+        "batch_size": BATCH_SIZE,
+    }
+    fetch = {"dataset": "synthetic", "synthetic": requested}
+    return params.parse({"fetch": fetch, "train": train, "variants": {"baseline": {}}})
 
 
 @contextmanager
@@ -100,53 +132,43 @@ def _forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _run(what: str, folder: str, limit_bytes: int, pool: int, group: Path | None = None) -> dict[str, Any]:
-    """Run ``main`` in a process of its own, in the control group if there is one; return what it prints."""
-    command = [sys.executable, "-m", "benchmarks.beyond_memory", what, folder, str(limit_bytes), str(pool)]
-    command += [str(group)] if group else []
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def _read(path: Path) -> None:
+    """Bring the file's pages into the page cache."""
+    with path.open("rb") as file:
+        while file.read(1 << 24):
+            pass
 
 
-def main(what: str, folder: str, limit: str, pool: str, group: str = "") -> None:
-    """Prepare the set in ``folder``, or train from it, and print the figures as JSON."""
+def _join(group: Path | None) -> None:
     if group:
-        Path(group).write_text(str(os.getpid()), encoding="ascii")
-    count, steps = 3 * int(limit) // SAMPLE_BYTES, _steps(int(limit))
-    requested = {"train": count, "test": 100, "shape": list(SHAPE), "classes": 10}
-    config = params.parse(
-        {
-            "fetch": {"dataset": "synthetic", "synthetic": requested},
-            "train": {
-                "model": "benchmarks.beyond_memory:pooled",
-                "model_options": {"pool": int(pool)},
-                "batch_size": BATCH_SIZE,
-                "placement": "streamed",
-            },
-            "variants": {"baseline": {}},
-        }
-    )
+        group.write_text(str(os.getpid()), encoding="ascii")
+
+
+def _prepare(config: Config, raw: Path, prepared: Path, group: Path) -> Generator[float, None, None]:
+    """Yield the seconds that ``prepare`` took in the control group."""
+    _join(group)
+    sources.fetch(config.fetch, raw)
     started = time.perf_counter()
-    if what == "prepare":
-        sources.fetch(config.fetch, Path(folder, "raw"))
-        packing.prepare(config, Path(folder, "raw"), Path(folder, "prepared"))
-        print(json.dumps({"prepare_seconds": time.perf_counter() - started}))
-        return
-    plan = plans.plan(config, "baseline", environment.machine())
-    with assembled(plan, Path(folder, "prepared")) as assembly, assembly.training(seed=0) as run:
+    packing.prepare(config, raw, prepared)
+    yield time.perf_counter() - started
+
+
+def _train(plan: Plan, prepared: Path, group: Path | None, seed: int) -> Generator[tuple[float, int], int, None]:
+    """Take the steps of each turn; yield their seconds, and the bytes that this process read from disk."""
+    _join(group)
+    keep_freed_memory()  # as in a training; without it, each step would request its pages from the group again
+    with assembled(plan, prepared) as assembly, assembly.training(seed) as run:
+        if assembly.placement == "resident":  # map all pages, as the first epoch of a long training does
+            assembly.task.dataset.train.inputs.view(-1)[::PAGE_BYTES].sum()
         run.advance(3)
-        started, before = time.perf_counter(), _disk_bytes()
-        run.advance(steps)
-        speed = steps * BATCH_SIZE / (time.perf_counter() - started)
-        print(json.dumps({"samples_per_second": speed, "disk_bytes": _disk_bytes() - before}))
+        steps = yield 0.0, 0
+        while steps:
+            started, before = time.perf_counter(), _disk_bytes()
+            run.advance(steps)
+            steps = yield time.perf_counter() - started, _disk_bytes() - before
 
 
 def _disk_bytes() -> int:
     """Return the number of bytes that this process has read from disk."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return int(fields["read_bytes"])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

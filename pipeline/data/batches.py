@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from pipeline import environment
 from pipeline.data.augmentation import Draws, crop, cutout_, draw_epoch, flip
 from pipeline.data.prepared import Dataset, Split, check_batch
 from pipeline.data.reader import Reader
@@ -210,10 +211,11 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Choose the placement for the setting auto by the memory that is free now. All ranks and seeds use the main rank's
-    choice."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return placement_within(free, dataset)
+    """Choose the placement for the setting auto by the memory that is free now and, on the CPU, by the limits of the
+    process's control groups. All ranks and seeds use the main rank's choice."""
+    if device.type == "cuda":
+        return placement_within(torch.cuda.mem_get_info(device)[0], dataset)
+    return placement_within(min([psutil.virtual_memory().available, *environment.memory_limits()]), dataset)
 
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:

@@ -188,6 +188,9 @@ def test_auto_is_resident_only_where_all_arrays_take_a_small_share_of_memory(
     for available, placement in ((4 * needed, "resident"), (4 * needed - 4, "streamed")):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free))
         assert choose_placement(digits, CPU) == placement
+        monkeypatch.setattr(environment, "memory_limits", lambda: [4 * needed - 4])
+        assert choose_placement(digits, CPU) == "streamed", "a container may not use all memory of its machine"
+        monkeypatch.undo()
 
 
 def reading() -> int:
