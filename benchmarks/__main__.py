@@ -29,7 +29,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 BY_NAME = {
     "beyond_memory": beyond_memory.training,
-    "beyond_memory_heavier": lambda: beyond_memory.training(pool=2),
+    "beyond_memory_heavier": lambda: beyond_memory.training(pool=1),
     "own_job": own_job.decided,
 }
 """Benchmarks that need root's rights or ten minutes. They run only if the user names them."""
