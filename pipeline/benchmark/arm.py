@@ -39,10 +39,10 @@ from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
-MEMORY_STEPS = (2, 4)
+MEMORY_STEPS = (2, 3)
 """Numbers of warm-up steps and measured steps of the memory window on a CPU. All of them also count as warm-up steps of
 the speed window."""
-FEWEST_WARMUP_STEPS = 3
+FEWEST_WARMUP_STEPS = 2
 """Fewest steps between the memory window and the speed window on a CPU. The first of them allocates pages that later
 steps reuse."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"

@@ -192,7 +192,7 @@ class Train(Section):
     deterministic: bool = True
     """Use PyTorch's deterministic algorithms, so that a seed gives the same result again. If an operation has no
     deterministic algorithm, the run and its report name the operation."""
-    warmup_steps: PositiveInt = 10
+    warmup_steps: PositiveInt = 5
     """Steps before the measured window, for compilation, autotuning and filling caches."""
     history_every_steps: PositiveInt = 50
     """Write a row of history every N steps, and one per epoch."""
