@@ -453,12 +453,13 @@ def test_cuda_is_asked_in_a_process_of_its_own(
     h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 75}
     found = {} if init != "pass" else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus.ask_cuda() == (found, failure)
+    ask = gpus.ask_cuda.__wrapped__
+    assert ask() == (found, failure)
     if found:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-        assert gpus.ask_cuda() == ({"uuid-0": h100}, None), "CUDA's process did not get this process's variables"
+        assert ask() == ({"uuid-0": h100}, None), "CUDA's process did not get this process's variables"
     monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libnone.so.1")
-    assert gpus.ask_cuda() == NOTHING, "without CUDA's library there are no GPUs"
+    assert ask() == NOTHING, "without CUDA's library there are no GPUs"
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,7 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
     [
         (["--images", "nowhere"], "fetch.image_folder: found 'nowhere', which has no directory 'train'"),
         (["--arrays", "nowhere.npz"], "fetch.arrays: found 'nowhere.npz', which does not exist"),
+        (["--arrays", "mine:samples"], "--arrays: found mine:samples, but init reads only files"),
         (["--text", "nowhere"], "fetch.text_folder: found 0 files in nowhere; expected two or more"),
         (["--model", "nets:net"], "train.model: found 'nets:net', but there is no module 'nets'"),
         (["--model", "resnet81"], "train.model: found 'resnet81'. Did you mean"),

@@ -149,6 +149,14 @@ def test_a_language_model_predicts_the_next_token() -> None:
     assert task.findings(math.log(7.0)) == pytest.approx({"perplexity": 7.0})
 
 
+@pytest.mark.parametrize(
+    ("name", "figure"), [("language_model", "perplexity"), ("regression", "explained_variance_fraction")]
+)
+def test_a_figure_of_the_tasks_own_loss_is_not_computed_from_another_loss(name: str, figure: str) -> None:
+    assert task_of(DATA[name], settings_of(name)).findings(0.5).keys() == {figure}
+    assert task_of(DATA[name], settings_of(name, loss="losses:absolute")).findings(0.5) == {}
+
+
 def test_regression_counts_in_standard_deviations_of_the_training_targets() -> None:
     task = task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": 0.25}))
     split = DATA["regression"].test

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +71,10 @@ def shown() -> Shown:
         return Shown([], None, failure or (None if isinstance(error, nothing) else f"NVML says: {error}"))
 
 
+@cache
 def ask_cuda() -> tuple[dict[str, dict[str, Any]], str | None]:
     """Return UUID -> facts of the GPUs that CUDA shows, in CUDA's order, and the failure, if any. A missing CUDA
-    library means no GPUs, and is no failure."""
+    library means no GPUs, and is no failure. CUDA is asked once, because the answer takes seconds."""
     try:
         ctypes.CDLL(CUDA_LIBRARY)  # does not initialise CUDA
         done = subprocess.run([sys.executable, "-c", _QUERY], capture_output=True, text=True, timeout=CUDA_SECONDS)

@@ -214,8 +214,8 @@ def share_notes(comparison: Comparison) -> list[str]:
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
-    """Return the accuracy of the baseline plus the technique, and the variant that is exactly this; "not trained alone"
-    if there is no such variant. Empty if the technique was not measured alone."""
+    """Return lines on the accuracy of the variant that adds only this technique to the baseline, with this variant's
+    name. If no such variant was trained, return "not trained alone"; if no speed was measured alone, return nothing."""
     if share.accuracy is None:
         return ("not trained alone",) if share.verdict else ()
     return (*formats.lines(share.accuracy), f"variant {share.accuracy_from}")

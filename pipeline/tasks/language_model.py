@@ -73,7 +73,8 @@ class LanguageModel(LogitsTask):
         return (self.predicted(outputs) == targets).double().mean(1)
 
     def findings(self, test_loss: float) -> dict[str, float]:
-        return {"perplexity": math.exp(min(test_loss, 700.0))}
+        """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""
+        return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
 
 
 class _AsIndices(nn.Module):

@@ -315,7 +315,10 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     no model and task follow from their shapes and types."""
     from pipeline.data import arrays
 
-    found = arrays.headers(Fetch(dataset="arrays", arrays=path))
+    fetch = Fetch(dataset="arrays", arrays=path)
+    if arrays.is_exported(fetch):
+        raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
+    found = arrays.headers(fetch)
     inputs, targets = found["inputs"], found.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":
