@@ -316,9 +316,9 @@ def _promote(_: argparse.Namespace) -> int:
 
 def _plan(parsed: argparse.Namespace) -> None:
     from pipeline import environment, params
-    from pipeline.tools import composition
+    from pipeline.tools import show_plan
 
-    composition.show(params.load(), parsed.variant, environment.machine(), PREPARED)
+    show_plan.show(params.load(), parsed.variant, environment.machine(), PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> None:

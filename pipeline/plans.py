@@ -9,11 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import ConfigError, count
 from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
+from pipeline.params.catalogue.parallelism import ONE_BATCH, PARALLELISMS
 
-PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
-"""Values of ``parallelism`` that use several processes."""
-ONE_BATCH = ("pipeline", "tensor")
-"""Values of ``parallelism`` with which the processes that hold one model together take the same samples."""
 MICRO_BATCHES_A_STAGE = 4
 """Default number of micro-batches per pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
 Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""

@@ -164,7 +164,7 @@ def _applied(made: Plan) -> frozenset[str]:
 def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
     """Train each plan a few steps and evaluate it; return the errors."""
     from pipeline.data.batches import Placement
-    from pipeline.params.catalogue import acting
+    from pipeline.params.catalogue import in_effect
     from pipeline.techniques import of_plan
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # never undone: no other test uses this process
@@ -173,7 +173,7 @@ def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
         try:
             for technique in of_plan(each):
                 technique.prepare_process()
-            wanted = (one.placement for one in acting(each.applied) if one.placement)
+            wanted = (one.placement for one in in_effect(each.applied) if one.placement)
             placement: Placement = next(wanted, "resident")
             with assembly_of(each, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]

@@ -119,7 +119,8 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _rank_of_arm(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
-    """Run one process of an arm: warm up, train the steps that each turn asks for (``steps`` in all), yield the record.
+    """Run one process of an arm. The first request (None) warms up; each later one is the number of steps of a turn
+    (``steps`` in all); the last one (None) yields the record.
 
     On a CPU, memory and speed cannot be measured together. The allocator is fast only if it keeps freed blocks, but the
     process's resident memory shows the needed memory only if the allocator returns these blocks to the system. So the
@@ -194,7 +195,7 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     does not prepare the input, and this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
-    chosen = any(each.placement for each in catalogue.acting(training.plan.applied))
+    chosen = any(each.placement for each in catalogue.in_effect(training.plan.applied))
     replayed = resident and training.setup.replays
     return None if chosen or replayed else config.bench.max_input_wait
 

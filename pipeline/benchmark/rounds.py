@@ -2,8 +2,8 @@
 in fresh processes.
 
 Three kinds of processes take part. The process of the bench, which runs this module, sends requests. One server per
-checkout (``server.Server``, which runs ``arm.serve``) answers them and forks the ranks of each arm. The ranks
-(``arm._rank_of_arm``) train and measure.
+checkout (``server.Server``, which runs ``arm.serve``) answers them. It lets a fork server
+(``distributed.launching.forked``) fork the ranks of each arm. The ranks (``arm._rank_of_arm``) train and measure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Decide when a variant is settled. Later rounds leave out settled variants, so the others get more rounds."""
+"""Decide when a variant is settled. Later rounds leave out settled variants, so the others get more rounds.
+
+Verdicts do not depend on it: ``comparison`` decides by the intervals.
+"""
 
 from __future__ import annotations
 

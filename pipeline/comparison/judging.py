@@ -36,7 +36,7 @@ def judge(
     rounds.
     """
 
-    def over_sessions(quantity: Quantity, margin: float) -> Ratio:
+    def ratio_over_sessions(quantity: Quantity, margin: float) -> Ratio:
         ratios = {each.start_utc: each.ratio(result.variant, baseline.variant, quantity, margin) for each in pooled}
         found = {start: ratio for start, ratio in ratios.items() if ratio}
         return combined(found, found[own.start_utc], quantity)
@@ -44,7 +44,7 @@ def judge(
     arms = [arm_of(own.compared, "variant", each.variant) for each in (result, baseline)]
     at = {THROUGHPUT: margins.throughput, MEMORY: margins.memory}
     at |= {ENERGY: margins.energy or 0.0} if verdicts.tells_energy(own.compared.arms) else {}
-    ratios = {quantity: over_sessions(quantity, margin) for quantity, margin in at.items()}
+    ratios = {quantity: ratio_over_sessions(quantity, margin) for quantity, margin in at.items()}
     difference = figures.accuracy_difference(result, baseline)
     accuracy = verdicts.accuracy(
         [each.difference_fraction for each in difference.seeds],

@@ -6,7 +6,7 @@ import importlib
 
 from pipeline.errors import ConfigError
 from pipeline.params import outside
-from pipeline.params.catalogue import acting
+from pipeline.params.catalogue import in_effect
 from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Stored, Technique
 
@@ -20,7 +20,7 @@ def of_plan(plan: Plan) -> list[type[Technique]]:
     """
     return [
         _own(each.implementation) if each.implementation else _from_outside(each.name)
-        for each in acting(plan.applied)
+        for each in in_effect(plan.applied)
         if each.implementation or each.key == "extra"
     ]
 

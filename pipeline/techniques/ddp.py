@@ -60,6 +60,9 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
 class DDP(Technique):
     """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
+    The rest is the same for every parallelism: the plan sets the number of processes (``plans.plan``), each process
+    takes its part of the batch (``TrainBatches``), and ``window_of`` joins their measurements.
+
     Buffers are not broadcast before each forward pass, because training does not read BatchNorm's running statistics,
     and evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).
     """

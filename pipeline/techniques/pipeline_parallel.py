@@ -19,8 +19,8 @@ from pipeline.errors import ConfigError, count
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique, load_share
-from pipeline.techniques.cutting import Cut, best_cut, described, parts
 from pipeline.techniques.model_chain import NotAChain, chain, joined
+from pipeline.techniques.pipeline_cut import Cut, best_cut, described, parts
 from pipeline.techniques.precision import DTYPES
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -84,7 +84,7 @@ def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
     task.check()
     with joined_world(plan.device, cores()) as world:
         _make_exact()
-        wanted = next((each.placement for each in catalogue.acting(plan.applied) if each.placement), train.placement)
+        wanted = next((each.placement for each in catalogue.in_effect(plan.applied) if each.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_imports)
 

@@ -129,7 +129,7 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 def seed_random(seed: int, plan: Plan, world: World) -> None:
     """Seed the random draws that follow the model's initialisation. The draws differ by rank. But if a technique needs
     equal draws, all ranks that share one model draw the same numbers."""
-    alike = any(each.shared_rng for each in catalogue.acting(plan.applied))
+    alike = any(each.shared_rng for each in catalogue.in_effect(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
     torch.manual_seed(seed + 1_000_003 * (stream + 1))
 

@@ -58,7 +58,7 @@ def compose(
     """
     train, model = plan.train, model.to(world.device)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    whole = without_weights(model) if any(each.evaluates_whole for each in catalogue.acting(plan.applied)) else None
+    whole = without_weights(model) if any(each.evaluates_whole for each in catalogue.in_effect(plan.applied)) else None
     rising = optimizers.rising_steps(train, train.epochs * batches.steps_per_epoch)
     made = [each(plan, world) for each in techniques]
     setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher)

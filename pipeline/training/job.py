@@ -97,7 +97,7 @@ class Job:
             everywhere = world.gather((host, world.devices(self.plan.devices_per_process)))
             here = dict.fromkeys(device for node, devices in everywhere if node == host for device in devices)
             self.sampler = SystemSampler(results.system_file(name), here) if world.is_main else None
-            max_step_skew = max((each.max_step_skew for each in catalogue.acting(self.plan.applied)), default=0)
+            max_step_skew = max((each.max_step_skew for each in catalogue.in_effect(self.plan.applied)), default=0)
             with live, self.sampler or nullcontext(), interruption(world, max_step_skew) as self.interruption:
                 runs = [self.train(seed) for seed in seeds]
                 if world.is_main:

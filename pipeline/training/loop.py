@@ -92,7 +92,7 @@ class Training:
         raise it when the losses are next read, and by then the parameters are useless.
         """
         per_epoch = self.batches.steps_per_epoch
-        window_ends = {1, self.warm_after_step}
+        window_ends = {1, self.unmeasured_until_step}
         if self.setup.replays:
             self.counted_steps.add(self.steps + GRAPH_WARMUP_STEPS)  # this step is recorded; later steps replay it
         while self.steps < self.total_steps:
@@ -165,7 +165,7 @@ class Training:
     def advance_counted(self) -> None:
         """Take one step, outside of measured windows, and count its samples."""
         self.counted_steps.add(self.steps)
-        self.warm_after_step = self.steps + 1
+        self.unmeasured_until_step = self.steps + 1
         self.advance(1)
 
     def count_later(self) -> None:
@@ -202,8 +202,8 @@ class Training:
         self.batches.close()
         self.detectors, self.energy = detectors, energy or Energy()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
-        self.warm_after_step = self.steps + warmup_steps
-        """The last step of this process's warm-up; windows that end later are measured."""
+        self.unmeasured_until_step = self.steps + warmup_steps
+        """Windows that end after this step are measured. It is the last step of the warm-up, or of a counted step."""
         self._last_row = (self.steps, 0.0)
         self._advancing = None
 
@@ -264,7 +264,7 @@ class Training:
         for part, remembered in zip(self._resumable(), mine["parts"], strict=True):
             part.restore(remembered)
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
-        self.warm_after_step = self.steps + self.train.warmup_steps
+        self.unmeasured_until_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
         checkpoints.restore_random_state(mine["random"])
 
@@ -272,6 +272,8 @@ class Training:
         return [self.clock, self.memory, *self.techniques, *self.detectors]
 
     def _open(self) -> None:
+        """Begin a window. ``run`` ends one after the first step, after the warm-up and after each epoch; ``advance``
+        ends one with its last step. A window without a step adds nothing."""
         for detector in self.detectors:
             detector.open()
         self.world.barrier()  # otherwise each rank's first step would include the wait for the slowest rank's detectors
@@ -281,7 +283,7 @@ class Training:
 
     def _close(self) -> None:
         """End the window; it counts as measured once the warm-up is over."""
-        measured = self.steps > self.warm_after_step
+        measured = self.steps > self.unmeasured_until_step
         self.clock.close(measured=measured)
         self.energy.close(measured=measured)
         self.batches.hold()

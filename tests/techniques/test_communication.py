@@ -13,7 +13,7 @@ import torch
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import LOCAL_STEPS
-from pipeline.params.catalogue import acting
+from pipeline.params.catalogue import in_effect
 from pipeline.techniques.communication import RANK
 from pipeline.training.evaluation import evaluate
 from tests.nets import ALONE, conv_net, gradients, make_plan, stopped, task_of
@@ -164,4 +164,4 @@ def test_a_hook_does_not_keep_its_model_in_memory(digits: Dataset) -> None:
 
 def test_post_local_sgd_declares_by_how_many_steps_ranks_may_be_apart() -> None:
     plans = [make_plan(parallelism="ddp", processes=2, communication_hook=hook) for hook in ("none", "post_local_sgd")]
-    assert [max(each.max_step_skew for each in acting(plan.applied)) for plan in plans] == [0, LOCAL_STEPS - 1]
+    assert [max(each.max_step_skew for each in in_effect(plan.applied)) for plan in plans] == [0, LOCAL_STEPS - 1]

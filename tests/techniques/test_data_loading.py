@@ -14,7 +14,7 @@ from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import Augment, Train, parse, techniques
-from pipeline.params.catalogue import acting
+from pipeline.params.catalogue import in_effect
 from pipeline.techniques import of_plan
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
@@ -38,7 +38,7 @@ CHOICES: list[dict[str, Any]] = [
 def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
     processes: dict[str, Any] = {"parallelism": "ddp" if joined.size > 1 else "none", "processes": joined.size}
     made = make_plan(train=TRAIN, **processes, **applied)
-    (placement,) = (each.placement for each in acting(made.applied) if each.placement)
+    (placement,) = (each.placement for each in in_effect(made.applied) if each.placement)
     batches = batches_of(dataset, made, joined, placement=placement)
     return training_of(made, conv_net(dropout=True), task_of(dataset, made.train, joined.device), batches, joined)
 

@@ -13,8 +13,8 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.params import Variant
-from pipeline.techniques import cutting, of_plan
-from pipeline.techniques.cutting import Cut
+from pipeline.techniques import of_plan, pipeline_cut
+from pipeline.techniques.pipeline_cut import Cut
 from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
@@ -84,7 +84,7 @@ def _cuts(joined: World, dataset: Dataset) -> list[tuple[int, ...]]:
         net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers, nn.Linear(8, 10))
         before, random = {name: tensor.clone() for name, tensor in net.state_dict().items()}, torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cutting, "_now", lambda _: _Costly.clock)
+            patch.setattr(pipeline_cut, "_now", lambda _: _Costly.clock)
             training = make_training(dataset, joined, lambda net=net: net, **PIPELINE)  # type: ignore[misc]
         found.append(technique_of(training)._cut.ends)
         state = training.model_state.read()
@@ -110,7 +110,7 @@ def _resumed(joined: World, dataset: Dataset) -> list[tuple[Any, ...]]:
     whole.advance(STEPS // 2)
     elsewhere = [1, 5] if technique_of(whole)._cut.ends[0] != 1 else [3, 5]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "balanced", lambda costs, parts: elsewhere)  # noqa: ARG005
+        patch.setattr(pipeline_cut, "balanced", lambda costs, parts: elsewhere)  # noqa: ARG005
         again = made()
     assert technique_of(again)._cut.ends == tuple(elsewhere)
     torch.manual_seed(12345)

@@ -78,7 +78,7 @@ def in_order(variant: Variant) -> list[Entry]:
     return sorted(requested(variant), key=lambda each: get_args(Layer).index(each.layer))
 
 
-def acting(variant: Variant) -> list[Entry]:
+def in_effect(variant: Variant) -> list[Entry]:
     """Return the techniques that have an effect in the variant's training, in the order in which they apply."""
     parallelism = variant.parallelism
     return [

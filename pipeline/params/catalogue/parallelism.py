@@ -7,7 +7,10 @@ from typing import Literal
 from pipeline.params.catalogue.base import Entry, needs_gpu, without_native_bf16
 from pipeline.params.sections import Count, Section
 
-_SHARE_OUT_BATCHES = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
+PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
+"""Values of ``parallelism`` that use several processes."""
+ONE_BATCH = ("pipeline", "tensor")
+"""Values of ``parallelism`` with which the processes that hold one model together take the same samples."""
 
 
 class ParallelismSettings(Section):
@@ -222,6 +225,6 @@ PARALLELISM: tuple[Entry, ...] = (
         "baseline's job",
         source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017",
         changes="statistics",
-        needs=_SHARE_OUT_BATCHES,
+        needs=PARALLELISMS,
     ),
 )

@@ -93,7 +93,7 @@ class Estimate:
         Raises PredictionError if a technique's memory cannot be predicted, or if the model cannot run on fake tensors,
         for example because it reads a value.
         """
-        unforeseen = [each.name for each in catalogue.acting(self.plan.applied) if each.needs_measuring]
+        unforeseen = [each.name for each in catalogue.in_effect(self.plan.applied) if each.needs_measuring]
         if unforeseen:
             raise PredictionError(
                 f"variants.{self.plan.name}: the memory of {' and '.join(unforeseen)} cannot be predicted; measure it."

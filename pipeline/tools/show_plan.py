@@ -11,12 +11,12 @@ from pipeline.data.prepared import DESCRIPTION
 from pipeline.distributed import forked, launched_size
 from pipeline.errors import PipelineError, count
 from pipeline.params import Config, Machine
-from pipeline.params.catalogue import acting, requested
+from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan
 from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
 
-PRELOAD = ("pipeline.tools.composition", "torch._dynamo")
+PRELOAD = ("pipeline.tools.show_plan", "torch._dynamo")
 """Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
 torch imports ``torch._dynamo`` when it creates the first optimizer."""
 HOOKS = {
@@ -73,7 +73,7 @@ def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
 
 def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return lines about the techniques that the training applies, and about the decisions made during its setup."""
-    applied, made = acting(plan.applied), {each.name: each for each in techniques}
+    applied, made = in_effect(plan.applied), {each.name: each for each in techniques}
     lines = ["applied, in this order:" if applied else "applied: no technique; the training runs the plain step"]
     width = max((len(each.name) for each in applied), default=0)
     for entry in applied:

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
-from pipeline.tools import composition
+from pipeline.tools import show_plan
 from tests.test_job import workspace  # noqa: F401
 from tests.workspaces import PREPARED
 
@@ -31,7 +31,7 @@ Shown = Callable[[str], list[str]]
 @pytest.fixture
 def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa: ARG001, F811
     def show(name: str) -> list[str]:
-        composition.show(parse(JOB), name, CPU, PREPARED)
+        show_plan.show(parse(JOB), name, CPU, PREPARED)
         return capfd.readouterr().out.splitlines()
 
     return show
@@ -68,7 +68,7 @@ def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> N
 
 
 def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    composition.show(parse(JOB), None, CPU, PREPARED)
+    show_plan.show(parse(JOB), None, CPU, PREPARED)
     baseline, many, *_, how = capsys.readouterr().out.splitlines()
     assert baseline == "baseline: no technique"
     assert many.startswith("many: ")
