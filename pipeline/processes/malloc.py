@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     However, if the blocks are kept, the peak memory depends on their places in the heap; see ``return_freed_memory``.
     Does nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
     """
-    _mallopt(_M_MMAP_MAX, 0)  # not the threshold: glibc accepts at most 32 MiB, and would return larger blocks
+    _mallopt(_M_MMAP_MAX, 0)  # glibc limits _M_MMAP_THRESHOLD to 32 MiB, and would still return larger blocks
     _mallopt(_M_TRIM_THRESHOLD, -1)
 
 

@@ -16,7 +16,7 @@ from pipeline.tracking.stores import SQLITE, Store
 
 
 def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
-    """Return the experiment's id if the record shows that the store holds ``wanted`` and has not changed since then.
+    """Return the experiment's id if the store held ``wanted`` when the record was written, and has not changed since.
 
     Otherwise return None; MLflow must then be asked.
     """
