@@ -126,8 +126,9 @@ def _rank_of_arm(
     process's resident memory shows the needed memory only if the allocator returns these blocks to the system. So the
     memory is measured first, in ``MEMORY_STEPS``, and then the speed.
 
-    After a turn drawn at random, the samples of an extra step outside the window are counted. This step cannot show
-    that a technique leaves out samples only inside the window. In a training, ``Training.count_later`` looks for it.
+    After a turn drawn at random, an extra step runs outside the window, and its samples are counted. This step does
+    not reveal a technique that leaves out samples only inside the window. In a training, the step that
+    ``Training.count_later`` chooses can reveal it.
     """
     on_cpu = plan.device == "cpu"
     if on_cpu:
@@ -177,7 +178,7 @@ def _rank_of_arm(
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
-            if config.bench.energy and not window.rejections:  # the same on all ranks, so all ranks gather, or none
+            if config.bench.energy and not window.rejections:  # equal on all ranks, so either all ranks gather or none
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)

@@ -16,7 +16,7 @@ CALIBRATIONS = 5
 """Largest number of short samples that ``steps_of`` takes. Other load on the machine can spoil a sample."""
 FEWEST_STEPS = 5
 OPENING_SECONDS = 1.7
-"""Start-up time of an arm for which windows of 1.5 s turned out to be the best (docs/measuring.md)."""
+"""For arms with this start-up time, windows of 1.5 s turned out to be the best (docs/measuring.md)."""
 
 
 class Calibration(NamedTuple):

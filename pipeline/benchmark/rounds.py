@@ -1,5 +1,4 @@
-"""Measure arms side by side in rounds. In each round, all arms that are not yet settled run
-in fresh processes.
+"""Measure arms side by side in rounds. In each round, all arms that are not yet settled run in fresh processes.
 
 Three kinds of processes take part. The process of the bench, which runs this module, sends requests. One server per
 checkout (``server.Server``, which runs ``arm.serve``) answers them. It lets a fork server
@@ -27,7 +26,8 @@ from pipeline.results import Arm, RunConditions, Window
 TOLD_SECONDS = 30
 """Shortest time between progress lines, which replace the progress bar if the output is not a terminal."""
 FEWEST_ROUNDS = 6
-"""Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would repeat the bench when ``stats`` changes."""
+"""Fewest rounds that give a ratio an interval. Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would
+repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
 
 
@@ -63,9 +63,9 @@ def measure(
 
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
     in all. For this rule, an arm whose samples were rejected in every round does not count. When the time is over,
-    ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From ``FEWEST_ROUNDS`` on,
-    ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or after ``max_rounds``.
-    ``keep`` is called after each round.
+    ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From round
+    ``FEWEST_ROUNDS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
+    after ``max_rounds`` rounds. ``keep`` is called after each round.
 
     ``margins``: field of ``Window`` -> margin. With margins, a variant whose ratios are all settled (``unsettled``)
     takes no part in later rounds, and the measurement ends when only the baseline is left. No variant is settled while
@@ -186,7 +186,7 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
 
 
 def _missing(rounds: Sequence[dict[str, Window]], fewest: int) -> int:
-    """Return how many rounds must still be measured, if no sample in them is rejected.
+    """Return how many rounds must still be measured, assuming that no sample in these rounds will be rejected.
 
     ``fewest`` rounds without a rejected sample are needed, but no more than twice as many rounds in all. Arms that were
     rejected in every round do not count.

@@ -1,6 +1,6 @@
 """Decide when a variant is settled. Later rounds leave out settled variants, so the others get more rounds.
 
-Verdicts do not depend on it: ``comparison`` decides by the intervals.
+Verdicts do not depend on whether a variant is settled: ``comparison`` decides by the intervals.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def unsettled(
 ) -> list[ArmSpec]:
     """Return the ``arms`` that the next round must measure.
 
-    These are the baseline and its control, and all arms of each variant that has an arm with a ratio that is not
-    ``settled``. A variant's arms include those of its ablation. If baseline and control are not ``equal``, all arms are
-    returned.
+    These are the baseline, its control, and all arms of each variant that is not settled. A variant is settled if the
+    ratios of all its arms are ``settled``; these include the arms of its ablation. If baseline and control are not
+    ``equal``, all arms are returned.
 
-    An arm is compared with both the baseline and its control, because noise between these two must not settle a ratio.
-    In an ablation, the arm without a technique is compared with its variant. If a sample of an arm, or one with which
-    it is compared, was rejected in the last rounds, the arm is not settled. A figure that this machine cannot measure
-    counts as settled.
+    An arm is compared with both the baseline and the control, because noise between these two must not settle a ratio.
+    In an ablation, the arm without a technique is compared with its variant. An arm is not settled if, in the last
+    ``SETTLED_ROUNDS`` rounds, a sample of this arm or of an arm with which it is compared was rejected. A figure that
+    this machine cannot measure counts as settled.
     """
     baseline, control = next((arm.variant, arm.name) for arm in arms if arm.role == "aa_control")
     equals = [arm.name for arm in arms if arm.variant == baseline]
@@ -77,8 +77,9 @@ def equal(ratios: Sequence[float], tolerance: float, max_spread: float, count: i
     """True if the last ``count`` ratios look like ratios of equal arms; False with fewer ratios.
 
     The interval from the second smallest to the second largest ratio must contain a value within ``tolerance`` of 1.
-    Its relative width must be at most ``max_spread``. For ten ratios, this is a 97.9% interval of the median by the
-    sign test: each tail is the binomial probability of at most one in ten, and 1 - 2 * 11 / 2^10 remains.
+    Its relative width must be at most ``max_spread``. For ten ratios, it is a 97.9% interval of the median by the sign
+    test: at most one ratio lies below the median with probability 11 / 2^10, and at most one above it with the same
+    probability, so 1 - 2 * 11 / 2^10 remains.
     """
     if len(ratios) < count:
         return False

@@ -157,7 +157,7 @@ def _calibrated(
     counted = {name: Flops.model_validate(each) for name, each in known["flops"].items() if each}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
-    # The baseline is measured again, because its first sample may include the start of the server.
+    # The baseline is measured again, because its first sample may include the start of the fork server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
     return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted
 
