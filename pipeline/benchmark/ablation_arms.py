@@ -15,7 +15,8 @@ def isolating(
 ) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
     """Return the arms that isolate techniques of the variants in ``bench.ablate``.
 
-    Also return why other techniques of these variants get no arms: variant -> technique -> reason. ``plans``: variant -> plan.
+    Also return why other techniques of these variants get no arms: variant -> technique -> reason.
+    ``plans``: variant -> plan.
     """
     arms: list[ArmSpec] = []
     without: dict[str, dict[str, str]] = {}

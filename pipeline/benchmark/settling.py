@@ -29,7 +29,7 @@ def unsettled(
     """Return the ``arms`` that the next round must measure.
 
     These are the baseline, its control, and all arms of each variant that is not settled. A variant is settled if the
-    ratios of all its arms are ``settled``; these include the arms of its ablation. If baseline and control are not
+    ratios of all its arms, including those of its ablation, are ``settled``. If baseline and control are not
     ``equal``, all arms are returned.
 
     An arm is compared with both the baseline and the control, because noise between these two must not settle a ratio.

@@ -91,7 +91,7 @@ class Clock(Resumable):
         return self.train_seconds + self.now() - self._opened
 
     def watch(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items, and count the time until each item arrives as waiting for input."""
+        """Yield the ``items``, and count the time until each item arrives as waiting for input."""
         while True:
             start = self._mark()
             try:
@@ -217,8 +217,8 @@ def driver_bytes(device: torch.device) -> int | None:
 def own_peak_bytes() -> int | None:
     """Return this process's peak resident memory since its start or the last reset, without the pages of mapped files.
 
-    Mapped files are code and memory-mapped data sets. All processes share their pages, and the system drops these pages
-    when memory is short. How many of these pages are resident depends on how the process was started.
+    Mapped files are code and memory-mapped data sets. Processes share the pages of mapped files, and the system drops
+    these pages when memory is short. How many of them are resident depends on how the process was started.
 
     Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). During a run, file pages are
     added and none is removed. So after some steps, VmHWM - RssFile is the peak of the other pages. Returns None if the

@@ -19,9 +19,9 @@ from pipeline.measurement.detectors.gpu import gpu_detectors
 def detectors(devices: Sequence[torch.device], *, root_pid: int, max_foreign_load: float | None) -> list[Detector]:
     """Return the detector of compilation, and those that this machine supports for its CPU and for ``devices``.
 
-    Repeated calls return the same kinds of detectors in the same order. ``devices``: this process's own devices.
-    ``root_pid``: the job's root process; this process and all its descendants are the job's own processes. If
-    ``max_foreign_load`` is None, this process does not watch the CPU's load.
+    Repeated calls return the same kinds of detectors in the same order. ``devices``: the calling process's own
+    devices. ``root_pid``: the job's root process, which forms the job together with all its descendants. If
+    ``max_foreign_load`` is None, there is no detector of foreign load on the CPU.
     """
     of_gpus = gpu_detectors(devices, root_pid) if devices[0].type == "cuda" else []
     return [Recompilation(), *cpu_detectors(root_pid, max_foreign_load), *of_gpus]

@@ -9,9 +9,8 @@ from pipeline.measurement.detectors.base import Rejection
 from pipeline.measurement.windows import Clock, Memory
 
 MAX_ASIDE_FRACTION = 0.05
-"""Largest accepted CPU time between the turns of an arm (a variant in the bench, in which variants take turns), as a
-share of the arm's measured seconds. Work between the turns is not measured, so the arm can seem faster by this
-share."""
+"""Largest accepted CPU time that an arm of the bench uses between its turns, as a share of the arm's measured seconds.
+Work between the turns is not measured, so the arm can seem faster by this share."""
 MAX_IDLE_FRACTION = 0.01
 """This share of the seconds between the turns is accepted in addition, because gloo's idle threads take up to 0.3%."""
 
