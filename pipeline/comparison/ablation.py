@@ -24,8 +24,8 @@ class Share(Record):
     """The variant divided by the variant without the technique."""
     stacked_memory: Ratio | None = None
     accuracy: Accuracy | None = None
-    """Accuracy, against the baseline, of a trained variant that is the baseline plus exactly this technique. None
-    without such a variant."""
+    """Accuracy of a trained variant that adds only this technique to the baseline, compared with the baseline. None if
+    there is no such variant."""
     accuracy_from: str | None = None
     """Name of the variant that has this accuracy."""
     verdict: Verdict | None = None
@@ -106,8 +106,8 @@ def _trained(bench: Bench, arm: Arm, accuracies: Mapping[str, Accuracy]) -> str 
 def _interaction(added: tuple[Ratio | None, ...], stacked: tuple[Ratio | None, ...]) -> str | None:
     """Return a sentence for each quantity on which the technique acts differently in combination with other techniques.
 
-    This is so if the quantity's two ratios differ by more than the margin and their intervals do not overlap. Unknown
-    and untrusted ratios are left out. Return None if there is no such quantity.
+    The technique acts differently if the quantity's added and stacked ratios differ by more than the margin and their
+    intervals do not overlap. Unknown and untrusted ratios are left out. Return None if there is no such quantity.
     """
     sentences = []
     for quantity, alone, beside in zip((THROUGHPUT, MEMORY), added, stacked, strict=True):

@@ -75,7 +75,7 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     there is no margin to decide at.
 
     If a decision would take longer than ``LONGEST_MINUTES``, or if no forecast is possible, the advice names a margin
-    for which this time suffices.
+    for which ``LONGEST_MINUTES`` suffice.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]

@@ -53,8 +53,9 @@ def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[P
 def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.mean) -> list[int]:
     """Return, for each part of a measurement, the index of the best candidate by the ``middle`` of all *other* parts.
 
-    ``gains``: [candidates, parts], at least two parts, higher is better. The gains in a part have no influence on the
-    choice for this part, so luck does not inflate them.
+    A part is a session or a round. ``gains``: [candidates, parts], at least two parts, higher is better. ``middle``:
+    the mean or the median. The gains in a part have no influence on the choice for this part, so luck does not inflate
+    them.
     """
     parts = range(gains.shape[1])
     return [int(middle(np.delete(gains, part, axis=1), axis=1).argmax()) for part in parts]
@@ -63,8 +64,8 @@ def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.me
 def no_narrower(interval: Interval, own: Interval) -> Interval:
     """Widen ``interval``, on each side, to at least the relative width of ``own``, the best variant's interval.
 
-    Each part influences the choices for the other parts, so the parts are not independent. Without widening, the
-    interval would be too narrow.
+    Each part of a measurement influences the choices for the other parts (``choices``), so the parts are not
+    independent. Without widening, the interval would be too narrow.
     """
     return replace(
         interval,

@@ -118,7 +118,7 @@ def compare(
 
 
 def _accepting_one_load(benches: Sequence[Bench]) -> Sequence[Bench]:
-    """Let all rejections advise the same ``bench.max_foreign_load``: the largest, which accepts all these samples."""
+    """Let all rejections advise the same ``bench.max_foreign_load``: the largest value that any of them advises."""
     advised, texts = re.compile(r"(?<=bench\.max_foreign_load: )\d\.\d"), [each.to_json() for each in benches]
     values = [value for text in texts for value in advised.findall(text)]
     return [Bench.model_validate_json(advised.sub(max(values), text)) for text in texts] if values else benches

@@ -22,7 +22,7 @@ class SeedDifference(Record):
 
 
 class AccuracyDifference(Record):
-    """Test accuracy minus the baseline's, paired by seed. Positive: more accurate than the baseline."""
+    """Test accuracy minus the baseline's, paired by seed. Positive values mean a higher accuracy than the baseline."""
 
     seeds: tuple[SeedDifference, ...]
     mean_fraction: float
@@ -37,7 +37,7 @@ class SeedTarget(Record):
 
     seed: int
     steps: int | None
-    """Optimizer steps at the first evaluation at or above the target; None: not reached."""
+    """Optimizer steps at the first evaluation at or above the target; None if the target was not reached."""
 
 
 class TimeRatio(Record):
@@ -235,7 +235,7 @@ class Comparison(Document):
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
     champion: Champion | None = None
-    """None: no variant pays."""
+    """None if no variant pays."""
     sessions: tuple[SessionSummary, ...] = ()
     """The sessions that measured the baseline as ``bench`` did, the oldest first. Only ratios use all sessions. The
     noise is from the session of ``bench``, and the other figures are from ``bench``."""

@@ -208,8 +208,8 @@ def _key_problem(
 
 
 def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
-    """Return a message for each run whose number of threads per process differs from an earlier run's with the same
-    world size. ``runs``: name -> run."""
+    """Return a message for each run whose number of threads per process differs from that of the first run with the
+    same world size. ``runs``: name -> run."""
     first: dict[int, tuple[str, int]] = {}
     problems = []
     for name, each in runs.items():

@@ -67,7 +67,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
 
 
 def median_of(arm: Arm, field: str) -> float | None:
-    """Return the median of this field of ``Window`` over the rounds that know it; None if no round does."""
+    """Return the median of this field of ``Window`` over the rounds in which it is known; None if there are none."""
     known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
 

@@ -13,8 +13,7 @@ def pareto_front(points: Sequence[Sequence[float]], higher_is_better: Sequence[b
     """Return the indices, ascending, of the points that no other point beats.
 
     A point beats another if it is at least as good in every coordinate and better in one, so equal points do not beat
-    each other.
-    ``higher_is_better`` has one entry per coordinate.
+    each other. ``higher_is_better`` has one entry per coordinate.
     """
     values = np.array(points, dtype=np.float64).reshape(len(points), len(higher_is_better))
     values *= np.where(higher_is_better, 1.0, -1.0)

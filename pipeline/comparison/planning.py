@@ -82,8 +82,9 @@ def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str |
 def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int | None:
     """Estimate how many more pairs a decision needs, if the estimate stays the same.
 
-    The forecast assumes that the interval shrinks with 1 / sqrt(n), except for its part ``fixed``: a half-width on the
-    logarithmic scale that ``stats.widened`` has added in quadrature, and that more pairs do not reduce.
+    The forecast assumes that the width of the interval is proportional to 1 / sqrt(n) for n pairs, except for its part
+    ``fixed``. This is a half-width on the logarithmic scale that ``stats.widened`` has added in quadrature, and that
+    more pairs do not reduce.
 
     Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate is
     no further than ``fixed`` from a margin, or more than 1000 further pairs would be needed.
@@ -110,7 +111,8 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
 def calm_pairs(aa: Interval, max_spread: float) -> int | None:
     """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too large a spread.
 
-    The estimate assumes that log(high / low) shrinks with 1 / sqrt(n). Return None if more pairs do not help.
+    The estimate assumes that log(high / low) is proportional to 1 / sqrt(n) for n pairs. Return None if more pairs do
+    not help.
     """
     if aa.low <= 0:
         return FEWEST_PAIRS
@@ -122,10 +124,10 @@ def calm_pairs(aa: Interval, max_spread: float) -> int | None:
 def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
     """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
-    This assumes that the estimate r stays the same, and that the interval shrinks from n to N pairs as in
-    ``pairs_needed``. On the logarithmic scale, its ends are then log r -+ sqrt((w^2 - f^2) n / N + f^2), where w is the
-    present width on that side and f is ``fixed``. log(1 + margin) is the larger of the ends' distances from 0. The
-    interval must have bounds.
+    The estimate is assumed to stay the same, and the interval to shrink as in ``pairs_needed``. On the logarithmic
+    scale, let w be the distance from the estimate to one end of the interval, f = ``fixed``, n the present number of
+    pairs, and N = ``pairs``. Then w shrinks to sqrt((w^2 - f^2) n / N + f^2). At the returned margin, log(1 + margin)
+    equals the larger distance from 0 to an end of the shrunk interval. The interval must have bounds.
     """
     estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
 
@@ -154,9 +156,10 @@ def seeds_needed(result: Equivalence) -> int | None:
 def margin_of_seeds(mean: float, half: float, count: int, seeds: int) -> float:
     """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
 
-    This assumes that mean and deviation stay the same. ``half`` is the half-width t_n-1 s / sqrt(n) of the interval of
-    n = ``count`` differences (at least two). With N seeds it becomes t_N-1 s / sqrt(N). The margin is |mean| plus this
-    half-width.
+    Mean and deviation are assumed to stay the same. ``half``: the half-width of the present interval, which has
+    ``count`` differences (at least two). For n differences with the standard deviation s, the half-width is
+    t s / sqrt(n), where t is the 95% quantile of Student's t distribution with n - 1 degrees of freedom. The margin is
+    |mean| plus the half-width for n = ``seeds``.
     """
     narrower = stdtrit(seeds - 1, 0.95) / stdtrit(count - 1, 0.95) * math.sqrt(count / seeds)
     return abs(mean) + half * float(narrower)

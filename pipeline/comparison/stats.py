@@ -73,12 +73,13 @@ def paired_ratio(
     even number of pairs, this is the geometric mean of the middle two ratios. So swapping ``a`` and ``b`` gives exactly
     the reciprocals.
 
-    The interval is the *expanded percentile* interval: percentiles of the resampled medians at the levels
-    Phi(-+ sqrt(n / (n - 1)) t_n-1), which widen the plain percentile interval for small n. Source: Hesterberg, "What
-    Teachers Should Know About the Bootstrap", The American Statistician 69 (2015), section 4. In simulations of 9 to 30
-    pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom, Cauchy), contaminated and skewed noise, a
-    nominal 95% interval contained the median in 93 to 98% of the trials. With plain percentiles and BCa, the lowest
-    share was 92%.
+    The interval is the *expanded percentile* interval: percentiles of the resampled medians. For n pairs, their levels
+    are Phi(-+ sqrt(n / (n - 1)) t), where Phi is the standard normal distribution function, and t is the quantile of
+    Student's t distribution with n - 1 degrees of freedom. For small n, the interval is wider than the plain percentile
+    interval. Source: Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69 (2015),
+    section 4. In simulations of 9 to 30 pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom,
+    Cauchy), contaminated and skewed noise, a nominal 95% interval contained the median in 93 to 98% of the trials. With
+    plain percentiles and BCa, the lowest share was 92%.
 
     Fewer pairs than 1 - log2(1 - confidence) give no bounds, because the chance that all pairs lie on one side of the
     median is too large; 95% needs 6 pairs. Raises ValueError for values that are not pairs of positive numbers.
@@ -146,8 +147,8 @@ class Equivalence:
     mean: float
     low: float
     high: float
-    """``low`` and ``high``: the 1 - 2 alpha interval of the mean, cut off at ``limits``; infinite for one
-    difference."""
+    """``low`` and ``high``: the 1 - 2 alpha interval of the mean, with alpha = 1 - ``confidence``, cut off at the
+    limits of the mean. For one difference, both are infinite."""
     deviation: float
     """Sample standard deviation of the differences, or their resolution if that is larger; 0 for one difference."""
     count: int
@@ -173,9 +174,11 @@ def equivalence(
     """Test whether paired differences (variant minus baseline, one per seed, in the margin's unit) are too small to
     matter.
 
-    This uses two one-sided paired t-tests at alpha = 1 - confidence. Both tests reject exactly when the 1 - 2 alpha
-    interval mean -+ t_n-1 s / sqrt(n) lies inside the margins. Source: Schuirmann, "A comparison of the two one-sided
-    tests procedure and the power approach", J. Pharmacokinetics and Biopharmaceutics 15 (1987).
+    There are two one-sided paired t-tests at alpha = 1 - ``confidence``. Both tests reject exactly when the 1 - 2 alpha
+    interval of the mean lies inside the margins. For n differences with the standard deviation s, this interval is
+    mean -+ t s / sqrt(n), where t is the 1 - alpha quantile of Student's t distribution with n - 1 degrees of freedom.
+    Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach", J. Pharmacokinetics
+    and Biopharmaceutics 15 (1987).
 
     One difference decides nothing, because its interval is infinite. Differences of counts are often equal by chance,
     and their interval would then have no width. So ``resolution``, the smallest step of the differences, is a lower

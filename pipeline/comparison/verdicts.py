@@ -23,12 +23,12 @@ Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"
 HEAP_BYTES = 2**20
 """The difference that is assumed to be possible between the memory peaks of equal processes on a CPU. The rounds of one
 session do not show this difference, because all processes forked from one server inherit the same free blocks in its
-heap. The peaks under five servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is the 95% half-width of a
-difference (docs/measuring.md)."""
+heap. The peaks under five servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is used as the 95%
+half-width of such a difference (docs/measuring.md)."""
 
 FEWEST_SEEDS = 3
-"""Fewer seeds give no decision on accuracy, because the differences of two seeds say little about further seeds. Equal
-weights need no such decision."""
+"""Fewer seeds give no decision on accuracy, because the differences of two seeds say little about further seeds. If the
+weights equal the baseline's, any number of seeds gives a decision."""
 
 
 Outcomes = tuple[Decision, ...]
@@ -117,8 +117,8 @@ class SessionRatio(Estimated):
 class Ratio(Estimated):
     """An arm's figure divided by the reference's figure, with a confidence interval.
 
-    In one session, it is the median of the rounds' ratios; except in the gate, the A/A noise widens the interval. Over
-    several sessions, it is the geometric mean of the sessions' ratios (``sessions.combined``).
+    In one session, the ratio is the median of the rounds' ratios, and the A/A noise widens its interval, except in the
+    gate. Over several sessions, it is the geometric mean of the sessions' ratios (``sessions.combined``).
     """
 
     rejected: int = 0
