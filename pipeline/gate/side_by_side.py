@@ -91,8 +91,8 @@ def measured(config: Config, revision: str) -> Gated:
         unit = Unit()
         if effective.gate.accuracy:
             _check_comparable(there["train"], here["train"])
-            # DVC does not see two differences, and would reuse one side's training for the other side: packages that no
-            # fingerprint names, and the user's own code if a side's version computes no digests of code.
+            # DVC does not see two kinds of differences: packages that no fingerprint names, and the user's own code if
+            # a side's version computes no digests of code. DVC would then reuse one side's training for the other side.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
@@ -152,7 +152,7 @@ def measured(config: Config, revision: str) -> Gated:
 
 
 def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
-    """Return the A/A control, the base's variants and the head's variants. ``rounds`` has the order of ``arms_of``."""
+    """Return the A/A control, the base's variants and the head's variants. The arms have the order of ``arms_of``."""
     control, *others = rounds.arms
     base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
     return control, base, head

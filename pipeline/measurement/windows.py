@@ -220,9 +220,9 @@ def own_peak_bytes() -> int | None:
     Mapped files are code and memory-mapped data sets. Processes share the pages of mapped files, and the system drops
     these pages when memory is short. How many of them are resident depends on how the process was started.
 
-    Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). While memory is not
-    short, a run only adds file pages, and after some steps it adds none. Then VmHWM - RssFile is the peak of the other
-    pages. Returns None if the system does not report both values.
+    Linux reports the peak of all pages (VmHWM) and the current pages of files (RssFile). While memory is not short, a
+    run only adds file pages, and after some steps it adds none. Then VmHWM - RssFile is the peak of the other pages.
+    Returns None if the system does not report both values.
     """
     try:
         lines = (line.partition(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())

@@ -137,7 +137,7 @@ class Bench(Document):
     """Variant -> technique -> reason why the technique's share was not measured."""
     session: Session
     keys: dict[VariantName, str]
-    """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Sessions with
+    """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Benches with
     equal keys measured the variant in the same way, but perhaps on other data."""
 
     @property

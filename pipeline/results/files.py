@@ -192,7 +192,7 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 @contextmanager
 def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
-    """Yield a function that adds a row to a file that ``write_history`` began, and writes it at once.
+    """Yield a function that appends a row to ``path``, which ``write_history`` began, and writes the row at once.
 
     The file is opened once, with the first row, because opening it for each row would slow down the steps.
     """

@@ -89,8 +89,8 @@ class Window(Record):
     whose memory the ranks share, it is the sum of the ranks' peaks. The ranks may reach their peaks at different times,
     so the sum can slightly exceed the real peak."""
     peak_memory_rank_bytes: tuple[Count | None, ...]
-    """One peak per rank. CUDA: max_memory_allocated. CPU: the peak resident memory minus the resident memory after the
-    imports, both without the pages of mapped files."""
+    """One peak per rank. CUDA: max_memory_allocated, plus what CUDA graphs keep. CPU: the peak resident memory
+    minus its peak after the imports, both without the pages of mapped files."""
     peak_reserved_bytes: Count | None
     """CUDA: the largest max_memory_reserved of all ranks. None on a CPU."""
     driver_memory_bytes: Count | None = None
