@@ -287,8 +287,8 @@ def _alone(variant: str) -> Iterator[None]:
     """Keep other processes from training this variant in this working directory while the block runs. Raises
     PipelineError if another process trains it already.
 
-    The system releases a record lock when its process ends, even if the process crashes. Forked processes, such as a DataLoader's
-    workers, do not inherit the lock.
+    The system releases a record lock when its process ends, even if the process crashes. Forked processes, such as a
+    DataLoader's workers, do not inherit the lock.
     """
     path = checkpoints.CHECKPOINTS / f"{variant}.lock"
     path.parent.mkdir(exist_ok=True)
