@@ -41,8 +41,8 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
 
 
 def library(name: str, found: str, error: type[PipelineError]) -> Any:
-    """Return the module ``name`` of a library that only some data and models need. Raises ``error``, which begins with
-    what was ``found``, if the library is missing."""
+    """Return the module ``name`` of a library that only some data and models need. Raises ``error`` if the library is
+    missing; the message begins with ``found``, which says what needs the library."""
     try:
         return importlib.import_module(name)
     except ImportError as caught:

@@ -78,7 +78,7 @@ def plan(
     """Return the plan of ``variants.<name>`` on ``machine``. Raises ConfigError if the variant cannot run there.
 
     ``launched``: the number of processes on all hosts, if a launcher such as torchrun started this process; else None.
-    ``why_not_held_by``: must be passed if the job's model is known.
+    ``why_not_held_by``: says which numbers of processes cannot hold the job's model together; without it, all can.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
@@ -191,8 +191,8 @@ def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, 
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
-    """Return every variant's plan. If variants cannot run here, raises one ConfigError, which names one
-    problem of each of them."""
+    """Return every variant's plan. Raises one ConfigError if variants cannot run here; it names one problem of each
+    such variant."""
     made, problems = {}, []
     for name in config.variants:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""Yields inputs [b, ...] and targets [b, ...] of one micro-batch after the other, on the device."""
+"""Yields one micro-batch of b samples after the other: inputs [b, ...] and targets [b, ...], on the device."""
 
 
 class Losses(Protocol):
@@ -85,7 +85,7 @@ class TrainingStep:
 
     @contextmanager
     def instrument(self, **around: Callable[[Any], Any]) -> Iterator[None]:
-        """Replace each named part by ``function(part)`` while the block runs, as in ``instrument(update=timed)``."""
+        """Replace parts while the block runs: ``instrument(update=timed)`` replaces ``update`` by ``timed(update)``."""
         parts = {name: getattr(self, name) for name in around}
         for name, part in parts.items():
             setattr(self, name, around[name](part))

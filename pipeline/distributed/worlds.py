@@ -249,7 +249,8 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
 
 @contextmanager
 def share_of(cores: float, processes: int) -> Iterator[None]:
-    """While the block runs, torch uses an equal share of ``cores`` as threads, unless OMP_NUM_THREADS is set."""
+    """While the block runs, torch uses ``cores / processes`` threads, rounded down but at least one, unless
+    OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(cores / processes)))

@@ -37,7 +37,7 @@ class ModelError(PipelineError):
 def build(
     name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: torch.Tensor, outputs: tuple[int, ...]
 ) -> nn.Module:
-    """Build a single-device float32 model that maps inputs like ``inputs`` [n, ...] to outputs [n, *``outputs``].
+    """Build a single-device float32 model that maps n samples like ``inputs`` [n, ...] to outputs [n, *``outputs``].
 
     ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
     ``torchvision_model``), or the user's own ``module:factory``. The function that makes the model gets ``options`` and

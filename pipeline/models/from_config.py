@@ -13,11 +13,11 @@ from pipeline.errors import PipelineError, first_line
 
 
 class FromConfig(nn.Module):
-    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for each token's successor; t is at most ``length``.
+    """Maps b samples of t tokens, int64 [b, t], to logits [b, t, vocabulary] for each token's successor.
 
-    ``config`` is the path of a model's config.json. The data's vocabulary size replaces the file's. Nothing is
-    downloaded, and only the library's code runs. Raises PipelineError if the library is missing or refuses the
-    configuration.
+    t is at most ``length``. ``config`` is the path of a model's config.json. The data's vocabulary size replaces the
+    file's. Nothing is downloaded, and only the library's code runs. Raises PipelineError if the library is missing or
+    refuses the configuration.
     """
 
     def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:

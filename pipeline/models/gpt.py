@@ -10,10 +10,11 @@ from pipeline.errors import PipelineError
 
 
 class GPT(nn.Sequential):
-    """Maps tokens int64 [b, t] to logits [b, t, vocabulary] for each token's successor; t is at most ``length``.
+    """Maps b samples of t tokens, int64 [b, t], to logits [b, t, vocabulary] for each token's successor.
 
-    Pre-norm blocks (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019) with rotary positions
-    (Su et al., arXiv:2104.09864). The last layer shares the embedding's weights (Press and Wolf, arXiv:1608.05859).
+    t is at most ``length``. The blocks are pre-norm (Radford et al., "Language Models are Unsupervised Multitask
+    Learners", 2019), with rotary positions (Su et al., arXiv:2104.09864). The last layer shares the embedding's weights
+    (Press and Wolf, arXiv:1608.05859).
     """
 
     def __init__(self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4) -> None:
@@ -80,7 +81,8 @@ class Attention(nn.Module):
 
 
 def rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of ``vectors`` [..., t, d] by the angles of ``cos`` and ``sin`` [t, d/2].
+    """Rotate the components (i, i + d/2) of ``vectors`` [..., t, d] for t tokens, as pairs, by the angles whose cosines
+    and sines are ``cos`` and ``sin`` [t, d/2].
 
     After the rotation, the dot product of two vectors depends on the distance between their tokens.
     """

@@ -25,7 +25,7 @@ class ObjectiveError(PipelineError):
 
 @dataclass(frozen=True)
 class Objective:
-    """Functions of a model's outputs float32 [b, ...] and the samples' targets [b, ...]."""
+    """Functions of the model's outputs float32 [b, ...] and the targets [b, ...] for b samples."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
     """Returns the mean loss, a scalar with a gradient."""

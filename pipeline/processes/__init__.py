@@ -22,7 +22,7 @@ def age_seconds() -> float:
     """Return the seconds since this process began, to a hundredth.
 
     On Linux, the process's start and the present time are both read as times since boot. psutil's ``create_time`` is
-    used only on other systems. On Linux it can be a second off, because it adds the boot's time of day, which Linux
+    used only on other systems. On Linux it can be a second off, because it adds the time of the boot, which Linux
     gives in whole seconds.
     """
     if not sys.platform.startswith("linux"):

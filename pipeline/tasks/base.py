@@ -64,8 +64,8 @@ class Task(ABC):
         return 1
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
-        """Return the inputs before ``preprocess``, and the targets for the loss. ``rows``: one tensor [b, ...] for each
-        of ``arrays``."""
+        """Return the inputs before ``preprocess``, and the targets for the loss. ``rows``: for each of ``arrays``, one
+        tensor [b, ...] of b samples."""
         inputs, targets = rows
         return inputs, targets
 
@@ -109,7 +109,7 @@ class Task(ABC):
 
     @abstractmethod
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's score, [b]: true or false, or a number from 0 to 1; higher is better."""
+        """Return the scores [b] of b samples: true or false, or a number from 0 to 1; higher is better."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the targets that the outputs predict.

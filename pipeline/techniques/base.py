@@ -42,9 +42,9 @@ class OfTask(Protocol):
         """Build a model for the job's data, on the CPU; by default the job's own model."""
 
     loss_by_row: ClassVar[bool]
-    """True if ``loss`` is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as the
-    vector of a token. In this case the loss of a part of a sample can be computed. False if ``loss`` is the mean over
-    whole samples."""
+    """True if the task's loss is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as
+    the vector of a token. In this case the loss of a part of a sample can be computed. False if the task's loss is the
+    mean over whole samples."""
 
     def zeros(self, count: int) -> torch.Tensor:
         """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""

@@ -117,8 +117,8 @@ def measured(
 ) -> Kept:
     """Return the storages that a forward pass of ``model`` keeps, measured on fake tensors.
 
-    ``shape`` and ``dtype``: of the model's inputs. ``autocast``: the dtype of autocast; None: no autocast. Parameters,
-    buffers and the inputs do not count.
+    The model's inputs have ``shape`` and ``dtype``. ``autocast``: the dtype of autocast; None for no autocast. The
+    storages of parameters, buffers and the inputs do not count.
     """
     kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:

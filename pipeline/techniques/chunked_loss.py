@@ -91,8 +91,10 @@ def head(setup: Setup) -> nn.Linear | None:
 
 
 class _LossOfChunks(torch.autograd.Function):
-    """The mean loss of the outputs of a linear layer for ``hidden`` [n, ..., d]. ``forward`` also computes the
-    gradients, chunk by chunk."""
+    """The mean loss of the outputs of a linear layer with d inputs, for ``hidden`` [n, ..., d] of n samples.
+
+    ``forward`` computes the loss and its gradients together, chunk by chunk. ``backward`` only scales the gradients.
+    """
 
     @staticmethod
     def forward(

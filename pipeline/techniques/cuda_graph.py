@@ -88,7 +88,7 @@ class CudaGraph(Technique):
 
     @contextmanager
     def _rates_on_device(self, *, capturable: bool = False) -> Iterator[None]:
-        """While the block runs, the optimizer reads its learning rates from the tensors.
+        """While the block runs, the optimizer reads its learning rates from tensors on the device.
 
         ``capturable``: AdamW's option. It is on only during a recording, because at other times it would cause a
         warning. Switching it is safe, because a fused AdamW always keeps its state on the device.

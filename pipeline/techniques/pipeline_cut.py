@@ -49,7 +49,8 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
     """Return the share of a step's time in which each of ``stages`` equal stages waits, for both GPipe and 1F1B.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, section 2.2, which gives the bubble as (p - 1) / m of the time without a bubble.
+    2021, section 2.2. With p stages and m micro-batches, it gives the bubble as (p - 1) / m of the time without a
+    bubble.
 
     >>> bubble_fraction(4, 12)
     0.2

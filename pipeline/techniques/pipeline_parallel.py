@@ -240,7 +240,10 @@ class _Passing(nn.Module):
 
 
 class _Arriving(nn.Module):
-    """Returns the last stage's input as a view, because older releases of torch detach any other output in place."""
+    """Passes the last stage's input on to the schedule's loss, which runs the stage.
+
+    Returns a view of the input, because older releases of torch detach any other output in place.
+    """
 
     def forward(self, passing: torch.Tensor) -> torch.Tensor:
         return passing.view_as(passing)

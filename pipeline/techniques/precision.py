@@ -1,4 +1,7 @@
-"""Mixed precision: compute matrix products and convolutions in 16 bits, and keep parameters and sums in float32."""
+"""Mixed precision: compute matrix products and convolutions in 16 bits, and keep parameters and sums in float32.
+
+With float8, linear layers multiply tensors rounded to 8 bits.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from pipeline.techniques.base import Setup, Stored
 
 @contextmanager
 def without_random_warning() -> Iterator[None]:
-    """Hide DTensor's warning about inconsistent random numbers on CPUs; no random numbers are drawn here."""
+    """Hide DTensor's warning about inconsistent random numbers on CPUs; the block must not draw random numbers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")
         yield

@@ -41,8 +41,8 @@ DETERMINISTIC = "deterministic"
 
 
 def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan:
-    """Return the variant's plan (``plans.plan``). If the number of processes is chosen automatically, the model can be
-    divided among them.
+    """Return the variant's plan (``plans.plan``). An automatic number of processes is chosen so that the model can be
+    divided among the processes.
 
     ``prepared``: the data set's folder. If a launcher has set the number of processes, the plan keeps this number. The
     number is checked when the model is set up. Raises PipelineError.
@@ -141,10 +141,9 @@ class Assembly:
         """Return the plan. If gradient_accumulation is 'auto', choose the smallest number of micro-batches with which
         a step fits into memory.
 
-        Each number of micro-batches is tried in a training of its own, which is then discarded, so that it cannot
-        affect the real training.
-        All ranks call this method together. Raises OutOfMemory if even the smallest micro-batch that the model can
-        train with is too large for the memory of some rank.
+        Each number of micro-batches is tried in a training of its own. This training is then discarded, so it cannot
+        affect the real training. All ranks call this method together. Raises OutOfMemory if even the smallest
+        micro-batch that the model can train with is too large for the memory of some rank.
         """
         plan, technique = self.plan, "auto_micro_batch"
         if plan.applied.gradient_accumulation != "auto" or technique in plan.decided:
@@ -185,8 +184,8 @@ class Assembly:
         """With ``train.deterministic``, the same seed gives the same numbers inside the block. If the model or its loss
         has an operation without a deterministic form, the yielded plan says so.
 
-        All ranks yield the same decision. PyTorch's strict mode stays on even then, because attention's backward pass
-        is deterministic only in this mode.
+        All ranks yield the same decision. For such a model, PyTorch's deterministic mode stays on, but only warns
+        about the operation. It stays on because attention's backward pass is deterministic only in this mode.
         """
         if not plan.train.deterministic:
             yield plan
@@ -208,7 +207,7 @@ class Assembly:
             torch.use_deterministic_algorithms(False)
 
     def _without_deterministic_form(self, plan: Plan, model: nn.Module) -> str | None:
-        """Try a step of two samples; return the job's first operation that PyTorch refuses in its strict mode, or None.
+        """Try a step of two samples. Return its first operation that PyTorch refuses in deterministic mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
         one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the

@@ -20,8 +20,8 @@ from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
-"""Before DVC runs a stage, it deletes the stage's outputs. Checkpoints must be kept, so this folder is not an output of
-a stage."""
+"""The folder of the checkpoints. It is not an output of a stage: DVC deletes a stage's outputs before it runs the
+stage, but checkpoints must be kept."""
 
 
 class Unreadable(Exception):
@@ -150,7 +150,7 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
 
 
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in its order.
+    """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in the dict's order.
 
     If ranks hold parts of tensors, all ranks call this function together.
     """

@@ -53,8 +53,8 @@ def compose(
     """Compose the training of ``model``, which is moved to the rank's device. All ranks call this function together.
 
     ``model``: a single-device module with the same initial weights on every rank. ``losses``: adds up the losses;
-    by default, an object of the class for the device. ``steady``: True if a steady state is measured; techniques then
-    do not wait for the learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
+    by default HostLosses on a CPU and DeviceLosses on a GPU. ``steady``: True if a steady state is measured; techniques
+    then do not wait for the learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
     """
     train, model = plan.train, model.to(world.device)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())

@@ -38,7 +38,7 @@ from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long a job that has ended waits for its live mirror (``_live_mirror``) to log the last rows to MLflow. The stage
-``publish`` logs the rows that are missing then."""
+``publish`` logs the rows that are still missing after this time."""
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
 """The same for an interrupted job. This time is short because `docker stop` waits only ten seconds."""
@@ -70,7 +70,7 @@ class Job:
     fingerprint: dict[str, Any]
     """The environment's fingerprint."""
     depends_on: dict[str, Any]
-    """See ``stages.training``."""
+    """The code and the settings that the training depends on (``stages.training``)."""
     key: str
     """The result's key (``stages.key``)."""
     started: float
@@ -287,8 +287,8 @@ def _alone(variant: str) -> Iterator[None]:
     """Keep other processes from training this variant in this working directory while the block runs. Raises
     PipelineError if another process trains it already.
 
-    The system releases a record lock when its process ends, even by a crash. Forked processes, such as a DataLoader's
-    workers, do not inherit the lock.
+    The system releases a record lock when its process ends, even if the process crashes. Forked processes, such as a
+    DataLoader's workers, do not inherit the lock.
     """
     path = checkpoints.CHECKPOINTS / f"{variant}.lock"
     path.parent.mkdir(exist_ok=True)

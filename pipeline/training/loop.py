@@ -203,7 +203,7 @@ class Training:
         self.detectors, self.energy = detectors, energy or Energy()
         self.clock, self.memory = Clock(self.world.device), Memory(*self.world.devices(self.plan.devices_per_process))
         self.unmeasured_until_step = self.steps + warmup_steps
-        """Windows that end after this step are measured. It is the last step of the warm-up, or of a counted step."""
+        """Windows that end after this step are measured. It is the last step of the warm-up, or a counted step."""
         self._last_row = (self.steps, 0.0)
         self._advancing = None
 

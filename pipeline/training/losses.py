@@ -35,7 +35,7 @@ class HostLosses:
     def add(self, loss: torch.Tensor) -> None:
         value = loss.item()
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the loss became {value}, and the optimizer skipped this step")
+            raise NonFiniteLoss(f"the loss became {value}, and the optimizer did not take this step")
         self.total += value
 
     def end_step(self) -> None:
@@ -83,7 +83,8 @@ class DeviceLosses:
         if not math.isfinite(total):
             ended = int(self.world.max_(self.bad_steps))
             raise NonFiniteLoss(
-                f"the loss became {total}, which was noticed after {count(ended, 'step')}, so no weights are kept",
+                f"the loss became {total}, which was noticed after {count(ended, 'step')}; by then the weights were "
+                "useless, so none are kept",
                 ended,
             )
         return total
