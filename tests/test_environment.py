@@ -439,7 +439,7 @@ class cuda:
         ("raise RuntimeError('no driver')", "CUDA cannot be used: RuntimeError: no driver"),
         ("raise RuntimeError('Found no NVIDIA driver on your system.')", None),
         ("os._exit(3)", "CUDA cannot be used: the process ended with 3"),
-        ("import time; time.sleep(60)", "CUDA does not answer within 1 s"),
+        ("import time; time.sleep(60)", "CUDA did not answer within 1 s"),
     ],
 )
 def test_cuda_is_asked_in_a_process_of_its_own(

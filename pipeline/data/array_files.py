@@ -236,8 +236,8 @@ class GrowingArray:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any exception in the block into a DataError, because readers raise exceptions of many types for a damaged
-    file."""
+    """Turn any exception in the block into a DataError that names ``path``, because readers raise exceptions of many
+    types for a damaged file."""
     try:
         yield
     except DataError:

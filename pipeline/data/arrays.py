@@ -4,8 +4,8 @@ The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a
 the library ``datasets`` saved. A function may also yield the arrays. scikit-learn's digits are arrays, too.
 
 An array's type decides how the array is used. Integer targets, one per sample, are labels; float targets are numbers to
-predict. Integer inputs [N, L] without targets are tokens. Other inputs, and float targets, become float32, but uint8
-inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
+predict. Two-dimensional integer inputs without targets are tokens. Other inputs, and float targets, become float32, but
+uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
 
 ``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out
 for testing.
@@ -82,8 +82,9 @@ def export(fetch: Fetch, directory: Path) -> None:
     saved data set that ``fetch.arrays`` names.
 
     A function is called twice, first with ``split`` "train" and then with "test". It yields the split's samples in
-    chunks. A chunk is a dict of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further arrays. Only one
-    chunk is in memory at a time. Raises DataError if the function or the data set yields anything else.
+    chunks. A chunk of n samples is a dict of ``inputs`` [n, ...] and optionally ``targets`` [n, ...] and further
+    arrays. Only one chunk is in memory at a time. Raises DataError if the function or the data set yields anything
+    else.
     """
     name = str(fetch.arrays if fetch.dataset == "arrays" else fetch.dataset)
     for split, prefix in (("train", ""), ("test", TEST)):

@@ -64,8 +64,8 @@ def flip(images: Tensor, flipped: Tensor) -> Tensor:
 def cutout_(images: Tensor, row: Tensor, column: Tensor, side: int) -> Tensor:
     """Set a square in each of the images [b, C, H, W] to zero, in place, and return the images.
 
-    The square of image i is ``side`` pixels wide, has its centre at (row[i], column[i]), and ends at the image's edges.
-    Zero is the mean of normalised images. Source: DeVries and Taylor (2017), arXiv:1708.04552.
+    The square of image i is ``side`` pixels wide, has its centre at (row[i], column[i]), and is cut off at the image's
+    edges. Zero is the mean of normalised images. Source: DeVries and Taylor (2017), arXiv:1708.04552.
     """
     height, width = images.shape[2:]
     rows = torch.arange(height, device=images.device) - (row.view(-1, 1) - side // 2)

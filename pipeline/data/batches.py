@@ -1,7 +1,7 @@
 """Makes batches on the device: shuffles the samples, shards them over ranks and micro-batches, and augments images.
 
 The order of the samples and all random draws of the augmentation depend only on the seed and the epoch. Order and draws
-are computed on the CPU for the whole epoch, so N ranks together see, bit for bit, the global batches that one device
+are computed on the CPU for the whole epoch, so all ranks together see, bit for bit, the global batches that one device
 sees. This holds for any number of micro-batches and for every placement, including PyTorch's DataLoader (``loader``).
 """
 
@@ -57,8 +57,8 @@ class Batching(Protocol):
 class TrainBatches:
     """The training set as micro-batches for one rank.
 
-    ``batch_size`` is the number of samples in a global batch. A global batch has R equal parts for R ranks. Rank r
-    takes the r-th part and splits it into ``micro_batches`` consecutive micro-batches of b samples. An incomplete last
+    ``batch_size`` is the number of samples in a global batch. A global batch has ``world_size`` equal parts, one per
+    rank. A rank splits its part into ``micro_batches`` consecutive micro-batches of b samples. An incomplete last
     global batch is dropped. ``workers`` is the number of worker processes for placement ``dataloader``.
 
     Raises ConfigError if the data set is smaller than one global batch, if the batch cannot be divided evenly, or if
@@ -147,7 +147,8 @@ class TrainBatches:
             self._readers.discard(reader)
 
     def hold(self) -> None:
-        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a window ends.
+        """Pause reading ahead until the next micro-batch is requested. ``hold`` is called when a window of steps
+        ends (``Clock``).
 
         Without the pause, reading ahead would slow down another variant's window. Besides, this variant's next window
         would use micro-batches that were read before the window began, and would not include the time for reading them.
@@ -219,6 +220,6 @@ def choose_placement(dataset: Dataset, device: torch.device) -> Literal["residen
 
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
-    """Choose the placement for the setting auto if ``free_bytes`` of the device's memory are free."""
+    """Choose the placement for the setting auto on a device with ``free_bytes`` of free memory."""
     needed = sum(array.nbytes for array in dataset.train.arrays.values())
     return "resident" if needed <= RESIDENT_FRACTION * free_bytes else "streamed"

@@ -43,7 +43,7 @@ class WorkerBatches:
         self._epochs = 0
 
     def epoch(self, draws: Sequence[Tensor]) -> Iterator[Batch]:
-        """Yield m micro-batches: inputs [b, ...] and targets [b, ...] on the host.
+        """Yield m micro-batches of b samples: inputs [b, ...] and targets [b, ...] on the host.
 
         ``draws`` has a tensor [m, b] for each item of ``Draw``. Raises RuntimeError if the batches were closed, or if a
         later epoch was requested.

@@ -94,7 +94,7 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 
 
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return each channel's mean and population standard deviation of floats [N, C, ...].
+    """Return the mean and population standard deviation of each channel of floats [N, C, ...].
 
     They are computed in float64, in two passes. The results are rounded to float32, the type in which training uses
     them. The rounding hides most differences between CPUs, which add up values in different orders.
@@ -112,7 +112,7 @@ def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return each channel's mean and population standard deviation of uint8 images [N, C, H, W], scaled to 0..1.
+    """Return the mean and population standard deviation of each channel of uint8 images [N, C, H, W], scaled to 0..1.
 
     The computation uses a histogram of integers, so it is exact except for the final rounding.
     """

@@ -26,7 +26,8 @@ _WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
 
 
 def chunks(requested: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
-    """Yield the first ``count`` samples of a split in chunks: inputs [n, *shape] and, unless they are tokens, targets.
+    """Yield the first ``count`` samples of a split in chunks of n samples: inputs [n, *shape] and, unless they are
+    tokens, targets.
 
     Targets are either labels [n], which run through all classes again and again, or floats [n, classes] from 0 to 1.
     Each token is one or two more than the token before, modulo ``classes``. A sample depends on ``requested``,

@@ -85,7 +85,7 @@ def decode(config: Config, directory: Path) -> Decoded:
 
 
 def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> Iterator[Chunk]:
-    """Cut tokens into windows, and yield chunks of windows [n, length + 1]: at most ``limit`` windows in all.
+    """Cut tokens into windows, and yield chunks of n windows [n, length + 1]: at most ``limit`` windows in all.
 
     Neighbouring windows share a token: the last target of a window is the first input of the next window. An incomplete
     last window is dropped.
@@ -137,7 +137,8 @@ class _OfFile:
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
-    """Yield each file's tokens in blocks, and then the token ``end``. A block ends where a line ends, if it can."""
+    """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a
+    line, unless it contains no line end."""
     for name, expected in rows:
         path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
         try:

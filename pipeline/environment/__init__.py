@@ -1,8 +1,8 @@
 """The environment's fingerprint: everything besides code, parameters and data that a measured number depends on.
 
-Two machines with the same hardware, software and settings have the same fingerprint, so the fingerprint holds no time,
-host name, serial number or UUID. It also leaves out the kernel's release, because otherwise every security update would
-invalidate all results.
+Two machines with the same hardware, software and settings must have the same fingerprint. Therefore the fingerprint
+holds no time, host name, serial number or UUID. It also leaves out the kernel's release, because otherwise every
+security update would invalidate all results.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
 
 def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *users: str) -> str:
     """Return a hash of everything in the environment that the numbers of ``users`` depend on. If the users need no
-    optional package, this is the fingerprint's hash.
+    optional package, the result is the fingerprint's hash.
 
     ``content`` is a fingerprint. The hash stored in it is ignored; a new hash is computed.
     """

@@ -1,4 +1,4 @@
-"""The GPUs that CUDA shows to this process, without importing torch: from NVML, or else from CUDA itself."""
+"""Find the GPUs that CUDA shows to this process. The process asks NVML, or else CUDA, and does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps([(str(gpu.uuid), gpu.name, f"{gpu.major}.{gpu.minor}", gpu.tota
 because a process that has initialised CUDA cannot fork."""
 
 _NO_GPUS = "Found no NVIDIA driver", "No CUDA GPUs are available"
-"""In torch's messages where CUDA's library is installed on a machine without a GPU."""
+"""Parts of torch's messages on a machine that has CUDA's library but no GPU."""
 
 
 class Shown(NamedTuple):
@@ -81,7 +81,7 @@ def ask_cuda() -> tuple[dict[str, dict[str, Any]], str | None]:
     except OSError:
         return {}, None
     except subprocess.TimeoutExpired:
-        return {}, f"CUDA does not answer within {CUDA_SECONDS:g} s"
+        return {}, f"CUDA did not answer within {CUDA_SECONDS:g} s"
     if any(sign in done.stderr for sign in _NO_GPUS):
         return {}, None
     if done.returncode:
@@ -122,7 +122,7 @@ def _kernel_driver() -> str | None:
 
 
 def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return the indices into ``uuids`` of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` makes visible, in its order.
+    """Return the indices into ``uuids`` of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` shows, in the same order.
 
     CUDA's rules: the list ends at the first entry that names no GPU; if a GPU is named twice, no GPU is visible. An
     entry is a number or the beginning of the UUID of exactly one GPU.

@@ -41,7 +41,7 @@ _NO_SETTINGS = re.compile(
     r".*(_HOME|_PATH|_DIR|_DIRECTORY|_FILE|_LOGS?|_LOG_LEVEL|_VERSION)|NCCL_DEBUG.*|CUDA_VISIBLE_DEVICES"
 )
 _MAY_BE_SECRET = re.compile(r"://|@|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20}")
-"""Matches an address, or a word with 20 letters and digits, such as a token; no setting looks like this."""
+"""Matches an address, or a word with 20 letters and digits, such as an access token; no setting looks like this."""
 
 
 def settings() -> dict[str, str | None]:

@@ -152,7 +152,7 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
 def schema() -> str:
     """Return the JSON Schema of params.yaml (``params.schema.json``), which editors use for completion and checks.
 
-    A key's description is the docstring under its field; for a variant's key, what its techniques do follows.
+    A key's description is the docstring under its field. For a variant's key, it also says what the techniques do.
     """
     described = Config.model_json_schema()
     keys = described["$defs"]["Variant"]["properties"]
@@ -272,7 +272,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_UniqueKeyLoader.add_implicit_resolver(  # such as 1e-3, which is a number in YAML 1.2, but not in YAML 1.1
+_UniqueKeyLoader.add_implicit_resolver(  # numbers such as 1e-3, which YAML 1.1 would read as text
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 

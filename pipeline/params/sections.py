@@ -69,8 +69,9 @@ class Fetch(Section):
     """The data set, and the source of its raw files."""
 
     dataset: DataSetName = "fashion_mnist"
-    """The data set. Three need neither a network nor files of yours: digits comes with scikit-learn, python_source is
-    Python's standard library as text, and synthetic is generated. A score on synthetic images means nothing."""
+    """The data set. Three data sets need neither a network nor files of yours: digits comes with scikit-learn,
+    python_source is Python's standard library as text, and synthetic is generated. A score on synthetic images means
+    nothing."""
     mirror: str | None = None
     """A directory with the raw files, or its file:// address. It is tried before other sources."""
     image_folder: str | None = None
@@ -108,9 +109,9 @@ class Prepare(Section):
     """Share held out for testing if the data set has no test split. With classes, it is a share of each class; without
     classes, a share of all samples; for text, a share of the files."""
     train_limit: PositiveInt | None = None
-    """Keep only the first N training samples (for trials)."""
+    """For trials: number of training samples to keep, from the first on; null: all."""
     test_limit: PositiveInt | None = None
-    """Keep only the first N test samples (for trials)."""
+    """For trials: number of test samples to keep, from the first on; null: all."""
     tokenizer: str | None = None
     """For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. If you change the
     file, run `dvc repro --force prepare`."""
@@ -163,8 +164,8 @@ class Train(Section):
     epochs: PositiveInt = 2
     """Passes over the training set."""
     batch_size: PositiveInt = 256
-    """Global batch: samples per optimizer step, over all devices and micro-batches. If a variant has scaling: weak, it
-    is the number of samples per data-parallel process."""
+    """Global batch: samples per optimizer step, over all devices and micro-batches. For a variant with scaling: weak,
+    batch_size is the number of samples per data-parallel process."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd (with Nesterov momentum) or adamw."""
     learning_rate: PositiveFloat = 0.1
@@ -195,9 +196,9 @@ class Train(Section):
     warmup_steps: PositiveInt = 5
     """Steps before the measured window, for compilation, autotuning and filling caches."""
     history_every_steps: PositiveInt = 50
-    """Write a row of history every N steps, and one per epoch."""
+    """Number of steps from one row of the history to the next. Each epoch ends with a row, too."""
     checkpoint_every_steps: PositiveInt | None = None
-    """Write a checkpoint every N steps, and one per epoch; null: only one per epoch."""
+    """Number of steps from one checkpoint to the next. Each epoch ends with a checkpoint, too. null: one per epoch."""
 
 
 class Bench(Section):

@@ -14,7 +14,7 @@ error."""
 
 
 def each_within(context: Callable[[], AbstractContextManager[object]], items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items. Each item is made within a ``context()``."""
+    """Yield ``items``. Each item is made within a ``context()`` of its own."""
     while True:
         with context():
             item = next(items, None)

@@ -1,4 +1,4 @@
-"""The sources of the data sets by name, in the order in which they are tried. ``checksums`` lists the files."""
+"""Each data set's sources, in the order in which they are tried. ``checksums`` lists the files."""
 
 from __future__ import annotations
 

@@ -74,7 +74,11 @@ def parent_instead(root: Path) -> str:
     if (root.parent / "train").is_dir():
         return f" Did you mean {str(root.parent)!r}?"
     folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
-    return " If these folders are the classes, put them, or a link to their folder, under train/." if folders else ""
+    return (
+        " If the folders in image_folder are the classes, put them, or a link to their folder, under train/."
+        if folders
+        else ""
+    )
 
 
 def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:

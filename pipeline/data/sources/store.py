@@ -29,8 +29,8 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server usually answers sooner. Without a network, the user does not wait
-for minutes."""
+"""Longest wait for a connection. A reachable server usually answers sooner. The limit is low, so
+that a user without a network does not wait for minutes."""
 
 LEAST_BYTES_PER_SECOND = 1000
 """Lowest allowed mean rate of a transfer. A slower transfer fails. The first ``timeout_seconds`` are left out of the

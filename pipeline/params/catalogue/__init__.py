@@ -220,7 +220,9 @@ def _from_outside(name: str) -> Entry:
         if (value := getattr(found, field)) not in allowed:
             raise ConfigError(f"{where}: found {field} {value!r}; expected {' or '.join(map(repr, allowed))}.")
     if name in _BY_NAME:
-        raise ConfigError(f"{where}: a built-in technique has this name; uninstall the package, or rename this one.")
+        raise ConfigError(
+            f"{where}: a built-in technique has this name; uninstall the package, or rename its technique."
+        )
     return found
 
 

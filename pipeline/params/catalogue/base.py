@@ -68,8 +68,8 @@ class Entry:
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Name of another technique, or the key of several -> why they cannot run with this one. Only one of two techniques
-    has to declare this."""
+    """Name of another technique, or the key of several -> why they cannot run with this one. Only one of the two
+    techniques has to declare the exclusion."""
     needs: tuple[str, ...] = ()
     """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing

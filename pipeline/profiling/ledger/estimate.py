@@ -69,9 +69,9 @@ class Estimate:
     - Fake tensors do not show the temporary memory of a kernel, such as oneDNN's reordered copies. For a plan on the
       CPU, each operation's temporary memory is measured in real steps with ``TRIED_SAMPLES`` samples, and extrapolated
       linearly to the micro-batch. For a plan on CUDA, cuBLAS's workspaces are known, and cuDNN's are not.
-    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast on CUDA also
-      computes other operations in float32. The prediction imitates this only for normalisations, softmax and
-      cross-entropy, which matter most.
+    - On CUDA some operations (BatchNorm, attention) keep other small tensors than on the CPU. Autocast also
+      computes other operations in float32 on CUDA than on the CPU. The prediction imitates autocast on CUDA only for
+      normalisations, softmax and cross-entropy, which matter most.
     - Only one rank's step is run. DistributedDataParallel's buckets are included, and gradients are copied into them.
     - The data set of a plan on the CPU does not count: its pages belong to the mapped file, and the system drops them
       when memory is short.
@@ -181,7 +181,7 @@ class Estimate:
         """Measure the temporary memory of each operation of a micro-step with real samples on this machine's CPU."""
         if samples not in self._tries:
             task, train = self.task, self.task.dataset.train
-            if samples > len(train):  # samples are repeated, because their content does not matter here
+            if samples > len(train):  # repeats samples; their content does not matter here
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
             with torch.random.fork_rng(devices=[]), share_of(cores(), self.plan.processes):

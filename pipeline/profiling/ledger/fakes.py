@@ -41,8 +41,8 @@ class UnreadLosses(HostLosses):
 
 
 class FakeTracker(Tracker, TorchDispatchMode):
-    """Records when storages of fake tensors are allocated and freed. What is allocated
-    before the tracker is entered is not recorded."""
+    """Records when storages of fake tensors are allocated and freed. What is allocated before the tracker is entered is
+    not recorded."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -93,8 +93,8 @@ def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
         return noted
 
     epoch, start = divmod(training.steps, training.batches.steps_per_epoch)
-    # A step begins with zero_grad, which frees the last step's gradients. On a CPU, the profiler does not report when
-    # memory is freed that was allocated before the trace. So the gradients are cleared before the trace.
+    # A step begins with zero_grad, which frees the last step's gradients. On a CPU, the profiler does not report
+    # the freeing of memory that was allocated before the trace. So the gradients are cleared before the trace.
     step.zero_grad()
     # A pipeline's schedule runs the backward passes itself, so accumulate is instrumented too.
     with step.instrument(backward=noting, accumulate=noting), tracker.recording() as trace:
