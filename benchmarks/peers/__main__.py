@@ -5,8 +5,8 @@
 
 A round runs every arm once, each as a whole process. Each round has its own seed, and its own order of the arms. Our
 pipeline runs twice, as its own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were
-measured in the same way. The ``.md`` file next to it has a table of all rounds. If a peer is faster, ``--job NAME --why "PEER:
-reason"`` records the reason and measures nothing.
+measured in the same way. The ``.md`` file next to it has a table of all rounds. If a peer is faster,
+``--job NAME --why "PEER: reason"`` records the reason and measures nothing.
 """
 
 from __future__ import annotations
