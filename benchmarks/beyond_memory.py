@@ -40,7 +40,8 @@ LIMIT_BYTES = 1 << 30
 SHAPE = (3, 64, 64)
 BATCH_SIZE = 64
 TURNS, TURN_STEPS = 6, 32
-"""Turns of an arm in each round, and steps of a turn. The batches that a waiting arm reads ahead are few against 32."""
+"""Turns of an arm in each round, and steps of a turn. While an arm waits, it reads only a few
+batches ahead, compared with the steps of a turn."""
 PAGE_BYTES = 4096
 PRELOAD = ("pipeline.training.assembly", "torch._dynamo")
 
@@ -67,7 +68,7 @@ def training(rounds: int = 10, limit_bytes: int = LIMIT_BYTES, pool: int = 4) ->
             (prepare_seconds,) = ask(None)
         shutil.copytree(beyond, within)
         arrays = [folder / "train_inputs.npy" for folder in (beyond, within)]
-        _forget(arrays[0])  # the copy read it outside the group
+        _forget(arrays[0])  # copytree has read the file outside the group
         for number in range(rounds):
             _read(arrays[1])
             with (

@@ -85,7 +85,7 @@ def steps_of(values: Mapping[str, Any], variants: Mapping[str, Any], rehearse: b
 
 
 def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a params.yaml that trains ``variants`` and the baseline for one epoch each."""
+    """Return the content of a params.yaml that trains ``variants`` and the baseline for one epoch each."""
     baseline = values["compare"]["baseline"]
     return {
         **values,
@@ -99,7 +99,7 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
     """Return, for each of ``KINDS`` (for the first two: each value), the first ready-made variant that the machine can
-    run without skipping the key."""
+    run without skipping this setting."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
@@ -198,7 +198,8 @@ def check(steps: Iterable[Step], folder: Path, report: Path, rehearse: bool = Fa
 
 
 def settings(config: Config, rehearse: bool) -> dict[str, Any]:
-    """Return the params.yaml of the copy: the job runs only on GPUs, and uses this checkout's raw files if it has any.
+    """Return the content of the copy's params.yaml. The job runs only on GPUs, and uses this checkout's raw files if
+    there are any.
 
     For a rehearsal, the job is small, runs on any machine, and needs no network.
     """

@@ -77,8 +77,8 @@ def looking(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Simulate a variant with the ratio ``truth``; return the results of several stopping rules.
 
-    One rule measures all ``rounds``. For each of ``counts``, another rule stops as soon as this many last rounds settle
-    the variant, and the control looks equal to the baseline in these rounds.
+    One rule measures all ``rounds``. For each number in ``counts``, another rule looks at so many of the latest
+    rounds. It stops as soon as they settle the variant, and the control looks equal to the baseline in them.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
     ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If several decisions
@@ -120,8 +120,8 @@ def looking(
 
 
 def _wrong(truth: float) -> list[str]:
-    """Return the wrong decisions to count if the ratio is ``truth``. From the margin on, *worse* is not counted,
-    because it hardly ever occurs there."""
+    """Return the wrong decisions to count if the ratio is ``truth``. For ratios at or above the margin, *worse*
+    is not counted, because it hardly ever occurs."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]

@@ -133,7 +133,7 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
     """Return the stage's steady throughput divided by that of a minimal hand-written loop over the same tensors.
 
     Both loops run in one process, in turns of ``steps`` steps, with the same model, optimizer and data. The stage's
-    loop is ``Training.run`` with its history written to a file, as in ``job``.
+    loop is ``Training.run`` with its history written to a file, as in ``training.job``.
     """
     with tempfile.TemporaryDirectory() as folder:
         epochs = -(-(pairs + 1) * steps // (60_000 // batch_size))
@@ -170,7 +170,7 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
     """Return the stage's steady throughput with its follower, divided by its throughput without the follower.
 
-    One training runs in turns of ``steps`` steps, and the follower is stopped in every other turn. All work of the
+    One training runs in turns of ``steps`` steps, and the follower is stopped in one turn of each pair. All work of the
     follower, including its start, falls into the turns in which the follower runs.
 
     ``rows_lost`` counts the history's rows that are missing from the store at the end; it must be 0.
@@ -203,7 +203,7 @@ def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[st
 
 
 class Steady:
-    """A baseline training in this process, as in ``job``, that a caller advances step by step."""
+    """A baseline training in this process, as in ``training.job``, that a caller advances step by step."""
 
     def __init__(self, packed: Path, history: Path, batch_size: int, epochs: int = 1) -> None:
         keep_freed_memory()  # as in the stage; here it applies to both arms of a pair

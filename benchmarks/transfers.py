@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfers
 
-With one GPU, only the copies are measured. Without a GPU, two processes try out the benchmark on
-the CPU over gloo. Wrong data at the receiver are an error, because a broken link or memory can be fast.
+With one GPU, only the copies are measured. Without a GPU, two processes try out the benchmark on the CPU over gloo.
+Wrong data at the receiver raise an error, because a broken link or broken memory can still be fast.
 """
 
 from __future__ import annotations

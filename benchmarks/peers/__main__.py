@@ -3,10 +3,10 @@
     make peers
     make peers ARGS="--job small-cnn --minutes 15"
 
-A round runs every arm once as a whole process, with a seed and an order of its own. Our pipeline runs twice, as its own
-control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were measured in the same way. The
-``.md`` file next to it has a table of all rounds. If a peer is faster, ``--job NAME --why "PEER: reason"`` records the
-reason and measures nothing.
+A round runs every arm once, each as a whole process. Each round has its own seed, and its own order of the arms. Our
+pipeline runs twice, as its own control. New rounds are added to the rounds in ``peers-<machine>.json`` if all were
+measured in the same way. The ``.md`` file next to it has a table of all rounds. If a peer is faster,
+``--job NAME --why "PEER: reason"`` records the reason and measures nothing.
 """
 
 from __future__ import annotations

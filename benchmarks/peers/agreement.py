@@ -26,8 +26,8 @@ CALLS = 3
 def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
     """Return the samples per second by each clock, one value per turn, and the ratios of our clock to each other clock.
 
-    A ratio is a median with its 95% interval. ``packed``: a prepared data set of 28x28x1, with an epoch longer than all
-    turns; None: Fashion-MNIST.
+    A ratio is a median with its 95% interval. ``packed``: a prepared data set of 28x28x1, whose epoch has more steps
+    than all turns together; None: Fashion-MNIST.
     """
     found: dict[str, list[float]] = {"Lightning's Throughput": [], "torch.utils.benchmark": []}
     with tempfile.TemporaryDirectory() as folder:

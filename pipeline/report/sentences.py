@@ -122,7 +122,7 @@ def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
 
 
 def banner(comparison: Comparison) -> list[str]:
-    """Return the reasons for untrusted verdicts that lie in the A/A noise, each with its remedy, and a sentence if the
+    """Return why the A/A noise makes verdicts untrusted, with a remedy for each reason; and a sentence if the
     interruption of the bench left a verdict open. The report shows these sentences once, at the top."""
     nouns: dict[str, list[str]] = {}
     judged = comparison.variants[1:]
@@ -222,7 +222,7 @@ def share_accuracy(share: Share) -> tuple[str, ...]:
 
 
 def basis(comparison: Comparison) -> list[str]:
-    """Say how the figures behind the verdicts were measured, and how they were decided."""
+    """Say how the figures behind the verdicts were measured, and how the differences were judged."""
     bench, margins, samples = comparison.bench, comparison.margins, comparison.dataset.test_count
     seeds = count(len(comparison.seeds), "seed")
     few = f", on these {samples:,} test samples" if samples < FEW_TEST_SAMPLES else ""

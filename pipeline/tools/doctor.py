@@ -1,7 +1,7 @@
 """The command ``doctor``: find what this machine or container lacks for the job of params.yaml, and how to fix it.
 
 A check yields findings; ``CHECKS`` lists all checks. ``doctor`` works even if much is broken: an error in a check
-becomes a finding. ``doctor`` stops a check in ``APART`` that hangs. It changes nothing.
+becomes a finding. ``doctor`` stops a check in ``APART`` that hangs. The command changes nothing.
 """
 
 from __future__ import annotations

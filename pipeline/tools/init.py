@@ -193,7 +193,8 @@ def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
 
 
 def _with_lines(name: str, first: str) -> str:
-    """Return the user's file, followed by the shipped lines, from ``first`` on, that it lacks."""
+    """Return the user's file with the shipped lines that it lacks added at its end. Shipped lines before ``first`` do
+    not count."""
     there = _text(name) or ""
     shipped = _shipped(name)
     lines = shipped[shipped.index(first) :].splitlines()
@@ -252,8 +253,8 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str
 
 
 def _with(text: str, key: str, value: object) -> str:
-    """Return ``text``, the content of a params.yaml, with ``value`` for the first ``key`` in any section. The comment
-    on its line stays."""
+    """Return ``text``, the content of a params.yaml, where the first ``key`` in any section gets ``value``. The
+    comment on its line stays."""
     written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
     old = re.search(rf"(?m)^  {key}: [^#\n]*", text)
     assert old is not None

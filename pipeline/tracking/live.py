@@ -69,7 +69,8 @@ class _Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def update(self, status: str | None = None) -> bool:
-        """Log the files' new rows. With a ``status``, also end the runs with it. Return False if MLflow failed."""
+        """Log the files' new rows. With a ``status``, also end the runs with this status. Return False if
+        MLflow failed."""
         try:
             self._read()
             for seed, live in self._live.items():

@@ -38,7 +38,7 @@ def write(store: Store, experiment: str, wanted: Wanted) -> None:
 
 
 def _file(uri: str) -> Path:
-    """Path of the record. Raises ValueError for a store that is not embedded."""
+    """Return the path of the record. Raises ValueError for a store that is not embedded."""
     if not uri.startswith(SQLITE):
         raise ValueError(uri)
     return Path(uri.removeprefix(SQLITE) + ".published")

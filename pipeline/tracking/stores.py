@@ -229,5 +229,5 @@ def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experi
 
 
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:
-    """True if the checkout's own store was copied or moved, so that the absolute paths in the store are wrong."""
+    """Return True if the checkout's own store was copied or moved, so that the store's absolute paths are wrong."""
     return uri == SQLITE + str(root.resolve() / DATABASE) and artifacts != str(root.resolve() / ARTIFACTS)

@@ -24,7 +24,8 @@ def verdicts(wanted: Wanted) -> str:
     seed = next(iter(wanted.children.values())).run.seed
     table = {
         "searchFilter": f"tags.`{COMPARISON}` = '{wanted.key}' AND tags.`seed` = '{seed}'",
-        "orderByKey": "metrics.`bench/samples_per_second`",  # by start time, MLflow would fold runs under their parent
+        # If runs were sorted by start time, MLflow would fold them under their parent.
+        "orderByKey": "metrics.`bench/samples_per_second`",
         "orderByAsc": False,
         "selectedColumns": list(widths),
         "columnOrder": list(widths),

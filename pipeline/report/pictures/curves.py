@@ -89,7 +89,10 @@ def _chart(
     y_tick: Callable[[float, int], str],
     target: Tick | None,
 ) -> Chart:
-    """``thick``: what the thick line shows."""
+    """Return the chart: for each variant a thick line, and a thin line for each seed if there are several seeds.
+
+    ``thick``: what the thick line shows, in words.
+    """
     furthest = max((x for lines in runs.values() for line in lines for _, x, _ in line), default=1.0)
     x_scale = Scale(0, 1.01 * furthest or 1.0)
 

@@ -32,8 +32,8 @@ class Front(NamedTuple):
     alt: str
     points: tuple[Point, ...]
     steps: tuple[tuple[float, float, float, float], ...]
-    """Lines (x1, y1, x2, y2) of the front of throughput and memory alone. A variant above and left of them is slower,
-    and needs more memory, than a variant on this front."""
+    """Lines (x1, y1, x2, y2) of the front of throughput and memory alone. A variant above and left of these
+    lines is slower and needs more memory than a variant on this front."""
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     baseline: tuple[float, float]

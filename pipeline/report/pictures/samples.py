@@ -35,7 +35,8 @@ class Strips(NamedTuple):
     title: str
     alt: str
     factor: str
-    """The largest factor, such as "1.50", by which a sample differs from its median and is still drawn at its value."""
+    """The largest factor, such as "1.50", by which a sample may differ from the median of its arm and still be drawn at
+    its value."""
     strips: tuple[Strip, ...]
 
 

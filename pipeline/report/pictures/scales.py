@@ -21,7 +21,7 @@ class Scale(NamedTuple):
     high: float
     logarithmic: bool = False
     down: bool = False
-    """True for positions from the top."""
+    """True if positions are measured from the top of the plot."""
 
     def at(self, value: float) -> float:
         low, high, value = (math.log(each) if self.logarithmic else each for each in (self.low, self.high, value))

@@ -1,7 +1,8 @@
 """The forms in which a trained model can be deployed, each made from the same float32 weights.
 
-Every form takes raw inputs [N, ...], such as uint8 images, on its device and returns float32 outputs [N, ...]. The
-form includes the task's preprocessing. A form that cannot be made here raises ``Unavailable`` with the reason.
+Every form takes a batch of N raw inputs [N, ...], such as uint8 images, on its device and returns float32 outputs
+[N, ...]. The form includes the task's preprocessing. A form that cannot be made here raises ``Unavailable`` with the
+reason.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Trained:
     batch_sizes: Sequence[int]
     """Batch sizes with which the forms will be called."""
     native: frozenset[str]
-    """The 16-bit types (bf16, fp16) that the device computes natively; both if ``train.without_native`` is run."""
+    """The 16-bit types (bf16, fp16) that the device computes natively; both if ``train.without_native: run`` is set."""
 
     @cached_property
     def samples(self) -> torch.Tensor:
-        """Raw training inputs [n, ...] on the device, to calibrate and to trace with; at least two. They are evenly
-        spread over the data set, which may be sorted by class."""
+        """Raw inputs [samples, ...] of at least two training samples on the device, to calibrate and to trace with.
+        They are evenly spread over the data set, which may be sorted by class."""
         train = self.task.dataset.train
         rows = torch.linspace(0, len(train) - 1, max(min(CALIBRATION_SAMPLES, len(train)), 2)).round().long()
         return self.task.raw([train.arrays[name][rows].to(self.task.device) for name in self.task.arrays])[0]
@@ -106,7 +107,7 @@ def int8(trained: Trained) -> Made:
     """Return the model with weights and activations in 8 bits. Their ranges are calibrated on training samples (static
     quantisation).
 
-    Source: torchao, PyTorch 2 Export Quantization. torch.compile provides its kernels for x86 CPUs.
+    Source: torchao, PyTorch 2 Export Quantization. torch.compile provides the int8 kernels for x86 CPUs.
     """
     if trained.task.device.type != "cpu":
         raise Unavailable("PyTorch has no maintained int8 convolutions for GPUs, and TensorRT is not part of PyTorch")
@@ -197,8 +198,8 @@ def _made(module: nn.Module) -> Made:
 
 
 def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
-    """Return the program for batches of any size. The example batch has two samples, because torch.export would treat a
-    size of 1 as a constant."""
+    """Return the exported program for batches of any size. The example batch has two samples, because torch.export
+    would treat a size of 1 as a constant."""
     batch = torch.export.Dim("batch")
     return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))
 

@@ -129,8 +129,8 @@ def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> 
 
 
 def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
-    """Return the noise by batch size: the ratio of the plain form, which is measured twice in each round, to itself
-    and, if ratios are not trusted, the reason."""
+    """Return the noise by batch size. The plain form is measured twice in each round: as ``again`` and as ``plain``.
+    The noise is the ratio of the two and, if ratios are not trusted, the reason."""
     found = {}
     for size, rates in again.rates.items():
         narrow = paired_ratio(rates, plain.rates[size])

@@ -41,11 +41,13 @@ LEAST = 2.0**11 * FLOAT32
 roundoffs of the terms' size (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). Here k,
 samples times pixels, is about 10^5, and terms of opposite sign partly cancel."""
 KERNEL_ROUNDOFFS = 2.0**5
-"""Largest difference expected between two kernels of the same layer, in float32 roundoffs. On CPUs it is about 10."""
+"""Largest difference expected between two kernels of the same layer, in float32 roundoffs. On CPUs the difference is
+about 10."""
 DRAWS = 2
 """How often the reference is trained with noise as large as the expected rounding. The largest difference counts."""
 FACTOR = 2.0
-"""Rounding may change a training by at most ``LEAST`` plus this many times the change that this noise causes."""
+"""Rounding may change a training by at most ``LEAST`` plus this many times the change that the noise of ``DRAWS``
+causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
 bound."""
@@ -87,8 +89,8 @@ class _Untried(WorkerError):
 
 
 def way_difference(found: Observed, expected: Observed) -> float:
-    """Return the largest relative difference between changes of the same tensor; infinite if the tensors' names differ
-    or a difference is not finite.
+    """Compare how two trainings changed each tensor, and return the largest relative difference; infinite if the
+    tensors' names differ or a difference is not finite.
 
     The norm of a difference is taken relative to the expected tensor's norm plus ``SMALL_TENSOR`` of the root mean
     square over all tensors. Integer tensors, which are counts, are left out.
@@ -143,7 +145,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluated(plan: Plan, seen: Observed) -> Claim:
-    """Return the claim that evaluation counts every test sample once, with the score that the sample has alone.
+    """Return the claim that evaluation counts every test sample once, with the score that one process alone computes.
 
     Rounding of the outputs may change a fractional score; it changes a true-or-false score only at ties.
     """

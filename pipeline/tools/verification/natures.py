@@ -38,8 +38,8 @@ class Nature:
 
 
 def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
-    """Return the nature of ``model``, found by running a copy on ``inputs`` [n, ...], at least four samples as the
-    model takes them. The model and the random state do not change."""
+    """Return the nature of ``model``, found by running a copy on ``inputs`` [samples, ...]: at least four samples, as
+    the model takes them. The model and the random state do not change."""
     tried = copy.deepcopy(model).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()

@@ -71,8 +71,8 @@ class Task:
     """True if the model is made per-sample; see ``natures``."""
     noise: float = 0.0
     """For a single device: the relative error (root mean square) that is added to each initial parameter and to each
-    value that a layer returns. It imitates rounding in the forward pass and, because these values are also factors in
-    the backward pass, there too; see Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
+    value that a layer returns. It imitates rounding in the forward pass and also in the backward pass, where these
+    values are factors. Source: Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997."""
     draw: int = 0
     """The seed of the noise."""
     forgets: int = 0
@@ -197,8 +197,8 @@ def miniature(dataset: Dataset, batch_size: int) -> Dataset:
 
 
 def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
-    """Return the first ``batches`` batches of ``TRIED_SAMPLES`` training samples, as the model takes them. The task is
-    on the CPU."""
+    """Return the first ``batches`` batches of ``TRIED_SAMPLES`` training samples, as the model takes them. The task
+    must be on the CPU."""
     found = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
     return [inputs for inputs, _ in islice(found, batches)]
 
