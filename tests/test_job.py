@@ -118,7 +118,7 @@ def test_a_job_writes_a_result_that_fits_its_files() -> None:
         assert run.test_accuracy > 0.8
         assert run.test_count == description["test_count"]
         assert run.steps == rows[-1].step == 2 * (description["train_count"] // 32)
-        assert run.measured_steps == run.steps - 10
+        assert run.measured_steps == run.steps - 5
         assert run.samples_per_second
         assert run.step_p50_ms
         assert run.step_p99_ms

@@ -108,7 +108,7 @@ def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
         ("pipeline/plans.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
         ("pipeline/tracking/labels.py", r"\Z", "\n_UNUSED = 1\n"),
         ("layers.py", r"\A", "# A remark.\n"),
-        ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 10\n"),  # 10 is the default
+        ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 5\n"),  # 5 is the default
         ("params.yaml", r"(?m)^train:\n", "train:\n  checkpoint_every_steps: 7\n"),
     ]:
         edit(checkout.path / file, pattern, replacement)
@@ -181,7 +181,7 @@ def test_checkpoints_survive_what_runs_nothing_again(tmp_path: Path, monkeypatch
 
     before = depends_on()
     Path("net.py").write_text("# A remark.\nVALUE = 1\n")
-    assert depends_on(checkpoint_every_steps=5, warmup_steps=10) == before
+    assert depends_on(checkpoint_every_steps=5, warmup_steps=5) == before
     assert depends_on(warmup_steps=11) != before
     Path("net.py").write_text("VALUE = 2\n")
     assert depends_on() != before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from pipeline.distributed import World
 from pipeline.plans import Plan
+from pipeline.processes import malloc
 from pipeline.techniques.base import Technique
 
 
@@ -52,7 +52,7 @@ class ReleaseCache(Technique):
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            ctypes.CDLL(None).malloc_trim(0)
+            malloc.trim()
         self.seconds += time.perf_counter() - started
         self.given_back.append(held - self._held())
 

@@ -27,7 +27,7 @@ from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.processes import importing
+from pipeline.processes import importing, malloc
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.techniques.base import unchanged
@@ -249,3 +249,5 @@ def forget_last_run(world: World) -> None:
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        malloc.trim()
