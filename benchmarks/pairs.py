@@ -1,4 +1,5 @@
-"""Measure ratios in pairs: one arm runs right after the other, so that a busy machine affects both arms."""
+"""Copies of the project in which stages can run, and ratios measured in pairs: one arm runs right after the other, so
+that a busy machine affects both arms."""
 
 from __future__ import annotations
 

@@ -152,7 +152,10 @@ def measured(config: Config, revision: str) -> Gated:
 
 
 def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
-    """Return the A/A control, the base's variants and the head's variants. The arms have the order of ``arms_of``."""
+    """Return the A/A control, and variant -> arm of the base and of the head.
+
+    ``rounds.arms`` is in the order of ``arms_of``.
+    """
     control, *others = rounds.arms
     base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
     return control, base, head

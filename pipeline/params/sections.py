@@ -278,7 +278,7 @@ class Compare(Section):
     """The comparison includes the time until a variant reaches this test accuracy."""
     margins: Margins = Margins()
     max_spread: PositiveFloat = 0.15
-    """No verdict is given if the interval of the baseline's ratio to itself is wider than this."""
+    """The verdict is *untrusted* if the interval of the baseline's ratio to itself is wider than this."""
 
 
 class Gate(Section):

@@ -238,7 +238,11 @@ def basis(comparison: Comparison) -> list[str]:
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
         "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
-        *([f"Ended early, because enough rounds in a row lay on one side of each margin: {early}."] if early else []),
+        *(
+            [f"Ended early, because all ratios were clearly above, below or within the margins: {early}."]
+            if early
+            else []
+        ),
         f"Accuracy: {seeds}, paired, with two one-sided tests{few}. If one training in ten fails, "
         f"{0.9 ** len(comparison.seeds):.0%} of all comparisons with {seeds} do not show it.",
         *_not_new(comparison.dataset),
