@@ -163,7 +163,7 @@ def shown(text: str) -> str:
 
 
 def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
-    """Return the report for a bug report, as Markdown."""
+    """Return the results of the check as Markdown, with all that a bug report needs."""
     outcomes = list(outcomes)
     found = environment.fingerprint()
     facts = {key: found[key] for key in ("hardware", "software", "settings")}

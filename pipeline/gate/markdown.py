@@ -49,7 +49,7 @@ def _commit(commit: str | None) -> str:
 
 
 def _accuracy(accuracy: Accuracy | None) -> str:
-    """Return the difference in percentage points and the decision."""
+    """Return the difference in percentage points, its interval if there is one, and the decision."""
     if accuracy is None:
         return "not compared"
     mean, low, high = accuracy.mean_fraction, accuracy.low_fraction, accuracy.high_fraction
