@@ -232,7 +232,7 @@ def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: 
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:
-    """Return the 16-bit types in which the device computes natively; both types if ``train.without_native: run`` is set."""
+    """Return the 16-bit types in which the device computes natively; both if ``train.without_native: run`` is set."""
     flags = set(fingerprint["hardware"]["cpu"].get("flags", ()))
     native = {"bf16": machine.cpu_native_bf16, "fp16": bool(flags & _NATIVE_FP16_FLAGS)}
     if device == "cuda":

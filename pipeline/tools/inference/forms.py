@@ -43,7 +43,7 @@ class Trained:
     batch_sizes: Sequence[int]
     """Batch sizes with which the forms will be called."""
     native: frozenset[str]
-    """The 16-bit types (bf16, fp16) in which the device computes natively; both if ``train.without_native: run`` is set."""
+    """The 16-bit types (bf16, fp16) in which the device computes natively; with ``train.without_native: run``, both."""
 
     @cached_property
     def samples(self) -> torch.Tensor:
