@@ -199,7 +199,7 @@ def _key_problem(
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
-    except (AttributeError, KeyError, TypeError):  # the content lacks the variant, or is malformed
+    except (AttributeError, KeyError, TypeError):  # the environment lacks the variant, or is malformed
         pass
     return (
         f"variant {variant!r} ran with other code, another plan or other settings than environment.json records "

@@ -1,4 +1,4 @@
-"""The results of inference with a trained model, as ``inference/<variant>.json``."""
+"""The measurements of a trained model's inference, stored in ``inference/<variant>.json``."""
 
 from __future__ import annotations
 
