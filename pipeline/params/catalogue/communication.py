@@ -130,9 +130,9 @@ COMMUNICATION: tuple[Entry, ...] = (
         name="powersgd",
         setting="communication_hook: powersgd",
         searched_for=("PowerSGD", "powerSGD_hook", "low-rank gradient compression"),
-        does="Gradient matrices are sent as factors of rank 2. A power iteration computes the factors from the gradient "
-        "and starts with a factor of the last step. The error of this approximation is added to the next step's "
-        "gradients. Compression begins after the learning rate's warm-up",
+        does="Gradient matrices are sent as factors of rank 2. A power iteration computes the factors from the "
+        "gradient and starts with a factor of the last step. The error of this approximation is added to the next "
+        "step's gradients. Compression begins after the learning rate's warm-up",
         pays="when steps wait for the network, and 16 bits do not compress enough",
         costs="accuracy; two more copies of the gradients; matrix products; reductions that do not overlap with the "
         "backward pass; on a GPU, the host waits for the device once per bucket",
