@@ -99,7 +99,7 @@ def test_a_job_on_text_or_a_table_runs_from_data_to_report_and_model(clone: Call
     variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
     infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
     others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer": infer}
-    others |= {"profile.variants": ["baseline"]}
+    others |= {"profile.variants": ["baseline"], "train.without_native": "run"}
     checkout = clone(SMALL | others | params)
     (checkout.path / "texts").mkdir()
     for index in range(8):

@@ -42,8 +42,8 @@ from pipeline.training.measured import conditions_of, dataset_of, device_name_of
 MEMORY_STEPS = (2, 3)
 """Numbers of warm-up steps and measured steps of the memory window on a CPU. All of them also count as warm-up steps of
 the speed window."""
-FEWEST_WARMUP_STEPS = 2
-"""Fewest steps between the memory window and the speed window on a CPU. The first of them allocates pages that later
+FEWEST_WARMUP_STEPS = 3
+"""Fewest steps between the memory window and the speed window on a CPU. In them, the heap gets the pages that later
 steps reuse."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")

@@ -249,5 +249,4 @@ def forget_last_run(world: World) -> None:
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    else:
-        malloc.trim()
+    malloc.trim()

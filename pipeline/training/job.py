@@ -27,8 +27,7 @@ from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.processes import age_seconds
-from pipeline.processes.malloc import keep_freed_memory
+from pipeline.processes import age_seconds, malloc
 from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit, summarise
 from pipeline.training import checkpoints, teachers
 from pipeline.training.assembly import assembled, forget_last_run, planned
@@ -78,7 +77,7 @@ class Job:
 
     def work(self) -> None:
         """Train with every seed in this process; the main process also writes the result."""
-        keep_freed_memory()
+        malloc.keep_freed_memory()
         name, seeds = self.plan.name, self.plan.train.seeds
         self.history: list[HistoryRow] = []
         """The rows of all seeds so far; the main rank writes them to ``history_file``."""
@@ -237,6 +236,8 @@ class Job:
             rows = [row.model_dump() for row in self.history if row.seed == training.seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
             checkpoints.keep(state | facts | {"plan": self.plan.model_dump(mode="json", exclude={"train"})}, path)
+        del state
+        malloc.trim()  # otherwise gathered tensors, and what the evaluation left, would stay resident
 
     def _run(self, training: Training, resumes: int, startup_seconds: float | None) -> Run:
         """Return the record of a finished run, from the measurements of all ranks."""
