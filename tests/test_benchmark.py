@@ -22,7 +22,7 @@ from tqdm import tqdm
 from pipeline import environment, files, results
 from pipeline.benchmark import ablation_arms, settling, stage
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.calibration import CALIBRATION_STEPS, FEWEST_STEPS, Calibration, steps_of
+from pipeline.benchmark.calibration import CALIBRATION_STEPS, FEWEST_STEPS, Calibration, calibrate, steps_of
 from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.comparison.stats import FEWEST_PAIRS
@@ -405,6 +405,8 @@ def test_a_short_sample_predicts_the_time_of_a_round(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
     assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / (CALIBRATION_STEPS + 1))
     assert sample.seconds(220) == 10 + 220 / (CALIBRATION_STEPS + 1)
+    other = calibrate(arms(slow, "b")[0])  # it gives no window its length, so fewer steps are enough
+    assert (other.opening_seconds, other.step_seconds) == (10, 1 / (FEWEST_STEPS + 1))
 
 
 @pytest.mark.parametrize(

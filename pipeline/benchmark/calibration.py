@@ -33,15 +33,15 @@ class Calibration(NamedTuple):
         return self.opening_seconds + steps * self.step_seconds
 
 
-def calibrate(arm: ArmSpec, *, ledgers: bool = False) -> Calibration:
-    """Measure ``CALIBRATION_STEPS`` steps of ``arm``. The returned times do not include the time for ledgers."""
+def calibrate(arm: ArmSpec, steps: int = FEWEST_STEPS, *, ledgers: bool = False) -> Calibration:
+    """Measure ``steps`` steps of ``arm``. The returned times do not include the time for ledgers."""
     began = time.monotonic()
-    arm.server.open(arm.name, arm.plan, CALIBRATION_STEPS, ledgers=ledgers)
+    arm.server.open(arm.name, arm.plan, steps, ledgers=ledgers)
     opened = time.monotonic()
-    arm.server.turn(arm.name, CALIBRATION_STEPS)
+    arm.server.turn(arm.name, steps)
     ended = time.monotonic()
-    steps = CALIBRATION_STEPS + 1  # the turn includes an extra step that counts samples
-    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / steps)
+    # The turn includes an extra step that counts samples.
+    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / (steps + 1))
 
 
 def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -> tuple[int, Calibration]:
@@ -53,7 +53,7 @@ def steps_of(arm: ArmSpec, seconds: float, others: Sequence[Calibration] = ()) -
     ``CALIBRATION_STEPS``.
     """
     for _ in range(CALIBRATIONS):
-        sample = calibrate(arm)
+        sample = calibrate(arm, CALIBRATION_STEPS)
         window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
             opening = statistics.fmean(each.opening_seconds for each in (sample, *others))
