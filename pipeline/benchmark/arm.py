@@ -119,8 +119,8 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 def _rank_of_arm(
     config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
 ) -> Generator[Measured | None, int | None, None]:
-    """Run one process of an arm. The first request (None) warms up; each later one is the number of steps of a turn
-    (``steps`` in all); the last one (None) yields the record.
+    """Run one process of an arm. The first request (None) warms up the arm. Each later request is the number of steps
+    of a turn (``steps`` in all). The last request (None) yields the record.
 
     On a CPU, memory and speed cannot be measured together. The allocator is fast only if it keeps freed blocks, but the
     process's resident memory shows the needed memory only if the allocator returns these blocks to the system. So the
@@ -192,8 +192,8 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     """Return the share of a window that may be spent waiting for input; None if the wait is not limited.
 
     The wait is not limited if a technique chooses the data set's placement, because the wait is then part of what the
-    bench compares. It is also not limited if a CUDA graph replays the steps on a resident data set, because the graph
-    does not prepare the input, and this preparation can take almost as long as a small model's step.
+    bench compares. It is also not limited if a CUDA graph replays the steps on a resident data set. The graph does not
+    prepare the input, and this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
     chosen = any(each.placement for each in catalogue.in_effect(training.plan.applied))

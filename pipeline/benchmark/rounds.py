@@ -39,7 +39,7 @@ class Rounds:
     steps: int
     """Steps of each sample."""
     turns: int
-    """Turns in which an arm takes the steps of a sample."""
+    """Number of turns in which an arm takes the steps of a sample."""
     seconds: float
     interrupted: bool
 
@@ -62,8 +62,8 @@ def measure(
     """Measure at least one round of all arms, and further rounds if they are expected to end within ``seconds``.
 
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
-    in all. For this rule, an arm whose samples were rejected in every round does not count. When the time is over,
-    ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From round
+    in all. For this rule, an arm whose samples were rejected in every round does not count. When no further round fits
+    into the time, ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From round
     ``FEWEST_ROUNDS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
     after ``max_rounds`` rounds. ``keep`` is called after each round.
 

@@ -111,7 +111,7 @@ def _passed_on(words: IO[str]) -> None:
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """One arm to measure: a variant's plan, and the server that made the plan and measures it."""
+    """One arm to measure: a variant's plan, and the server that made the plan and measures the arm."""
 
     name: str
     role: Literal["variant", "aa_control", "with", "without"]

@@ -18,8 +18,8 @@ ODDS = "more likely than not"
 """The chance that the forecast number suffices. In simulations with many forecasts, the forecast number of pairs led to
 a decision in 53 to 85% of the cases, and twice this number in 70 to 94% (``benchmarks.simulations.forecasts``)."""
 FULL_ROUNDS = 8
-"""From this many rounds on, the advice is another session first, because more rounds would narrow the interval, but say
-nothing about differences between sessions."""
+"""From this many rounds on, another session is advised first. More rounds would narrow the interval, but say nothing
+about differences between sessions."""
 
 _CERTAIN: dict[str, dict[Outcomes, str]] = {
     "throughput": {("better",): "faster", ("worse",): "slower"},
@@ -74,8 +74,8 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
     """Return why ``ratio`` is untrusted or undecided, and what would help; an empty list if the ratio is decided, or if
     there is no margin to decide at.
 
-    If a decision would take longer than ``LONGEST_MINUTES``, or if no forecast is possible, the advice names a margin
-    for which ``LONGEST_MINUTES`` suffice.
+    If a decision from a single session would take longer than ``LONGEST_MINUTES``, or cannot be forecast, the advice
+    names a margin for which ``LONGEST_MINUTES`` suffice.
     """
     if ratio.decision == "untrusted":
         return [ratio.why_untrusted or "unknown"]

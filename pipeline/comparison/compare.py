@@ -1,8 +1,8 @@
 """Compare the results and the bench of all variants with the baseline. The comparison depends on files only.
 
 Throughput and memory come from the bench, which measured all variants side by side. Accuracy and the steps to the
-target accuracy come from the training runs. Verdicts use both. ``None`` means unknown: a figure that is in no file is
-not estimated.
+target accuracy come from the training runs. Verdicts use figures of the bench and of the training runs. ``None`` means
+unknown: a figure that is in no file is not estimated.
 """
 
 from __future__ import annotations

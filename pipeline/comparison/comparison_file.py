@@ -86,7 +86,7 @@ class Compared(Record):
     techniques: tuple[str, ...]
     """Names of the techniques that were in effect."""
     skipped: dict[str, str]
-    """Requested technique -> why this machine skipped it."""
+    """Technique that was skipped, or GPUs that stayed unused -> the reason."""
     decided: dict[str, str]
     """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
     a deterministic run is impossible."""
@@ -114,8 +114,9 @@ class Compared(Record):
     ratio or an untrusted verdict."""
 
     samples_per_second: float | None
-    """This field and the next five are medians over the bench's samples that were not rejected. For a variant that was
-    settled early, all except the fraction are scaled (``figures.of_bench``). None if unknown or not trusted."""
+    """This field and the next five are medians over the bench's samples in which the figure is known. For a variant
+    that was settled early, all except the fraction are scaled (``figures.of_bench``). None if unknown or not
+    trusted."""
     step_p50_ms: float | None
     step_p90_ms: float | None
     step_p99_ms: float | None
