@@ -100,7 +100,7 @@ def combined(found: Mapping[str, Ratio], own: Ratio, quantity: Quantity) -> Rati
 
 
 def alike(one: Bench, other: Bench, *variants: str) -> bool:
-    """True if ``other`` has an A/A control, and measured ``variants`` in the same way and on the same data as ``one``."""
+    """True if ``other`` has an A/A control, and measured ``variants`` in the same way as ``one``, on the same data."""
     same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
     return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
 
