@@ -86,8 +86,8 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
     ``fixed``, which more pairs do not reduce. ``fixed`` is a half-width on the logarithmic scale. ``stats.widened`` has
     added it in quadrature.
 
-    Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate is
-    no further than ``fixed`` from a margin, or more than 1000 further pairs would be needed.
+    Return 0 if the ratio is decided. Return None if there is no interval yet, or if the estimate is no further than
+    ``fixed`` from a margin. Also return None if more than 1000 further pairs would be needed.
     """
     if decide(interval, margin) != "undecided":
         return 0
@@ -140,8 +140,8 @@ def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
 def seeds_needed(result: Equivalence) -> int | None:
     """Estimate how many more seeds a decision (*same*, *worse* or *better*) needs, if mean and deviation stay the same.
 
-    Return 0 if the result is decided. Return None if there is no forecast: a single seed shows no deviation, the mean
-    lies exactly on the margin, or more than 1000 further seeds would be needed.
+    Return 0 if the result is decided. Return None for a single seed, which shows no deviation, or if the mean lies
+    exactly on the margin. Also return None if more than 1000 further seeds would be needed.
     """
     if result.decision != "undecided":
         return 0

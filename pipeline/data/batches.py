@@ -1,7 +1,7 @@
 """Makes batches on the device: shuffles the samples, shards them over ranks and micro-batches, and augments images.
 
 The order of the samples and all random draws of the augmentation depend only on the seed and the epoch. Order and draws
-are computed on the CPU for the whole epoch, so all ranks together see, bit for bit, the global batches that one device
+are computed on the CPU for the whole epoch. So all ranks together see, bit for bit, the global batches that one device
 sees. This holds for any number of micro-batches and for every placement, including PyTorch's DataLoader (``loader``).
 """
 

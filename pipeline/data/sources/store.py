@@ -64,7 +64,7 @@ class Store:
     attempts: int
 
     def missing(self, files: Files) -> Files:
-        """Return those of ``files`` that ``directory`` lacks, or that have other contents there."""
+        """Return those of ``files`` that are missing from ``directory``, or whose content there is different."""
         return {name: sha256 for name, sha256 in files.items() if not _holds(self.directory / name, sha256)}
 
     def place(self, content: Readable, name: str, sha256: str) -> None:
