@@ -48,7 +48,8 @@ def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
     """Estimate how many more sessions a decision needs, if the sessions' mean, deviation and intervals stay the same.
 
     Return None if there is only one session, or if the mean lies exactly on the margin. Also return None if the
-    sessions' own intervals are too wide for any number of sessions, or if more than ``MOST_SESSIONS`` would be needed.
+    sessions' own intervals are too wide for any number of sessions, or if more than ``MOST_SESSIONS`` further
+    sessions would be needed.
     """
     if len(intervals) < 2:
         return None
