@@ -56,7 +56,7 @@ DATASET = PREPARED / "dataset.json"
 
 def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[str]:
     """Check files under ``root``: results, histories, the bench and ``others``. Return a message for each contradiction
-    of a file to dvc.lock, or to the files from which it was made. Missing files are not checked.
+    between a file and dvc.lock, or between a file and those from which it was made. Missing files are not checked.
 
     Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
@@ -100,11 +100,12 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Return a message with the seeds whose teacher has other weights now. ``weights``: variant -> seed -> SHA-256."""
+    """Return one message, which names the seeds whose teacher has other weights now. The list is empty if there are no
+    such seeds. ``weights``: variant -> seed -> SHA-256."""
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
-    said = f"holds runs that learned from weights that {teacher} no longer has, with seed {', '.join(others)}"
+    said = f"holds runs (seed {', '.join(others)}) that learned from weights that {teacher} no longer has"
     return [said] if others else []
 
 
@@ -181,21 +182,22 @@ def check(measured: Sequence[Result], baseline: Result, bench: Bench, environmen
 
 
 def _elsewhere(what: str, there: str, environment: Mapping[str, Any], *variants: str) -> str:
-    """Return a message if the environment's hash ``there`` is not that of ``environment``; else an empty text."""
+    """Return a message if ``there``, the hash recorded with ``what``, is not the hash of ``environment``; else an empty
+    string."""
     here = hash_of(environment, "variants", *variants)
     if there == here:
         return ""
     return (
         f"{what} was measured in environment {there[:12]}, but environment.json describes environment "
-        f"{here[:12]}: numbers of different machines or software are not compared"
+        f"{here[:12]}: numbers from different machines or software are not compared"
     )
 
 
 def _key_problem(
     key: str | None, environment: Mapping[str, Any], stage: Literal["train", "bench"], variant: str
 ) -> str:
-    """Return a message if a variant ran with other code, plan or settings than ``environment`` records; else an empty
-    text. The text is also empty if ``environment`` records no stages."""
+    """Return a message if the variant ran with other code, another plan or other settings than ``environment`` records;
+    else an empty string. The string is also empty if ``environment`` records no stages."""
     try:
         if "stages" not in environment or key == stages.key(environment, stage, variant):
             return ""
@@ -226,8 +228,8 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
 def _bench_problems(
     bench: Bench, measured: Sequence[Result], baseline: Result, environment: Mapping[str, Any]
 ) -> list[str]:
-    """Return a message for each contradiction of the bench to the training runs or to ``environment``. Code, plan, job
-    and settings are compared by their digests (``stages.key``)."""
+    """Return a message for each contradiction between the bench and the training runs or ``environment``. Code, plan,
+    job and settings are compared by their digest (``stages.key``)."""
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
     keys = (_key_problem(bench.keys.get(each.variant), environment, "bench", each.variant) for each in measured)
     elsewhere = _elsewhere("the bench", bench.environment, environment, *variants)

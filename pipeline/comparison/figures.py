@@ -67,7 +67,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
 
 
 def median_of(arm: Arm, field: str) -> float | None:
-    """Return the median of this field of ``Window`` over the rounds in which it is known; None if there are none."""
+    """Return the median over the rounds of ``field``, a field of ``Window``; None if no round has a value."""
     known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
 
@@ -103,7 +103,8 @@ _OF_RESULT = (
 def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
-    """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed."""
+    """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed. The
+    time is None unless every seed reaches the target."""
     reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
@@ -117,8 +118,8 @@ def time_to_target(
 
 
 def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
-    """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. None if one of them is
-    unknown, or if the throughput's ratio is unknown or untrusted."""
+    """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. Return None if one of them is
+    unknown, or if the throughput's ratio is unknown, untrusted or without bounds."""
     more = _quotient(time.samples, baseline.samples)
     if more is None or not throughput or throughput.low is None or throughput.decision == "untrusted":
         return None
@@ -127,7 +128,7 @@ def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | N
 
 
 def another_model(result: Result, baseline: Result) -> str | None:
-    """Describe the model that the variant trained; None if it is the baseline's."""
+    """Return a description of the model that the variant trained; None if the baseline trained the same model."""
     named = (each.applied if each.applied.get("model") else each.config["train"] for each in (result, baseline))
     (name, options), theirs = ((each.get("model", ""), each.get("model_options", {})) for each in named)
     said = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""

@@ -83,11 +83,11 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
     """Estimate how many more pairs a decision needs, if the estimate stays the same.
 
     The forecast assumes that the width of the interval is proportional to 1 / sqrt(n) for n pairs, except for its part
-    ``fixed``. This is a half-width on the logarithmic scale that ``stats.widened`` has added in quadrature, and that
-    more pairs do not reduce.
+    ``fixed``, which more pairs do not reduce. ``fixed`` is a half-width on the logarithmic scale. ``stats.widened`` has
+    added it in quadrature.
 
-    Return 0 if the ratio is decided. Return None if there is no forecast: there is no interval yet, the estimate is
-    no further than ``fixed`` from a margin, or more than 1000 further pairs would be needed.
+    Return 0 if the ratio is decided. Return None if there is no interval yet, or if the estimate is no further than
+    ``fixed`` from a margin. Also return None if more than 1000 further pairs would be needed.
     """
     if decide(interval, margin) != "undecided":
         return 0
@@ -140,8 +140,8 @@ def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
 def seeds_needed(result: Equivalence) -> int | None:
     """Estimate how many more seeds a decision (*same*, *worse* or *better*) needs, if mean and deviation stay the same.
 
-    Return 0 if the result is decided. Return None if there is no forecast: a single seed shows no deviation, the mean
-    lies exactly on the margin, or more than 1000 further seeds would be needed.
+    Return 0 if the result is decided. Return None for a single seed, which shows no deviation, or if the mean lies
+    exactly on the margin. Also return None if more than 1000 further seeds would be needed.
     """
     if result.decision != "undecided":
         return 0
@@ -158,7 +158,7 @@ def margin_of_seeds(mean: float, half: float, count: int, seeds: int) -> float:
 
     Mean and deviation are assumed to stay the same. ``half``: the half-width of the present interval, which has
     ``count`` differences (at least two). For n differences with the standard deviation s, the half-width is
-    t s / sqrt(n), where t is the 95% quantile of Student's t distribution with n - 1 degrees of freedom. The margin is
+    t s / sqrt(n). Here t is the 95% quantile of Student's t distribution with n - 1 degrees of freedom. The margin is
     |mean| plus the half-width for n = ``seeds``.
     """
     narrower = stdtrit(seeds - 1, 0.95) / stdtrit(count - 1, 0.95) * math.sqrt(count / seeds)

@@ -47,8 +47,9 @@ def _half(deviation: float, sessions: int) -> float:
 def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
     """Estimate how many more sessions a decision needs, if the sessions' mean, deviation and intervals stay the same.
 
-    Return None if there is no forecast: there is only one session, the mean lies exactly on the margin, the sessions'
-    own intervals are too wide for any number of sessions, or more than ``MOST_SESSIONS`` more would be needed.
+    Return None if there is only one session, or if the mean lies exactly on the margin. Also return None if the
+    sessions' own intervals are too wide for any number of sessions, or if more than ``MOST_SESSIONS`` further
+    sessions would be needed.
     """
     if len(intervals) < 2:
         return None
@@ -100,7 +101,7 @@ def combined(found: Mapping[str, Ratio], own: Ratio, quantity: Quantity) -> Rati
 
 
 def alike(one: Bench, other: Bench, *variants: str) -> bool:
-    """True if ``other`` has an A/A control, and measured ``variants`` as ``one`` did and on the same data."""
+    """True if ``other`` has an A/A control, and measured ``variants`` in the same way as ``one``, on the same data."""
     same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
     return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
 

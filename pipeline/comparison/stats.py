@@ -74,12 +74,12 @@ def paired_ratio(
     the reciprocals.
 
     The interval is the *expanded percentile* interval: percentiles of the resampled medians. For n pairs, their levels
-    are Phi(-+ sqrt(n / (n - 1)) t), where Phi is the standard normal distribution function, and t is the quantile of
+    are Phi(-+ sqrt(n / (n - 1)) t). Phi is the standard normal distribution function, and t is the quantile of
     Student's t distribution with n - 1 degrees of freedom. For small n, the interval is wider than the plain percentile
     interval. Source: Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69 (2015),
-    section 4. In simulations of 9 to 30 pairs with normal, heavy-tailed (Student's t with 2 degrees of freedom,
-    Cauchy), contaminated and skewed noise, a nominal 95% interval contained the median in 93 to 98% of the trials. With
-    plain percentiles and BCa, the lowest share was 92%.
+    section 4. In simulations of 9 to 30 pairs, the noise was normal, heavy-tailed (Cauchy, or Student's t with 2
+    degrees of freedom), contaminated or skewed. A nominal 95% interval contained the median in 93 to 98% of the trials.
+    With plain percentiles and BCa, the lowest share was 92%.
 
     Fewer pairs than 1 - log2(1 - confidence) give no bounds, because the chance that all pairs lie on one side of the
     median is too large; 95% needs 6 pairs. Raises ValueError for values that are not pairs of positive numbers.
@@ -176,7 +176,7 @@ def equivalence(
 
     There are two one-sided paired t-tests at alpha = 1 - ``confidence``. Both tests reject exactly when the 1 - 2 alpha
     interval of the mean lies inside the margins. For n differences with the standard deviation s, this interval is
-    mean -+ t s / sqrt(n), where t is the 1 - alpha quantile of Student's t distribution with n - 1 degrees of freedom.
+    mean -+ t s / sqrt(n). Here t is the 1 - alpha quantile of Student's t distribution with n - 1 degrees of freedom.
     Source: Schuirmann, "A comparison of the two one-sided tests procedure and the power approach", J. Pharmacokinetics
     and Biopharmaceutics 15 (1987).
 

@@ -77,7 +77,7 @@ QUANTITIES = (THROUGHPUT, MEMORY, ENERGY)
 
 
 class Estimated(Record):
-    """A ratio of figures with its interval."""
+    """A ratio of two figures, with its interval."""
 
     estimate: float | None = None
     """None if no round has both figures."""
@@ -117,8 +117,8 @@ class SessionRatio(Estimated):
 class Ratio(Estimated):
     """An arm's figure divided by the reference's figure, with a confidence interval.
 
-    In one session, the ratio is the median of the rounds' ratios, and the A/A noise widens its interval, except in the
-    gate. Over several sessions, it is the geometric mean of the sessions' ratios (``sessions.combined``).
+    In one session, the ratio is the median of the rounds' ratios, and the A/A noise widens its interval, except in
+    ``pipeline.gate``. Over several sessions, it is the geometric mean of the sessions' ratios (``sessions.combined``).
     """
 
     rejected: int = 0
@@ -131,7 +131,7 @@ class Ratio(Estimated):
     fixed: float = 0.0
     """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
     more_sessions: int | None = None
-    """About how many more sessions a decision over several sessions needs. None as for ``more_pairs``."""
+    """About how many more sessions a decision over sessions needs. None if there is a decision, or no forecast."""
     sessions: tuple[SessionRatio, ...] = ()
     """For a variant: the same ratio in each session, the oldest session first."""
 
@@ -203,8 +203,8 @@ def ratio(
 ) -> Ratio:
     """Return the ratio of ``arm`` to ``reference``.
 
-    The ratio is untrusted if the machine was too noisy, or if too many rounds were rejected. ``widen``: add
-    ``doubt_of`` the two arms to each side of the interval, in quadrature on the logarithmic scale.
+    The ratio is untrusted if the machine was too noisy, or if too many rounds were rejected. ``widen``: add the
+    result of ``doubt_of`` to each side of the interval, in quadrature on the logarithmic scale.
     """
     pairs = _pairs(arm, reference, quantity)
     doubt = doubt_of(noise, quantity, arm, reference) if widen else 0.0
@@ -272,7 +272,7 @@ def noise_between(baseline: Arm, control: Arm, quantity: Quantity, max_spread: f
 
 
 def doubt_of(noise: Noise, quantity: Quantity, *arms: Arm) -> float:
-    """Return the doubt, on the logarithmic scale, that a ratio of ``arms`` has beyond the variation of its rounds.
+    """Return the uncertainty of a ratio of ``arms`` beyond the variation of its rounds, on the logarithmic scale.
 
     Equal arms may differ (``Noise.doubt``); for memory, equal arms under different servers may also differ
     (``HEAP_BYTES``).

@@ -187,8 +187,8 @@ def _in_table(path: Path) -> Iterator[Array]:
         for name, kind in zip(columns, types, strict=False):
             if not (is_integer(kind) or is_floating(kind)):
                 raise DataError(
-                    f"{path}: the column {name!r} holds {kind}; expected numbers, or, in a column named inputs or "
-                    "targets, lists of numbers of one length, which the column's type declares."
+                    f"{path}: the column {name!r} holds {kind}; expected numbers. A column that is an array of "
+                    "its own, such as inputs, may also hold lists of numbers, if its type declares their length."
                 )
         if types:
             dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
@@ -199,8 +199,8 @@ _READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensor
 
 
 class GrowingArray:
-    """Writes an array [N, ...] to a .npy file, row by row. All rows have the type and shape of the first row. The file
-    is complete after ``close``."""
+    """Writes an array [N, ...] to a .npy file, chunk by chunk. All rows have the type and shape of the first row. The
+    file is complete after ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.dtype: np.dtype[Any] | None = None

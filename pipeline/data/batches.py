@@ -1,7 +1,7 @@
 """Makes batches on the device: shuffles the samples, shards them over ranks and micro-batches, and augments images.
 
 The order of the samples and all random draws of the augmentation depend only on the seed and the epoch. Order and draws
-are computed on the CPU for the whole epoch, so all ranks together see, bit for bit, the global batches that one device
+are computed on the CPU for the whole epoch. So all ranks together see, bit for bit, the global batches that one device
 sees. This holds for any number of micro-batches and for every placement, including PyTorch's DataLoader (``loader``).
 """
 
@@ -159,7 +159,8 @@ class TrainBatches:
             self._loader.hold()
 
     def close(self) -> None:
-        """End the threads and processes that read. Afterwards the iterators of unfinished epochs raise RuntimeError."""
+        """End the threads and processes that read. Afterwards the iterators of unfinished epochs raise RuntimeError,
+        unless the placement is "resident"."""
         _stop_all(self._readers)
         if self._loader:
             self._loader.close()
@@ -171,8 +172,8 @@ class TrainBatches:
         self.close()
 
     def _own_part(self, values: Tensor, start_step: int) -> Tensor:
-        """Return this rank's part of ``values`` [N], which are in the epoch's order, as [remaining micro-batches,
-        b]."""
+        """Return this rank's part of ``values`` [N], which are in the epoch's order, from ``start_step`` on. The shape
+        is [remaining micro-batches, b]."""
         steps, ranks, micro_batches, samples = self._split
         used = values[: steps * ranks * micro_batches * samples].view(self._split)
         return used[start_step:, self._rank].reshape(-1, samples)
@@ -212,14 +213,14 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_placement(dataset: Dataset, device: torch.device) -> Literal["resident", "streamed"]:
-    """Choose the placement for the setting auto by the memory that is free now and, on the CPU, by the limits of the
-    process's control groups. All ranks and seeds use the main rank's choice."""
+    """Choose the placement for the setting "auto" by the memory that is free now and, on the CPU, by the memory limits
+    of the process's control groups (cgroups). All ranks and seeds use the main rank's choice."""
     if device.type == "cuda":
         return placement_within(torch.cuda.mem_get_info(device)[0], dataset)
     return placement_within(min([psutil.virtual_memory().available, *environment.memory_limits()]), dataset)
 
 
 def placement_within(free_bytes: int, dataset: Dataset) -> Literal["resident", "streamed"]:
-    """Choose the placement for the setting auto on a device with ``free_bytes`` of free memory."""
+    """Choose the placement for the setting "auto" on a device with ``free_bytes`` of free memory."""
     needed = sum(array.nbytes for array in dataset.train.arrays.values())
     return "resident" if needed <= RESIDENT_FRACTION * free_bytes else "streamed"

@@ -109,7 +109,7 @@ def _read_idx(path: Path) -> npt.NDArray[np.uint8]:
 def _cifar10(directory: Path, split: str) -> Chunk:
     """Return images and labels of a split. Its files are dictionaries that Python 2 pickled.
 
-    A pickle can run any code. These pickles do not, because their SHA-256 are the published ones.
+    A pickle can run any code. These pickles do not, because they have the published SHA-256.
     """
     names = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
     batches = [pickle.loads(_published(directory / name), encoding="latin-1") for name in names]

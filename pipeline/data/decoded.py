@@ -33,11 +33,11 @@ class Decoded:
     vocabulary: int | None = None
     """Size of the vocabulary, which is greater than every token; None if the inputs are not tokens."""
     version: str = ""
-    """The versions of Python, if its source code is the data, and of the tokenizer, if there is one; else empty."""
+    """Python's version if its source code is the data, and the tokenizer's version if there is one; else empty."""
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
-    """Return path and SHA-256 of each file in ``fetch``'s listing.
+    """Return the path and SHA-256 of each file in ``fetch``'s listing.
 
     The files are sorted by the paths' hashes, which shuffles them. Raises DataError if the listing cannot be read, or
     if a path does not match the regular expression ``allowed``.

@@ -86,7 +86,7 @@ class WorkerBatches:
 
 
 class _Samples(TorchDataset[Batch]):
-    """The training set as single samples, augmented with torchvision's functions. ``task`` is on the CPU."""
+    """The training set as single, augmented samples. ``task`` is on the CPU."""
 
     def __init__(self, task: Batching, augment: Augment, brake: _Brake) -> None:
         self._task, self._augment, self._brake = task, augment, brake

@@ -133,7 +133,7 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 def _write_split(
     directory: Path, split: str, names: Sequence[str], chunks: Iterable[Chunk]
 ) -> tuple[dict[str, Form], Digests]:
-    """Write one file per array. Returns the arrays' forms, and the first 8 bytes of each input's SHA-256, sorted.
+    """Write one file per array. Returns each array's ``Form``, and the first 8 bytes of each input's SHA-256, sorted.
 
     Raises DataError for an empty split, and for NaN or infinite values.
     """

@@ -97,7 +97,7 @@ class Reader:
         return rows
 
     def hold(self) -> None:
-        """Read no further micro-batch until one is taken."""
+        """Read no further micro-batch until the next call of ``take``."""
         self._may_go.clear()
 
     def stop(self) -> None:

@@ -42,8 +42,8 @@ class Interruption:
 
         The call costs nothing until a signal comes. Each rank that has received the signal records it in the group's
         store. Once all ranks have recorded the signal, the main rank sets the last step: its next step, plus
-        ``max_step_skew``. No rank can be past this step already: a rank that has received the signal waits for its
-        device after each step, so it is at most ``max_step_skew`` steps ahead of the main rank. If a rank gets no
+        ``max_step_skew``. No rank can be past this step already. A rank that has received the signal waits for its
+        device after each step. So it is at most ``max_step_skew`` steps ahead of the main rank. If a rank gets no
         signal, the training continues until the launcher ends it.
         """
         self._steps += 1

@@ -39,8 +39,8 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
 def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 
-    Raises DataError if the folder has no images, or an image larger than ``LIMIT_BYTES``. Also raises DataError if a
-    class name is not one line of printable UTF-8, because reports and MLflow show class names.
+    Raises DataError if the folder has no training images, or an image larger than ``LIMIT_BYTES``. Also raises
+    DataError if a class name is not one line of printable UTF-8, because reports and MLflow show class names.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -75,7 +75,7 @@ def parent_instead(root: Path) -> str:
         return f" Did you mean {str(root.parent)!r}?"
     folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
     return (
-        " If the folders in image_folder are the classes, put them, or a link to their folder, under train/."
+        " If the folders in image_folder are the classes, put them, or links to them, under train/."
         if folders
         else ""
     )

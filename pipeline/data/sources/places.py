@@ -90,7 +90,7 @@ def web_archive(url: str, archive: Archive) -> Source:
 
 
 def debian_package(name: str, folder: str) -> Source:
-    """A package of Debian and Ubuntu, downloaded with apt without root rights; nothing is installed.
+    """A Debian or Ubuntu package. If it is not installed, apt downloads it without root rights and installs nothing.
 
     apt verifies the package's signature chain. apt's package lists are downloaded into a private directory, because the
     system's lists may be missing or out of date.

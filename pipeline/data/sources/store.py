@@ -29,8 +29,8 @@ PAUSE_SECONDS = 1.0
 """Pause before the second attempt. Each further attempt doubles the pause."""
 
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection. A reachable server usually answers sooner. The limit is low, so
-that a user without a network does not wait for minutes."""
+"""Longest wait for a connection. A reachable server usually answers sooner. The limit is low, so that a user without a
+network does not wait for minutes."""
 
 LEAST_BYTES_PER_SECOND = 1000
 """Lowest allowed mean rate of a transfer. A slower transfer fails. The first ``timeout_seconds`` are left out of the
@@ -64,13 +64,13 @@ class Store:
     attempts: int
 
     def missing(self, files: Files) -> Files:
-        """Return those of ``files`` that ``directory`` lacks, or that have another content there."""
+        """Return those of ``files`` that are missing from ``directory``, or whose content there is different."""
         return {name: sha256 for name, sha256 in files.items() if not _holds(self.directory / name, sha256)}
 
     def place(self, content: Readable, name: str, sha256: str) -> None:
         """Write ``content`` under the file's final ``name``.
 
-        Raises SourceError, and leaves no file, if the content is wrong.
+        Raises SourceError, and stores nothing, if the content is wrong.
         """
         partial = self.directory / f"{name}.partial"
         digest, size = hashlib.sha256(), 0
