@@ -215,7 +215,7 @@ def torchvision_model(name: str, *, channels: int, height: int, width: int, clas
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
-    """Replace the first convolution by one of ``channels`` input channels. Its new weights are scaled to keep the
+    """Replace the first convolution by one with ``channels`` input channels. Its new weights are scaled to keep the
     variance of the outputs."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     kept = {

@@ -66,7 +66,7 @@ class GpuThrottling(Detector):
         """The slowdowns that the driver reported, as keys."""
 
     def look(self) -> int:
-        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver reports none."""
+        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver cannot report them."""
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def open(self) -> None:
@@ -100,7 +100,7 @@ class GpuThrottling(Detector):
         while not ended:
             ended = self._stop.wait(GPU_SAMPLE_SECONDS)
             bits = answer(self.look)
-            if bits is not None:  # a failed query is skipped: the driver may answer the next
+            if bits is not None:  # a failed query is skipped, because the next one may succeed
                 self._looks.append(bits)
 
 
