@@ -280,5 +280,5 @@ def _gpu(local_rank: int) -> torch.device:
             f"train.device: PyTorch cannot use the GPU ({error}). Set train.device to 'cpu', or install a driver for "
             f"torch {torch.__version__}."
         ) from None
-    remedy = A_GPU_EACH if count else "Check the driver, CUDA_VISIBLE_DEVICES and that torch is a build for CUDA."
+    remedy = A_GPU_EACH if count else "Check the driver and CUDA_VISIBLE_DEVICES, and that torch is a build for CUDA."
     raise PipelineError(f"local rank {local_rank} has no GPU: PyTorch sees {count} GPUs on this host. {remedy}")

@@ -39,8 +39,8 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> the rule that picks the base's or the head's value. ``bench.hard_limit`` needs no rule,
-because the gate does not pass if this limit ends the rounds too soon."""
+"""Key of params.yaml -> the rule that computes the value that counts from the base's and the head's values.
+``bench.hard_limit`` needs no rule, because the gate does not pass if this limit ends the rounds too soon."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:

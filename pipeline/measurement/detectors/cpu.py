@@ -27,7 +27,7 @@ def cpu_detectors(root_pid: int, max_foreign_load: float | None) -> list[Detecto
 
 
 class ForeignLoad(Detector):
-    """Other processes, or other virtual machines, use the CPU while the job needs it.
+    """Detects that other processes, or other virtual machines, use the CPU while the job needs it.
 
     Load on cores that the job leaves idle takes nothing from the job. So foreign CPU time on the allowed cores counts
     only up to the time in which the job's ready threads waited for a core. If the kernel does not report this waiting
@@ -105,7 +105,7 @@ class ForeignLoad(Detector):
 
 
 class CpuThrottling(Detector):
-    """The CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
+    """Detects that the CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
 
     A core at full load often reaches its thermal limit for a moment. Such moments are accepted, because they belong to
     the core's normal speed. A GPU's power cap is accepted for the same reason.
