@@ -23,9 +23,10 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "unde
 
 
 CONFIDENCE_OF_LOOKS = 0.995
-"""After each round the gate tests whether everything is decided already. These interim tests use a higher confidence
-than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source: Haybittle, "Repeated
-assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
+"""After each round except the first few, the gate tests whether everything is decided already. These interim tests use
+a higher confidence than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source:
+Haybittle, "Repeated assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44
+(1971)."""
 
 
 class GateError(PipelineError):

@@ -39,7 +39,7 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> the rule that computes the value that counts from the base's and the head's values.
+"""Key of params.yaml -> the rule that computes the value to use from the base's and the head's values.
 ``bench.hard_limit`` needs no rule, because the gate does not pass if this limit ends the rounds too soon."""
 
 
