@@ -87,8 +87,7 @@ def count(amount: int, noun: str) -> str:
 
 
 def did_you_mean(found: object, known: Iterable[str]) -> str:
-    """Return, with a leading space, the question whether a similar ``known`` name is meant; empty if none is
-    similar."""
+    """Return " Did you mean NAME?" with up to three similar ``known`` names; an empty string if none is similar."""
     close = difflib.get_close_matches(str(found), list(known), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 

@@ -935,7 +935,7 @@ def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> No
             (tmp_path / side / "pipeline" / name).write_text(side if name == "plans.py" else "", encoding="utf-8")
 
     def told() -> list[str]:
-        return [remark for remark in gated()["remarks"] if "by different code" in remark]
+        return [remark for remark in gated()["remarks"] if "with different code" in remark]
 
     assert told() == []
     (tmp_path / "head" / "pipeline" / "measurement" / "windows.py").write_text("bytes = 1000", encoding="utf-8")

@@ -23,8 +23,8 @@ from pipeline.processes import default_environment
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits for a rank that does not join it: long enough for a slow disk. The launcher notices a
-dead rank earlier."""
+"""How long a collective waits for a rank that does not join it: long enough for a rank that writes to a slow disk. The
+launcher notices a dead rank earlier."""
 
 A_GPU_EACH = "Start one process per GPU."
 
@@ -51,8 +51,8 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Return every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
 
-        Tensors in dictionaries, lists and tuples arrive on the host one by one, so a GPU holds only one of the tensors
-        at a time.
+        Tensors in dictionaries, lists and tuples are sent one by one and arrive on the host, so a GPU holds a copy of
+        only one tensor at a time.
         """
         if self.size == 1:
             return [value]
@@ -280,5 +280,5 @@ def _gpu(local_rank: int) -> torch.device:
             f"train.device: PyTorch cannot use the GPU ({error}). Set train.device to 'cpu', or install a driver for "
             f"torch {torch.__version__}."
         ) from None
-    remedy = A_GPU_EACH if count else "Check the driver, CUDA_VISIBLE_DEVICES and that torch is a build for CUDA."
+    remedy = A_GPU_EACH if count else "Check the driver and CUDA_VISIBLE_DEVICES, and that torch is a build for CUDA."
     raise PipelineError(f"local rank {local_rank} has no GPU: PyTorch sees {count} GPUs on this host. {remedy}")

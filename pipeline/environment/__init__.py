@@ -45,7 +45,7 @@ _AMPERE, _ADA = (8, 0), (8, 9)
 """Compute capabilities of the first GPUs with native bf16 and TF32, and with float8."""
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
-"""The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> names."""
+"""The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> package names."""
 
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def hash_of(content: Mapping[str, Any], section: Literal["variants", "forms"], *
 def _optional_versions(
     content: Mapping[str, Any], section: Literal["variants", "forms"]
 ) -> Mapping[str, Mapping[str, str | None]]:
-    """Return a fingerprint's optional packages: user -> name -> version. The result is empty if an older version of the
-    pipeline wrote the fingerprint."""
+    """Return the optional packages of a section of a fingerprint: user -> name -> version. The result is empty if an
+    older version of the pipeline wrote the fingerprint."""
     found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
     return found
 

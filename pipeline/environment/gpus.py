@@ -122,7 +122,7 @@ def _kernel_driver() -> str | None:
 
 
 def visible(shown: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return the indices into ``uuids`` of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` shows, in the same order.
+    """Return the indices into ``uuids`` of the GPUs that CUDA_VISIBLE_DEVICES=``shown`` shows, in the variable's order.
 
     CUDA's rules: the list ends at the first entry that names no GPU; if a GPU is named twice, no GPU is visible. An
     entry is a number or the beginning of the UUID of exactly one GPU.

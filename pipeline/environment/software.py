@@ -63,7 +63,8 @@ def gpu_compiler() -> str:
 
 
 def no_kernels(compiler: str, module: str | None = None) -> str | None:
-    """Return why torch.compile cannot build kernels with the command ``compiler`` and ``module``; None if it can.
+    """Return why torch.compile cannot build kernels with the command ``compiler`` and the Python module ``module``. If
+    it can, return None.
 
     Kernels for the CPU and for GPUs both need Python's headers.
     """

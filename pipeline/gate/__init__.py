@@ -26,7 +26,7 @@ MARKDOWN_FILE = REPORTS / "gate.md"
 
 
 def run(config: Config, against: str) -> int:
-    """Compare this work tree with the revision ``against``; write ``reports/gate.*``, print the Markdown.
+    """Compare this work tree with the revision ``against``, write ``reports/gate.*``, and print the Markdown.
 
     Returns the exit code: 0 if nothing got worse, 1 if something got worse, 3 if the outcome is untrusted or undecided
     (``decision.EXIT_CODES``). Raises GateError and other PipelineErrors if something could not be measured or decided;
@@ -51,7 +51,7 @@ def run(config: Config, against: str) -> int:
 def confirm(config: Config) -> None:
     """Check ``reports/gate.json`` against its own raw samples and this machine, before a promotion relies on it.
 
-    Raises ResultError if the file cannot be read. Raises GateError if its samples do not support the outcome, or if it
+    Raises ResultError if the file cannot be read. Raises GateError if it says "passed" but its samples do not, or if it
     was made in another environment or with other code and settings. Does nothing if the file is missing, because
     ``promote`` itself refuses then.
     """

@@ -27,8 +27,8 @@ class Copy(NamedTuple):
 def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
     """Yield two copies of the project, without ignored files: one of ``commit``, one of this work tree.
 
-    The work tree is copied too, so that neither side has a better place on disk. What runs in a copy never touches the
-    work tree, the index or a branch. The copies are not git worktrees, because an interrupted gate could leave
+    The work tree is copied too, so that neither side has its files on a faster disk. What runs in a copy never changes
+    the work tree, the index or a branch. The copies are not git worktrees, because an interrupted gate could leave
     worktrees behind. Both copies use this checkout's DVC cache, so that DVC restores existing outputs instead of making
     them again.
     """

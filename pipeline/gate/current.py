@@ -16,7 +16,7 @@ from pipeline.results import REPORTS, stage_of
 
 COMPARISON_FILE = REPORTS / "comparison.json"
 STAGES = ("fetch", "prepare", "train", "bench")
-"""Stages whose code and settings make a comparison."""
+"""The stages whose code and settings a comparison's figures depend on."""
 
 
 def check_current(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Decide each variant and quantity from the samples of base and head, then the outcome of the gate."""
+"""Decide on each variant and quantity from the samples of base and head, and then on the outcome of the gate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "unde
 
 
 CONFIDENCE_OF_LOOKS = 0.995
-"""After each round the gate tests whether everything is decided already. These interim tests use a higher confidence
-than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source: Haybittle, "Repeated
-assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44 (1971)."""
+"""After each round except the first few, the gate tests whether everything is decided already. These interim tests use
+a higher confidence than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source:
+Haybittle, "Repeated assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44
+(1971)."""
 
 
 class GateError(PipelineError):
@@ -44,7 +45,7 @@ class Held(Record):
 
     @property
     def figures(self) -> dict[str, Ratio | Accuracy | None]:
-        """Noun -> what was decided on it."""
+        """Quantity, in words -> the decision on it, with the figures."""
         return {"throughput": self.throughput, "peak memory": self.memory, "accuracy": self.accuracy}
 
 
@@ -104,8 +105,8 @@ class Gated(Judged, Document):
     seconds: float
     """Duration of the rounds."""
     budget: str
-    """The key of params.yaml that limits the measurement: ``bench.max_rounds`` if all these rounds were measured, else
-    ``gate.max_minutes``."""
+    """The key of params.yaml that limits the measurement: ``bench.max_rounds`` if this number of rounds was measured,
+    else ``gate.max_minutes``."""
 
     @property
     def exit_code(self) -> int:

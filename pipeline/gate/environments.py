@@ -28,9 +28,9 @@ def pythons(base: Path, head: Path) -> tuple[Path, Path]:
     """Return the Python of each of the two copies.
 
     If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
-    packages of its own lock file. A copy uses this Python if these packages are installed in it; if they are not, the
-    copy uses an environment that is created and kept in ``CACHE``. Raises GateError if the environment cannot be
-    created.
+    packages of its own lock file. If this Python has these packages, and none that only the other lock file has, the
+    copy uses this Python. If not, the copy uses an environment that is created and kept in ``CACHE``. Raises GateError
+    if the environment cannot be created.
     """
     here, locks = Path(sys.executable), (base / LOCK, head / LOCK)
     if not all(lock.is_file() for lock in locks) or locks[0].read_bytes() == locks[1].read_bytes():

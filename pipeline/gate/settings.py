@@ -39,8 +39,8 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "bench.turns": max,
     "bench.window_seconds": max,
 }
-"""Key of params.yaml -> the rule that picks the base's or the head's value. ``bench.hard_limit`` needs no rule,
-because the gate does not pass if this limit ends the rounds too soon."""
+"""Key of params.yaml -> the rule that computes the value to use from the base's and the head's values.
+``bench.hard_limit`` needs no rule, because the gate does not pass if this limit ends the rounds too soon."""
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +64,10 @@ def at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:
-    """Return the head's ``config`` with the requirements of ``base``: the base's variants, and the stricter values.
+    """Return the head's ``config`` with the requirements of ``base``: the variants that only the base has, and the
+    stricter values.
 
-    ``base``: sections of the base's params.yaml. Raises ConfigError if this version cannot parse a variant of it.
+    ``base``: sections of the base's params.yaml. Raises ConfigError if this version cannot parse one of its variants.
     """
     values = config.model_dump(mode="json")
     for key, value in stricter(base, values).items():

@@ -229,7 +229,8 @@ def _other_rulers(base: Path, head: Path) -> list[str]:
     if not changed:
         return []
     return [
-        f"The two sides measure by different code, so a difference may come from the measurement: {', '.join(changed)}."
+        "The two sides measure with different code, so a difference may come from the measurement: "
+        f"{', '.join(changed)}."
     ]
 
 

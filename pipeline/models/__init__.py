@@ -167,8 +167,8 @@ def torchvision_model(name: str, *, channels: int, height: int, width: int, clas
     - ResNets (also ResNeXt and Wide ResNet) for images whose shorter side is below 64 pixels: the stem is a 3x3
       convolution of stride 1 without max-pooling, as is usual for CIFAR. Source: He et al., "Deep Residual
       Learning for Image Recognition", 2016, section 4.2.
-    - Vision transformers and MaxViT: images are resized to the option ``image_size`` or ``input_size`` (224 by
-      default), because these models take images of one size only.
+    - Vision transformers and MaxViT: images are resized to the size in the option ``image_size`` or ``input_size``
+      (224 by default), because these models take images of one size only.
     - All other models: an image below the model's smallest size (``min_size`` of torchvision's published weights)
       is enlarged to this size, and keeps its proportions.
     - Inception and GoogLeNet have no auxiliary classifiers, and do not normalise the input a second time.
@@ -215,7 +215,7 @@ def torchvision_model(name: str, *, channels: int, height: int, width: int, clas
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, **changes: int) -> None:
-    """Replace the first convolution by one of ``channels`` input channels. Its new weights are scaled to keep the
+    """Replace the first convolution by one with ``channels`` input channels. Its new weights are scaled to keep the
     variance of the outputs."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     kept = {

@@ -81,8 +81,8 @@ class Attention(nn.Module):
 
 
 def rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the components (i, i + d/2) of ``vectors`` [..., t, d] for t tokens, as pairs, by the angles whose cosines
-    and sines are ``cos`` and ``sin`` [t, d/2].
+    """Rotate each pair of components (i, i + d/2) of ``vectors`` [..., t, d], for t tokens, by the angle whose cosine
+    and sine are in ``cos`` and ``sin`` [t, d/2].
 
     After the rotation, the dot product of two vectors depends on the distance between their tokens.
     """

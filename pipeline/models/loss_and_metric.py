@@ -39,8 +39,8 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
     """Return the loss and metric that ``train`` asks for: the ``task``'s, or the user's own. Raises ObjectiveError.
 
     A user's ``train.loss`` is ``module:factory``. The factory gets the ``arguments`` that describe the outputs, and
-    ``train.loss_options``. It returns the loss, which is a function or an nn.Module without parameters. A user's
-    ``train.metric`` is ``module:function``. The function returns a score for every sample.
+    ``train.loss_options``. The factory returns the loss, which is a function or an nn.Module without parameters. A
+    user's ``train.metric`` is ``module:function``. The function returns a score for every sample.
     """
     found = task
     if ":" in train.loss:

@@ -20,7 +20,7 @@ class OptimizerChoice:
     options: dict[str, Any]
 
     def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Create the optimizer of ``parameters``, at the peak learning rate."""
+        """Create the optimizer for ``parameters``, at the peak learning rate."""
         return self.cls(parameters, **self.options)
 
 

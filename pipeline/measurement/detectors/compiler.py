@@ -9,7 +9,7 @@ from pipeline.measurement.detectors.base import Detector, Rejection
 
 
 class Recompilation(Detector):
-    """torch.compile compiles after the warm-up."""
+    """Detects that torch.compile compiles after the warm-up."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -35,7 +35,7 @@ class Recompilation(Detector):
 def _compile_seconds() -> float:
     """Return the seconds that this process has spent compiling forward and backward passes.
 
-    The compiler is not imported: without it, the time is 0.
+    The compiler is not imported here. If nothing else has imported it, the time is 0.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0

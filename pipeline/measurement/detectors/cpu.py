@@ -27,7 +27,7 @@ def cpu_detectors(root_pid: int, max_foreign_load: float | None) -> list[Detecto
 
 
 class ForeignLoad(Detector):
-    """Other processes, or other virtual machines, use the CPU while the job needs it.
+    """Detects that other processes, or other virtual machines, use the CPU while the job needs it.
 
     Load on cores that the job leaves idle takes nothing from the job. So foreign CPU time on the allowed cores counts
     only up to the time in which the job's ready threads waited for a core. If the kernel does not report this waiting
@@ -84,9 +84,10 @@ class ForeignLoad(Detector):
         if due and (share := self.taken_seconds / due) > self._limit:
             accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
             yield Rejection(
-                f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
-                f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop other work on this machine and "
-                f"measure again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
+                f"other processes took {self.taken_seconds:.2f} s of CPU time from the job: {share:.0%} of the CPU "
+                "time that it would have had, or of the measured time if that is longer (at most "
+                f"{self._limit:.0%} is allowed); stop other work on this machine and measure again, or accept this "
+                f"load with bench.max_foreign_load: {accepting:.1f}"
             )
 
     def _counters(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -95,7 +96,7 @@ class ForeignLoad(Detector):
         now = {"window": time.monotonic(), "own": sum(job.values()) / tick, "busy": 0.0, "idle": 0.0, "stolen": 0.0}
         for line in (processes.PROC / "stat").read_text(encoding="ascii").splitlines():
             core, *ticks = line.split()
-            if core in self._cores:  # guests are in user and nice
+            if core in self._cores:  # user and nice include the time of guests
                 user, nice, system, idle, iowait, irq, softirq, steal = (int(each) / tick for each in ticks[:8])
                 now["busy"] += user + nice + system + irq + softirq
                 now["idle"] += idle + iowait
@@ -104,7 +105,7 @@ class ForeignLoad(Detector):
 
 
 class CpuThrottling(Detector):
-    """The CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
+    """Detects that the CPU got too hot and slowed down. ``totals``: files with the milliseconds of throttling so far.
 
     A core at full load often reaches its thermal limit for a moment. Such moments are accepted, because they belong to
     the core's normal speed. A GPU's power cap is accepted for the same reason.

@@ -1,4 +1,4 @@
-"""Find reasons to reject in the measured figures themselves: time, memory, number of steps."""
+"""Find reasons to reject a run in its own figures: time, memory, number of steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_clock(clock: Clock, max_input_wait: float | None, *, resident: bool) -> I
 
 
 def of_memory(memory: Memory) -> Iterator[Rejection]:
-    """Yield the reason to reject a rank's speeds and peak memory, if its allocator had to retry."""
+    """Yield the reason to reject a rank's speeds and peak memory, if the rank's allocator had to flush its cache."""
     if memory.retries:
         yield Rejection(
             f"the allocator ran out of memory and flushed its cache {count(memory.retries, 'time')}; lower "

@@ -44,7 +44,7 @@ def gpu_detectors(devices: Sequence[torch.device], root_pid: int) -> list[Detect
 
 
 class GpuThrottling(Detector):
-    """The GPU slowed down because it was too hot or short of power.
+    """Detects that the GPU slowed down because it was too hot or short of power.
 
     A separate thread asks the driver for the reasons of reduced clocks ten times a second and at a window's end. It
     does not ask at a window's beginning, because an idle GPU reports a slowdown for a moment when work arrives.
@@ -66,7 +66,7 @@ class GpuThrottling(Detector):
         """The slowdowns that the driver reported, as keys."""
 
     def look(self) -> int:
-        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver reports none."""
+        """Return the current reasons for reduced clocks, as bits. Raises NVMLError if the driver cannot report them."""
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def open(self) -> None:
@@ -100,12 +100,12 @@ class GpuThrottling(Detector):
         while not ended:
             ended = self._stop.wait(GPU_SAMPLE_SECONDS)
             bits = answer(self.look)
-            if bits is not None:  # a failed query is skipped: the driver may answer the next
+            if bits is not None:  # a failed query is skipped, because the next one may succeed
                 self._looks.append(bits)
 
 
 class SharedGpu(Detector):
-    """Another process uses this GPU at the start or at the end of a measured window.
+    """Detects that another process uses this GPU at the start or at the end of a measured window.
 
     The driver always lists the host's process ids. In a container with its own ids, a process does not find its own
     id in the list. Then all listed processes except one count as foreign, because a job has one process per GPU.

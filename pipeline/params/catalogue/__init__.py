@@ -1,10 +1,10 @@
 """The catalogue: for every technique, its key, what it changes, and which techniques it cannot run with.
 
 Each group of techniques has its own file. The file declares the group's settings of a variant, and an ``Entry`` for
-each technique. The schema describes a setting by what its techniques do, so a docstring under a setting says only what
-no technique says. The ``Entry`` names the class under ``pipeline/techniques`` that implements the technique. Other
-packages can add techniques (``outside``). The catalogue does not import torch, so an impossible combination is refused
-in the first second.
+each technique. In the schema, a setting's description also says what its techniques do. So the docstring under a
+setting says only what no technique says. The ``Entry`` names the class under ``pipeline/techniques`` that implements
+the technique. Other packages can add techniques (``outside``). The catalogue does not import torch, so an impossible
+combination is refused in the first second.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _from_outside(name: str) -> Entry:
     expected = {
         "name": (name,),
         "key": ("extra",),
-        "implementation": ("",),  # the entry point of the other group names the class
+        "implementation": ("",),  # the entry point of the group TECHNIQUES names the class
         "changes": get_args(Changes),
         "layer": get_args(Layer),
     }
