@@ -19,7 +19,7 @@ def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
     return None if on_gpu or machine.trims_memory else "this system's C library has no malloc_trim"
 
 
-_OWN_KERNEL = "the optimizers of optimizer_state 8bit and factored have their own kernels"
+_OWN_KERNEL = "optimizer_state 8bit and factored use other optimizers, whose kernels optimizer_kernel does not choose"
 
 
 class MemorySettings(Section):
@@ -32,7 +32,7 @@ class MemorySettings(Section):
     loss_chunks: Count = 1
     optimizer_in_backward: bool = False
     optimizer_state: Literal["fp32", "8bit", "factored"] = "fp32"
-    """State of adamw."""
+    """How adamw stores its state. Other optimizers allow only fp32."""
     set_to_none: bool = True
     expandable_segments: bool = False
     release_cache: bool = False
