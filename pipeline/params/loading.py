@@ -287,7 +287,7 @@ def _mistakes(error: ValidationError, values: Any) -> list[str]:
 
 
 def _path(error: Any, values: Any) -> tuple[Any, ...]:
-    """Return the error's location in ``values``, without the branches of unions that pydantic's location names."""
+    """Return the error's location in ``values``, without the branches of unions, which pydantic adds to a location."""
     path = []
     for part in error["loc"]:
         inside = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()

@@ -252,7 +252,7 @@ class Infer(Section):
     rounds: PositiveInt = 8
     """Number of rounds; each round measures every form. With fewer than six, no ratio gets an interval."""
     window_seconds: Duration = 0.1
-    """Length of the window of one form with one batch size in a round."""
+    """Length of a measured window. In a round, each form has one window for latency, and one for each batch size."""
     energy: bool = Field(False, exclude_if=operator.not_)
     """Also measure the energy per sample."""
 

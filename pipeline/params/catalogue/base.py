@@ -166,7 +166,7 @@ def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
 
 
 def needs_package(package: str, extra: str) -> WhyNot:
-    """Return a function that returns why a technique that needs ``package`` cannot run; None if it can."""
+    """Return the ``Entry.why_not`` of a technique that needs ``package``, which pip's extra ``extra`` installs."""
     reason = f"{package} is not installed (pip install '.[{extra}]')"
     return lambda machine, _: None if package in machine.installed else reason
 

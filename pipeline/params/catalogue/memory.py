@@ -232,7 +232,7 @@ MEMORY: tuple[Entry, ...] = (
         name="zeroed_gradients",
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
-        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did before 2.0",
+        does="Gradients keep their memory between steps and are filled with zeros, as in PyTorch before 2.0",
         pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
         "saves",
         costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
@@ -259,7 +259,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
         does="Before and after each evaluation, free memory is given back to the system",
-        pays="when another process needs the memory in the meantime; seldom if the job is alone on the machine",
+        pays="when other processes need this memory; seldom if the job is alone on the machine",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",

@@ -42,7 +42,7 @@ PARALLELISM: tuple[Entry, ...] = (
         searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
         does="One process copies the model to every GPU in each forward pass, and one thread per GPU runs its copy",
         pays="never; it is here for comparison with DistributedDataParallel, which replaced it",
-        costs="a broadcast of the model and a gathering of the gradients per step; threads that wait for Python's "
+        costs="a broadcast of the model and a reduction of the gradients per step; threads that wait for Python's "
         "lock; more memory on the first GPU than on the others",
         source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",

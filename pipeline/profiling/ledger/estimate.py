@@ -163,7 +163,10 @@ class Estimate:
         return compose(plan, model, task, batches, ALONE, of_plan(plan), 0, losses=losses)
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
-        """Return a function that maps an operation of a micro-step to the bytes of its temporary memory."""
+        """Return a function that maps an operation of a micro-step to the bytes of its temporary memory.
+
+        A micro-step is the work for one micro-batch.
+        """
         if self.plan.device == "cuda":
             return _cublas_bytes
         low, high = TRIED_SAMPLES
