@@ -39,7 +39,8 @@ class Plan(BaseModel):
     device: Literal["cpu", "cuda"]
     processes: int
     model_processes: int = 1
-    """How many processes hold one model together and take the same samples: stages of a pipeline, tensor shards."""
+    """Number of processes that hold one model together and take the same samples, with pipeline or tensor parallelism;
+    otherwise 1."""
     scale: int = 1
     """Factor by which the job's batch size and learning rate are multiplied: ``data_processes`` with weak scaling, else
     1."""
@@ -49,13 +50,13 @@ class Plan(BaseModel):
     micro_batch_size: int
     """Samples that one process takes in one micro-batch."""
     train: Train
-    """The job as this variant trains it: ``train`` of params.yaml with batch size and learning rate multiplied by
-    ``scale``, and with the variant's own model if it has one.
+    """The job as this variant trains it: ``train`` of params.yaml, with the variant's own model if it has one. The
+    batch size and the learning rate are multiplied by ``scale``.
     Linear scaling and warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1."""
 
     @property
     def data_processes(self) -> int:
-        """Number of shares into which a global batch is divided."""
+        """Number of shares into which the processes divide a global batch."""
         return self.processes // self.model_processes
 
     def with_train(self, **changes: Any) -> Plan:
@@ -150,7 +151,7 @@ def plan(
 def _most_processes(
     requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> tuple[int, str]:
-    """Return the largest number of processes, up to ``processes``, that can share the batch, and why more processes
+    """Return the largest number of processes, up to ``processes``, that can run the variant, and why more processes
     cannot. If no number can, return the smallest possible number; later checks of the plan report the problem."""
     why_fewer = f"each of the {requested.replicas} replicas must have the same number of GPUs"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
@@ -162,9 +163,9 @@ def _most_processes(
 
 
 def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
-    """Return technique -> reason for the techniques that are skipped because there is only one process or GPU: the
-    variant's parallelism, and the techniques that need this parallelism. Return an empty dict if there are more, or if
-    the variant has no parallelism."""
+    """Return technique -> reason for each technique that is skipped because there is only one process or GPU. These are
+    the variant's parallelism, and the techniques that need this parallelism. Return an empty dict if there are more
+    processes or GPUs, or if the variant has no parallelism."""
     alone = processes == 1 if requested.parallelism in PARALLELISMS else one_gpu
     if requested.parallelism == "none" or not alone:
         return {}

@@ -81,8 +81,8 @@ def load(path: Path = PARAMS_FILE) -> Config:
 
 
 def read(path: Path) -> Any:
-    """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, or has
-    a duplicate key."""
+    """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, exceeds
+    a limit, or has a duplicate key."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LIMIT + 1)
@@ -237,8 +237,9 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys; PyYAML would silently keep the last value. It also limits the number
-    of values after aliases are expanded, because a few lines of aliases can expand to more values than fit in RAM."""
+    """A YAML loader that refuses duplicate keys; PyYAML would silently keep the last value. It also limits the length
+    of a value, and the number of values. Values are counted after aliases are expanded, because a few lines of aliases
+    can expand to more values than fit in RAM."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -286,7 +287,7 @@ def _mistakes(error: ValidationError, values: Any) -> list[str]:
 
 
 def _path(error: Any, values: Any) -> tuple[Any, ...]:
-    """Return the error's location in ``values``, without the branches of unions that pydantic's location names."""
+    """Return the error's location in ``values``, without the branches of unions, which pydantic adds to a location."""
     path = []
     for part in error["loc"]:
         inside = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()

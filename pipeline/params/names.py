@@ -21,8 +21,11 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
-    """Raise ConfigError if ``train`` names a task, model, loss or metric that does not exist, or a variant names a
-    model that does not exist, as far as source files show this. The message lists every wrong name."""
+    """Raise ConfigError if a name in ``train`` or ``variants`` does not exist, as far as source files show this.
+
+    The names are those of the task, the models, the teachers' models, the loss and the metric. The message lists every
+    wrong name.
+    """
     named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
     for variant, each in (variants or {}).items():
         named |= {f"variants.{variant}.model": each.model} if each.model else {}
@@ -89,7 +92,7 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        # Pass only the last part: without __init__.py, PathFinder would look for a dotted name's parent in sys.modules.
+        # Only the last part: in a package without __init__.py, PathFinder looks up a name's parent in sys.modules.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 

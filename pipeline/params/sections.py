@@ -1,4 +1,4 @@
-"""The sections of params.yaml as frozen, validated models. The section of a variant is ``catalogue.Variant``."""
+"""The sections of params.yaml as frozen, validated pydantic models. A variant's section is ``catalogue.Variant``."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class Fetch(Section):
     image_folder: str | None = None
     """For dataset image_folder: the directory with train/CLASS/* and, for a test split, test/CLASS/*."""
     arrays: str | None = None
-    """For dataset arrays, one of these: a folder with inputs.npy and, optionally, targets.npy, test_inputs.npy and
-    test_targets.npy; an .npz or .safetensors file with these arrays; a .parquet table; a folder that save_to_disk of
-    the library datasets wrote, with the columns inputs and targets; or module:function of your own, which is called
-    with the argument split and yields dicts of arrays."""
+    """For dataset arrays: the source of the arrays. A folder with inputs.npy and, optionally, targets.npy,
+    test_inputs.npy and test_targets.npy. Or an .npz or .safetensors file with these arrays. Or a .parquet table. Or a
+    folder that save_to_disk of the library datasets wrote, with the columns inputs and targets. Or module:function of
+    your own, which is called with the argument split and yields dicts of arrays."""
     arrays_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your function in fetch.arrays."""
     text_folder: str | None = None
@@ -205,7 +205,8 @@ class Bench(Section):
     """Measurement of the steady-state speed and memory of all variants."""
 
     max_minutes: Duration = 2.5
-    """Rounds are measured for at most this time, but at least six rounds, because fewer give no verdict."""
+    """Longest time for the rounds. At least six rounds are measured even if they take longer, because fewer give no
+    verdict."""
     hard_limit: bool = False
     """Stop at max_minutes (in the gate: at gate.max_minutes) even before the sixth round."""
     max_rounds: PositiveInt | None = None
@@ -251,7 +252,7 @@ class Infer(Section):
     rounds: PositiveInt = 8
     """Number of rounds; each round measures every form. With fewer than six, no ratio gets an interval."""
     window_seconds: Duration = 0.1
-    """Length of the window of one form with one batch size in a round."""
+    """Length of a measured window. In a round, each form has one window for latency, and one for each batch size."""
     energy: bool = Field(False, exclude_if=operator.not_)
     """Also measure the energy per sample."""
 
@@ -285,12 +286,13 @@ class Gate(Section):
     """How the gate compares two commits."""
 
     max_minutes: Duration = 10.0
-    """Rounds of both commits are measured for at most this time, but at least six rounds. If it is still unclear after
-    this time whether a figure became worse by must_see, the time is doubled."""
+    """Longest time for the rounds of both commits; at least six rounds are measured even if they take longer. If it is
+    still unclear after this time whether a figure became worse by must_see, the time is doubled."""
     must_see: PositiveFloat = 0.1
     """The gate passes only if it can exclude that throughput or memory became worse by this fraction."""
     variants: list[str] = Field(default_factory=list)
-    """Variants to measure in addition to compare.baseline; empty: all variants of both commits."""
+    """Variants to measure in addition to compare.baseline; empty: all variants of the commit that the gate compares
+    against."""
     accuracy: bool = True
     """Also train both commits and compare their accuracies."""
 

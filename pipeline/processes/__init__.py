@@ -39,10 +39,10 @@ def let_threads_sleep() -> None:
     or GOMP_SPINCOUNT.
 
     If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
-    threads that sleep after a short spin, the default job on two cores ran 1.2 to 17 times as fast while one other
-    process was busy, and up to 3 times as fast while two were busy. But waking the threads takes time: on an idle
-    machine, a small model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is
-    loaded, because torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
+    threads that sleep after a short spin, the default job ran faster on two cores. Beside one busy process, it ran 1.2
+    to 17 times as fast; beside two, up to 3 times as fast. But waking the threads takes time: on an idle machine, a
+    small model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is loaded,
+    because torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -79,8 +79,8 @@ def terminate_with_parent() -> None:
 def importing() -> Iterator[None]:
     """Disable garbage collection during a block of imports, and freeze all objects that exist at its end.
 
-    Imported objects stay alive, so scanning them is useless. Repeated scans would take a quarter of the time that the
-    import of torch and its compiler needs, and each later collection would scan these objects once more.
+    Imported objects stay alive, so scanning them is useless. Repeated scans would take a quarter of the import time of
+    torch and its compiler. Each later collection would also scan these objects again.
     """
     thresholds, modules = gc.get_threshold(), len(sys.modules)
     gc.set_threshold(0)  # not gc.disable(), which the user's own modules may call

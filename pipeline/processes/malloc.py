@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
 
     By default glibc returns large blocks to the system when they are freed, so every step must request the same pages
     again. In the default job this causes some 2,000 page faults per step, and lowers the throughput by a fifth to a
-    third. For batches of 256 images of 64x64, it is 105,000 page faults per step, and a third of the step's time.
+    third. Batches of 256 images of 64x64 cause 105,000 page faults per step, which take a third of the step's time.
     However, if the blocks are kept, the heap has gaps, and the peak memory depends on the blocks' places. In a small
     net whose tensors need 266 MiB, the heap grew to 553 MiB in nine steps. See ``return_freed_memory`` and ``trim``.
     Does nothing with another C library, or if the user has set MALLOC_* or LD_PRELOAD.
@@ -27,8 +27,8 @@ def return_freed_memory() -> None:
     """Let this process return blocks of 128 KiB and more to the system as soon as it frees them.
 
     Its resident memory then follows the memory of its tensors, and is nearly the same in equal processes. In equal
-    processes that were forked from different servers, peaks of 35 MiB differed by a fifth with kept memory, and by less
-    than 1 MiB with returned memory. Does nothing if ``keep_freed_memory`` does nothing.
+    processes that were forked from different servers, peaks of 35 MiB differed by a fifth with kept memory. With
+    returned memory, they differed by less than 1 MiB. Does nothing if ``keep_freed_memory`` does nothing.
     """
     _mallopt(_M_MMAP_MAX, 65536)  # glibc's default
     _mallopt(_M_MMAP_THRESHOLD, 128 * 2**10)  # glibc's default; setting it explicitly keeps it from growing

@@ -63,7 +63,7 @@ PEAKS = {
 
 
 def counted(plan: Plan, task: Task, device_name: str) -> Flops:
-    """Count the operations of one forward and backward pass for one sample.
+    """Return the operations of a forward and backward pass for one sample, and the peak throughput of the devices.
 
     Two counts are made: of the model alone, and of the model with the variant's recomputation and teacher. The models
     run on the meta device, without arithmetic. A model that reads the values of tensors runs on the CPU instead.

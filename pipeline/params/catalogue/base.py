@@ -20,7 +20,8 @@ computed in another order or precision, so the weights agree within a tolerance 
 statistics: gradients or samples differ, so only averages over several runs agree, if at all."""
 
 Layer = Literal["model", "blocks", "parallelism", "compiler", "forward", "step"]
-"""Where a technique acts. Layers are applied in this order, and techniques of one layer in the catalogue's order.
+"""Where a technique acts. Layers are applied in this order; within a layer, techniques are applied in the catalogue's
+order.
 
 model: the bare model, settings of its process, or the choice of optimizer. blocks: parts of the model. parallelism:
 the whole model, which is wrapped or split, and the communication. compiler: the model inside the parallel wrapper.
@@ -32,7 +33,7 @@ COMPILER = "compiler"
 """The entry in ``relies_on`` that stands for the C++ compiler, which torch.compile calls."""
 
 WhyNot = Callable[[Machine, bool], str | None]
-"""(Machine, whether the job runs on GPUs) -> the reason why the technique cannot run there; None if it can."""
+"""(Machine, whether the job runs on GPUs) -> the reason why the technique cannot run on the machine; None if it can."""
 
 
 def _nothing(*_: object) -> None:
@@ -68,8 +69,8 @@ class Entry:
     details: tuple[str, ...] = ()
     """Further keys of a variant, which only configure the technique."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Name of another technique, or the key of several -> why they cannot run with this one. Only one of the two
-    techniques has to declare the exclusion."""
+    """The name of another technique, or a key that several techniques share -> the reason why they cannot run with this
+    technique. Only one of the two techniques has to declare the exclusion."""
     needs: tuple[str, ...] = ()
     """The technique needs one of these values of ``parallelism``; empty if it needs no parallelism."""
     why_not: WhyNot = _nothing
@@ -90,9 +91,9 @@ class Entry:
     placement: Literal["resident", "streamed", "dataloader"] | None = None
     """The placement of the training data if the technique is applied; None: ``train.placement`` decides."""
     evaluates_whole: bool = False
-    """True if evaluation cannot run the model that a process trains, for example because this model is only one stage,
-    or must be averaged with other processes' models. Evaluation then runs the single-device model, with the state
-    that a checkpoint would have. ``Technique.for_evaluation`` can change this model."""
+    """True if evaluation cannot run the model that a process trains. For example, this model is only one stage, or must
+    be averaged with other processes' models. Evaluation then runs the single-device model, with the state that a
+    checkpoint would have. ``Technique.for_evaluation`` can change this model."""
     shared_rng: bool = False
     """Whether the processes that hold one model together must draw the same random numbers."""
     max_step_skew: int = 0
@@ -137,7 +138,7 @@ class Entry:
         return getattr(variant, self.key)
 
     def why_refused(self, variant: Variant, machine: Machine, on_gpu: bool) -> str | None:
-        """Return why the variant's setting cannot run on the machine; None if it can."""
+        """Return why the technique cannot run on the machine, or with the variant's other settings; None if it can."""
         of_value = self.why_not_value.get(self.value(variant)) if self.why_not_value else None
         here = self.why_not(machine, on_gpu) or (of_value(machine, on_gpu) if of_value else None)
         return here or self.why_not_beside(variant, on_gpu)
@@ -165,7 +166,7 @@ def needs_gpu(_: Machine, on_gpu: bool) -> str | None:
 
 
 def needs_package(package: str, extra: str) -> WhyNot:
-    """Return a function that returns why a technique that needs ``package`` cannot run; None if it can."""
+    """Return the ``Entry.why_not`` of a technique that needs ``package``, which pip's extra ``extra`` installs."""
     reason = f"{package} is not installed (pip install '.[{extra}]')"
     return lambda machine, _: None if package in machine.installed else reason
 
@@ -175,4 +176,4 @@ def without_native_bf16(machine: Machine, on_gpu: bool) -> str | None:
         return None
     if on_gpu:
         return "this GPU has no native bf16 (compute capability below 8.0) and would emulate it"
-    return "this CPU has no native bf16 (AVX-512, AMX or Arm BF16) and would emulate it, several times slower"
+    return "this CPU has no native bf16 (AVX-512 BF16, AMX or Arm BF16) and would emulate it, several times slower"

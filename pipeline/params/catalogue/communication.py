@@ -48,7 +48,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="gradient_as_bucket_view: false",
         searched_for=("gradient_as_bucket_view",),
         does="Gradients have their own memory, and are copied into DDP's buckets and back. This is torch's default",
-        pays="never; it is here to show what the default, gradient_as_bucket_view: true, saves",
+        pays="never; it is here to show what this project's default, gradient_as_bucket_view: true, saves",
         costs="twice the memory for gradients, and the time for copies",
         source="PyTorch documentation: DistributedDataParallel",
         changes="nothing",
@@ -70,8 +70,8 @@ COMMUNICATION: tuple[Entry, ...] = (
         changes="rounding",
         needs=_OVER_DDP,
         excludes={
-            "gradient_accumulation": "DDP with a static graph fails if it does not reduce the first gradients (PyTorch "
-            "issue 143580)"
+            "gradient_accumulation": "DDP with a static graph fails if the first backward pass does not reduce the "
+            "gradients (PyTorch issue 143580)"
         },
     ),
     Entry(
@@ -131,7 +131,7 @@ COMMUNICATION: tuple[Entry, ...] = (
         setting="communication_hook: powersgd",
         searched_for=("PowerSGD", "powerSGD_hook", "low-rank gradient compression"),
         does="Gradient matrices are sent as factors of rank 2. A power iteration computes the factors from the "
-        "gradient and starts with a factor of the last step. The error of this approximation is added to the next "
+        "gradient and starts with a factor of the previous step. The error of this approximation is added to the next "
         "step's gradients. Compression begins after the learning rate's warm-up",
         pays="when steps wait for the network, and 16 bits do not compress enough",
         costs="accuracy; two more copies of the gradients; matrix products; reductions that do not overlap with the "

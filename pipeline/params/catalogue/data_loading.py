@@ -53,8 +53,8 @@ DATA_LOADING: tuple[Entry, ...] = (
         "processes are kept for all epochs. For a GPU, batches are placed in pinned memory",
         pays="when samples must be decoded or changed one by one in Python; otherwise it shows what resident "
         "and streamed data save",
-        costs="Python code for every sample; loader_workers processes per training process, whose memory is not "
-        "measured",
+        costs="Python code for every sample; loader_workers processes per training process; the memory of these "
+        "workers is not measured",
         source="PyTorch documentation: torch.utils.data",
         changes="nothing",
         implementation="data_loading.DataLoaderData",

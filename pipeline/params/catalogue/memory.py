@@ -19,7 +19,7 @@ def _why_no_release(machine: Machine, on_gpu: bool) -> str | None:
     return None if on_gpu or machine.trims_memory else "this system's C library has no malloc_trim"
 
 
-_OWN_KERNEL = "the optimizers of optimizer_state 8bit and factored have their own kernels"
+_OWN_KERNEL = "optimizer_state 8bit and factored use other optimizers, whose kernels optimizer_kernel does not choose"
 
 
 class MemorySettings(Section):
@@ -32,7 +32,7 @@ class MemorySettings(Section):
     loss_chunks: Count = 1
     optimizer_in_backward: bool = False
     optimizer_state: Literal["fp32", "8bit", "factored"] = "fp32"
-    """State of adamw."""
+    """How adamw stores its state. Other optimizers allow only fp32."""
     set_to_none: bool = True
     expandable_segments: bool = False
     release_cache: bool = False
@@ -232,7 +232,7 @@ MEMORY: tuple[Entry, ...] = (
         name="zeroed_gradients",
         setting="set_to_none: false",
         searched_for=("set_to_none", "zero_grad", "optimizer.zero_grad(set_to_none=False)"),
-        does="Gradients keep their memory between steps and are filled with zeros, as PyTorch did before 2.0",
+        does="Gradients keep their memory between steps and are filled with zeros, as in PyTorch before 2.0",
         pays="when other code keeps the gradients' addresses; otherwise it shows what the default, set_to_none: true, "
         "saves",
         costs="the gradients' memory during the forward pass; in each step, the time to write zeros and to add the new "
@@ -259,7 +259,7 @@ MEMORY: tuple[Entry, ...] = (
         setting="release_cache: true",
         searched_for=("torch.cuda.empty_cache", "malloc_trim", "empty cache between epochs"),
         does="Before and after each evaluation, free memory is given back to the system",
-        pays="when another process needs the memory in the meantime; seldom if the job is alone on the machine",
+        pays="when other processes need this memory; seldom if the job is alone on the machine",
         costs="the next phase asks the system for the same memory again",
         source="PyTorch documentation: torch.cuda.empty_cache; glibc manual: malloc_trim",
         changes="nothing",

@@ -26,11 +26,11 @@ class ParallelismSettings(Section):
     """Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: forward and backward passes
     alternate, so that at most as many micro-batches are in memory as there are stages."""
     reshard_after_forward: bool = True
-    """With fsdp."""
+    """Used only with parallelism: fsdp."""
     parameter_precision: Literal["fp32", "bf16"] = "fp32"
-    """With fsdp."""
+    """Used only with parallelism: fsdp."""
     cpu_offload: bool = False
-    """With fsdp on GPUs."""
+    """Used only with parallelism: fsdp on GPUs."""
     scaling: Literal["strong", "weak"] = "strong"
     """strong: the processes share train.batch_size."""
 
@@ -42,7 +42,7 @@ PARALLELISM: tuple[Entry, ...] = (
         searched_for=("DataParallel", "nn.DataParallel", "DP", "multi-GPU", "single process"),
         does="One process copies the model to every GPU in each forward pass, and one thread per GPU runs its copy",
         pays="never; it is here for comparison with DistributedDataParallel, which replaced it",
-        costs="a broadcast of the model and a gathering of the gradients per step; threads that wait for Python's "
+        costs="a broadcast of the model and a reduction of the gradients per step; threads that wait for Python's "
         "lock; more memory on the first GPU than on the others",
         source="PyTorch documentation: torch.nn.DataParallel; Li et al., PyTorch Distributed, VLDB 2020",
         changes="rounding",
@@ -77,8 +77,8 @@ PARALLELISM: tuple[Entry, ...] = (
         name="zero1",
         setting="parallelism: zero1",
         searched_for=("ZeRO", "ZeRO-1", "ZeroRedundancyOptimizer", "sharded optimizer state", "DeepSpeed stage 1"),
-        does="Like ddp, but every process keeps the optimizer state for only a share of the parameters, updates this "
-        "share and sends it to the other processes",
+        does="Like ddp, but every process keeps the optimizer state for only a share of the parameters. Each process "
+        "updates its share and sends it to the other processes",
         pays="when the optimizer's state (AdamW: two values per parameter) does not fit into a GPU's memory",
         costs="a broadcast of all parameters after each update, which does not overlap with computation",
         source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020",
@@ -219,7 +219,7 @@ PARALLELISM: tuple[Entry, ...] = (
         setting="scaling: weak",
         searched_for=("strong scaling", "linear scaling rule", "batch size per GPU", "learning rate scaling"),
         does="Each data-parallel process takes train.batch_size samples per step, so the global batch grows with the "
-        "number of processes; the learning rate is multiplied by this number and warmed up",
+        "number of processes. The learning rate is multiplied by this number and warmed up",
         pays="when a share of train.batch_size would be too small to keep a device busy",
         costs="fewer and larger steps, which lower the accuracy beyond some batch size; the job differs from the "
         "baseline's job",

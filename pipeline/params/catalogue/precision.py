@@ -16,7 +16,7 @@ def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
     if on_gpu and machine.gpu_float8:
         return None
-    return "only a GPU from compute capability 8.9 has float8 products; others would compute them in float32"
+    return "only GPUs from compute capability 8.9 multiply in float8; other devices would multiply in float32"
 
 
 class PrecisionSettings(Section):
@@ -93,7 +93,7 @@ PRECISION: tuple[Entry, ...] = (
         relies_on=("torchao",),
         excludes={
             "tensor": "tensor cuts the layers, and each part would have its own scale",
-            "pipeline": "pipeline records the model as a chain of layers, but not layers that scale their factors",
+            "pipeline": "pipeline records the model as a chain, but cannot record layers that scale their factors",
             "parameter_precision": "the factors would be rounded twice, to bfloat16 and to float8",
         },
     ),

@@ -35,7 +35,7 @@ RESERVE_FRACTION = {"cuda": 0.1, "cpu": 0.4}
 context, the libraries' workspaces and fragmentation. On a CPU, it is mostly free blocks between a process's tensors.
 With a share of 0.4, these blocks can take two thirds as much memory as the tensors. In the measured ledgers
 (``benchmarks/ledgers.py``), ``rest_bytes`` was at most 0.54 of the tensors' memory in jobs with more than 100 MiB of
-tensors, but more in smaller jobs."""
+tensors. In smaller jobs, the ratio was larger."""
 TRIED_SAMPLES = (16, 32)
 """Sizes of the micro-batches with which the CPU's kernels are tried. For fewer than 16 samples, torch uses other
 convolutions (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp). So a smaller micro-batch is tried with its own
@@ -163,7 +163,10 @@ class Estimate:
         return compose(plan, model, task, batches, ALONE, of_plan(plan), 0, losses=losses)
 
     def _inside(self, samples: int) -> Callable[[Call], int]:
-        """Return a function that maps an operation of a micro-step to the bytes of its temporary memory."""
+        """Return a function that maps an operation of a micro-step to the bytes of its temporary memory.
+
+        A micro-step is the work for one micro-batch.
+        """
         if self.plan.device == "cuda":
             return _cublas_bytes
         low, high = TRIED_SAMPLES
