@@ -94,7 +94,7 @@ def advice(comparison: Comparison) -> str:
 
 def _saving(each: Compared) -> str:
     """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. A price that
-    is not decided is marked as such. Empty if there is no gain, or an interval is missing."""
+    is not decided is marked as such. Return an empty text if there is no gain, or if an interval is missing."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
         price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
@@ -314,8 +314,8 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """Return a line that names the seeds whose training times are not trusted, because figures were rejected. Empty if
-    there are none."""
+    """Return a line that names the seeds whose training times are not trusted, because figures were rejected. Return an
+    empty tuple if there are no such seeds."""
     seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 

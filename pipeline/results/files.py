@@ -152,7 +152,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> D:
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
-    """Read the sessions in ``directory``, sorted by file name. Unreadable files are skipped, and their names printed."""
+    """Read the sessions in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:

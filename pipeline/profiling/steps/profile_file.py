@@ -7,7 +7,7 @@ from pipeline.results import Record, RunConditions, VariantDocument
 
 WORK = ("optimizer", "forward", "backward", "rest")
 """The parts in which the device works. The optimizer comes first, because a backward node's event also covers an
-optimizer step that runs inside it."""
+optimizer step that runs inside the node."""
 PARTS = (*WORK, "communication", "input", "idle")
 """All parts. An instant that fits several parts belongs to the first of them."""
 
