@@ -48,7 +48,8 @@ class TrainingStep:
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
         """Adds the gradients of a loss to the parameters' gradients."""
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Returns a context in which ranks do not exchange gradients. ``syncs`` says which micro-batches run in it."""
+        """Returns a context in which ranks do not exchange gradients. A micro-batch runs in it if its entry in
+        ``syncs`` is False."""
         self.accumulate: Callable[[MicroBatches], None] = self._plain_accumulate
         """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad

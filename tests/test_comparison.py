@@ -435,7 +435,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     before = make_comparison(bench=whole).variants[1].throughput
     assert before
     assert early.throughput.estimate == before.estimate
-    (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "Ended early" in text]
+    (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "ended early" in text]
     assert said.endswith(": ddp after 8 rounds.")
     nearly = with_arm(
         "ddp", make_bench(throughput={"ddp": 1.03}, rejected={}), samples=longer.arms[0].samples[:8], settled=True

@@ -53,7 +53,7 @@ _AS_IN_FILE = (
     *("step_p50_ms", "model_flops_per_second", "utilisation_fraction", "training_samples_per_second"),
     *("training_peak_memory_bytes", "train_seconds"),
 )
-"""Further figures, under their names in ``Compared``."""
+"""Further figures, which have the same names in ``Compared``."""
 
 
 def _ratio(name: str, ratio: Ratio | None) -> dict[str, float | int | None]:

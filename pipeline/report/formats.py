@@ -127,6 +127,6 @@ def lines(each: Ratio | Noise | Accuracy | None) -> tuple[str, ...]:
 
 
 def text(each: Ratio | Noise | Accuracy) -> str:
-    """Return ``lines`` on one line."""
+    """Return the texts of ``lines`` on one line."""
     first, *others = lines(each)
     return " ".join([first, *(other if first == UNTRUSTED else f"({other})" for other in others)])

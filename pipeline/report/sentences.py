@@ -94,7 +94,7 @@ def advice(comparison: Comparison) -> str:
 
 def _saving(each: Compared) -> str:
     """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. A price that
-    is not decided is marked as such. Empty if there is no gain, or an interval is missing."""
+    is not decided is marked as such. Return an empty text if there is no gain, or if an interval is missing."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
         price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
@@ -239,7 +239,10 @@ def basis(comparison: Comparison) -> list[str]:
         f"{count(bench.steps, 'step')} in a fresh process{turns}. The order is drawn at random, and reversed in every "
         "second round. A session's ratio is the median over the rounds; the A/A noise widens its 95% interval.",
         *(
-            [f"Ended early, because all ratios were clearly above, below or within the margins: {early}."]
+            [
+                "Some variants ended early, because all their ratios were clearly above, below or within the margins: "
+                f"{early}."
+            ]
             if early
             else []
         ),
@@ -262,13 +265,13 @@ def _not_new(dataset: Dataset) -> list[str]:
         return []
     return [
         f"Of the {dataset.test_count:,} test samples, {known:,} also occur among the training samples, so a model "
-        f"may have memorised them, and {twice:,} repeat another test sample (byte for byte)."
+        f"may have memorised them. {twice:,} test samples repeat another one (byte for byte)."
     ]
 
 
 def remarks(each: Compared) -> list[str]:
-    """Return remarks on skipped techniques, on the techniques' automatic choices, and on everything that makes the
-    variant hard to compare: another job, another model, a teacher, or processes whose memory is not counted."""
+    """Return remarks on skipped techniques and on the techniques' automatic choices. Also return remarks on what makes
+    the variant hard to compare: another job, another model, a teacher, or processes whose memory is not counted."""
     found = [f"Skipped: {name}, because {reason.rstrip('.')}." for name, reason in each.skipped.items()]
     found += [f"Decided by {name}: {decision.rstrip('.')}." for name, decision in each.decided.items()]
     if "weak_scaling" in each.techniques:
@@ -311,8 +314,8 @@ def contradicted(each: Compared, baseline: Compared) -> list[str]:
 
 
 def disturbed(each: Compared) -> tuple[str, ...]:
-    """Return a line that names the seeds whose training times are not trusted, because figures were rejected. Empty if
-    there are none."""
+    """Return a line that names the seeds whose training times are not trusted, because figures were rejected. Return an
+    empty tuple if there are no such seeds."""
     seeds = [run.seed for run in each.runs if run.rejections]
     return (f"seed {_listed(seeds)} disturbed",) if seeds else ()
 

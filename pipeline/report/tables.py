@@ -16,7 +16,7 @@ class Cell(NamedTuple):
     beside: tuple[str, ...] = ()
     """Short lines that are shown with the value, such as its ratio to the baseline's value."""
     decision: str = ""
-    """The decision on the difference to the baseline; empty if nothing was decided."""
+    """The decision on the difference from the baseline; empty if nothing was decided."""
 
 
 class Column(NamedTuple):
@@ -106,16 +106,17 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
     equal_times = Column(
         "At equal time",
-        "Only for a variant with another model or a teacher: the scores of the variant and the baseline at the time "
-        "when the faster of their trainings ends, by the bench's throughputs; from the last evaluation before this "
-        "time, mean over seeds. The slower training has not finished its learning-rate schedule then. To finish both "
-        "in equal time, give the slower variant fewer epochs.",
+        "Only for a variant with another model or a teacher: the scores of the variant and of the baseline at the same "
+        "training time. At this time, the faster of the two trainings ends, by the bench's throughputs. Each score is "
+        "from the last evaluation before this time, mean over seeds. The slower training has not finished its "
+        "learning-rate schedule then. To finish both trainings in equal time, give the slower variant fewer epochs.",
         alongside,
     )
     energies = Column(
         "Energy a sample",
-        "Energy of all processes' devices by their counters (NVML for GPUs, RAPL for CPU packages), in the windows and "
-        "with the statistics of the throughput; with idle power, without fans, power supplies and a GPU's host.",
+        "Energy of all processes' devices by their counters (NVML for GPUs, RAPL for CPU packages). It is measured in "
+        "the throughput's windows and has the same statistics. It includes idle power, but not fans, power supplies or "
+        "a GPU's host.",
         lambda each: _against(formats.scaled(each.joules_per_sample, "J"), each.energy),
     )
     return (
@@ -123,7 +124,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Throughput",
             f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
             "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios, with a "
-            "95% bootstrap interval that the A/A noise widens; over several sessions, their mean with a t interval.",
+            "95% bootstrap interval that the A/A noise widens. Over several sessions, the ratio is the mean of the "
+            "sessions' ratios, with a t interval.",
             lambda each: _against(formats.speed(each.samples_per_second, comparison.unit), each.throughput),
         ),
         Column(
@@ -144,8 +146,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         *(_finding(name, direction) for name, direction in comparison.directions.items()),
         Column(
             f"Time to {target}",
-            f"Training time, without evaluation and start-up, to the first evaluation of at least {target} "
-            f"{sentences.score(comparison)}: the samples until then (median over seeds) divided by the bench's "
+            f"Training time, without evaluation and start-up, to the first evaluation with at least {target} "
+            f"{sentences.score(comparison)}: the samples until then (median over seeds), divided by the bench's "
             "throughput. Known only if every seed reached the target, and precise to one epoch. The ratio's interval "
             "covers only the throughput's noise.",
             reached,
@@ -264,7 +266,7 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
 
 
 def shares(comparison: Comparison) -> Table:
-    """Return the effects of single techniques of ablated variants."""
+    """Return a table of the effect of each single technique in the ablated variants."""
     columns = ("Throughput, added", "Throughput, in the stack", "Memory, added", "Memory, in the stack")
     rows = []
     for each in comparison.shares:

@@ -146,7 +146,7 @@ class Bench(Document):
         return max(len(arm.samples) for arm in self.arms)
 
     def goes_on_in(self, later: Session) -> bool:
-        """Return True if the bench that began with ``later`` belongs to the same session as this bench."""
+        """Return True if the bench with the session record ``later`` belongs to the same session as this bench."""
         began, ended = (
             datetime.fromisoformat(each) for each in (later.start_utc, self.session.end_utc or self.session.start_utc)
         )
@@ -210,7 +210,7 @@ def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
 
 
 def rejections(arm: Arm) -> list[str]:
-    """Return one line per kind of reason for which an arm was rejected, with the number of rejected rounds."""
+    """Return one line per kind of reason, with the number of the arm's rounds that were rejected for this kind."""
     return [
         f"rejected in {len(rounds)} of {count(len(arm.samples), 'round')}: in round {rounds[0]}, {reason.rstrip('.')}"
         for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()

@@ -20,7 +20,7 @@ def of_result(result: Result, train: Train) -> list[str]:
     ]
     told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
     wrong = [key for key in told if not _close(told[key], expected[key])]
-    return found + [f"summary.{key} is {told[key]}, but its runs give {expected[key]}" for key in wrong]
+    return found + [f"summary.{key} is {told[key]}, but the runs give {expected[key]}" for key in wrong]
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:

@@ -69,7 +69,8 @@ def inference_file(variant: str, kind: Literal["json", "md"], root: Path = INFER
 
 
 def read(path: Path, config: Config) -> Result:
-    """Read a variant's result from ``path``, a file with the variant's name. It must belong to the job ``config``.
+    """Read a variant's result from ``path``, a file with the variant's name. The result must belong to the job
+    ``config``.
 
     Results come from a cache that others may write to. So the pipeline imports, calls and opens only what ``config``
     names, never what a result names, and refuses a result with other settings. Raises ResultError, which names the file
@@ -114,7 +115,7 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
 
 
 def stage_of(variant: Variant | Mapping[str, Any] | None) -> str:
-    """Return the name (without ``@`` and variant) of the stage in dvc.yaml that trains a variant of these settings."""
+    """Return the name (without ``@`` and variant) of the stage in dvc.yaml that trains variants with these settings."""
     learns = variant.distillation if isinstance(variant, Variant) else (variant or {}).get("distillation")
     return "distil" if learns else "train"
 
@@ -135,7 +136,7 @@ def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str,
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:
     """Read the bench's file. Raises ResultError, naming the file, if it is not a valid bench file."""
-    return read_document(path, Bench, "run `dvc repro bench`, which measures it")
+    return read_document(path, Bench, "run `dvc repro bench`, which writes this file")
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> D:
@@ -151,7 +152,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> D:
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
-    """Read the sessions in ``directory``, sorted by file name. An unreadable file is skipped and its name printed."""
+    """Read the sessions in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
@@ -192,7 +193,8 @@ def write_history(rows: Iterable[HistoryRow], path: Path) -> None:
 
 @contextmanager
 def adding_to_history(path: Path) -> Iterator[Callable[[HistoryRow], None]]:
-    """Yield a function that appends a row to ``path``, which ``write_history`` began, and writes the row at once.
+    """Yield a function that appends a row to ``path`` and writes it to the file at once. ``write_history`` must have
+    begun the file.
 
     The file is opened once, with the first row, because opening it for each row would slow down the steps.
     """

@@ -66,7 +66,7 @@ class HistoryRow(Record):
     train_loss: float
     """Mean training loss over the steps since the last row."""
     samples_per_second: Positive | None
-    """Global samples a second since the last row."""
+    """Samples of the global batches per second since the last row."""
     test_loss: float | None = None
     """Loss on the test set. Only rows at the end of an epoch have ``test_loss`` and ``test_accuracy``."""
     test_accuracy: Share | None = None
@@ -241,7 +241,7 @@ class VariantDocument(Document):
     variant: VariantName
     environment: str
     """Hash of the environment on which the numbers depend: ``environment.hash_of`` for the variant or, in a file of
-    inference measurements, for the forms of inference."""
+    inference measurements, for the forms in ``infer.forms``."""
     config: dict[str, dict[str, Any]]
     """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
     dataset: Dataset

@@ -23,8 +23,8 @@ _OWN = {"classification": Classification, "language_model": LanguageModel, "regr
 def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
     """Return the task ``train.task`` for the job's settings and data set.
 
-    Raises TaskError if the task does not fit the data set. It also raises TaskError for an array that the task does not
-    take, because the array's name may be misspelled.
+    Raises TaskError if the task does not fit the data set. It also raises TaskError for an array, other than ``inputs``
+    and ``targets``, that the task does not take, because the array's name may be misspelled.
     """
     task = find(train.task)(train, dataset, device)
     if not isinstance(task, Task):

@@ -104,7 +104,7 @@ class Task(ABC):
         """Return the loss that training minimises: the mean of the samples' losses, a scalar."""
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the samples' losses in the evaluation, float64."""
+        """Return the sum of the samples' losses for the evaluation, a float64 scalar."""
         return self.loss(outputs, targets).double() * len(targets)
 
     @abstractmethod

@@ -36,6 +36,6 @@ def _from_outside(name: str) -> type[Technique]:
     if not (isinstance(found, type) and issubclass(found, Technique) and found.name == name):
         raise ConfigError(
             f"the entry point {name!r} of the group {outside.TECHNIQUES} is {found!r}; expected a class derived from "
-            "pipeline.techniques.Technique with this name."
+            f"pipeline.techniques.Technique with {name!r} as its `name`."
         )
     return found

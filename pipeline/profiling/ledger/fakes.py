@@ -30,7 +30,7 @@ _IN_FLOAT32 = {
     *(torch.Tensor.softmax, torch.Tensor.log_softmax),
 }
 _NO_STORAGE = 0
-"""The key of an operation's temporary memory, which has no tensor."""
+"""The key of an operation's temporary memory, which belongs to no tensor."""
 
 
 class UnreadLosses(HostLosses):
@@ -41,8 +41,8 @@ class UnreadLosses(HostLosses):
 
 
 class FakeTracker(Tracker, TorchDispatchMode):
-    """Records when storages of fake tensors are allocated and freed. What is allocated before the tracker is entered is
-    not recorded."""
+    """Records when storages of fake tensors are allocated and freed. Storages that exist before the tracker is entered
+    are not recorded."""
 
     def __init__(self, block_bytes: int, inside: Callable[[Call], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,7 +135,8 @@ def faked_task(task: Task) -> Task:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does; autocast on a CPU uses 16 bits.
+    """Under autocast on a CPU, runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does. Autocast on
+    a CPU alone runs them in 16 bits.
 
     Source: "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
     """

@@ -1,4 +1,4 @@
-"""Print the predicted ledgers as a table."""
+"""Print the predicted memory ledgers as a table: one row per variant, one column per part of the peak memory."""
 
 from __future__ import annotations
 

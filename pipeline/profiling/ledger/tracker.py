@@ -34,9 +34,9 @@ _CALL, _CALL_ENDS = "ledger: call ", "/ledger: call "
 
 
 def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
-    """Take one more step of ``training``, whose warm-up must be over, and return this rank's ledger.
+    """Take one more step of ``training`` and return this rank's ledger, which divides its peak memory into parts.
 
-    All ranks call this function together.
+    The warm-up must be over. All ranks call this function together.
 
     ``peak_bytes`` is this rank's peak, measured earlier without a tracker. The ledger's parts and its rest add up to
     this peak. Returns None if the peak is unknown, or if the step is replayed from a CUDA graph, which allocates
@@ -62,14 +62,14 @@ def measured(training: Training, peak_bytes: int | None) -> Ledger | None:
 
 
 class Tracker:
-    """Records a trace while a step runs."""
+    """Records the allocations of a step in a trace."""
 
     def recording(self) -> AbstractContextManager[AllocationTrace]:
-        """Record a trace while the block runs; the trace is complete when the block ends."""
+        """Record a trace while the ``with`` block runs; the trace is complete when the block ends."""
         raise NotImplementedError
 
     def input(self) -> AbstractContextManager[object]:
-        """Mark the block as the preparation of the next micro-batch."""
+        """Mark the ``with`` block as the preparation of the next micro-batch."""
         return nullcontext()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class Tracker:
 
 
 def tracked_step(training: Training, tracker: Tracker) -> AllocationTrace:
-    """Clear the last step's gradients, then take one step of ``training`` and watch it."""
+    """Clear the last step's gradients, then take one step of ``training`` and record it with ``tracker``."""
     step, parameters = training.step, list(training.model.parameters())
 
     def noting(part: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -240,7 +240,7 @@ class _Event:
 
 
 def _events(profile: profiler.profile, device: str) -> list[_Event]:
-    """Return the allocations on ``device`` and the ledger's and FSDP's annotations, in order of time."""
+    """Return the allocations and frees on ``device``, and the ledger's and FSDP's annotations, in order of time."""
     assert profile.kineto_results is not None
     found: list[_Event] = []
     tree = list(profile.kineto_results.experimental_event_tree())

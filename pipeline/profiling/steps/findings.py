@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.profiling.steps.profile_file import Finding, StepTimes
 
 NOTABLE_IMBALANCE = 0.20
-"""Smallest difference of the ranks' work, as a share of the step, that is a finding."""
+"""Smallest difference between the ranks' working times, as a share of the step, that is a finding."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 
 def _waits_for_input(facts: Facts, share: str, where: str) -> str:
     if facts.applied.get("data_loading") == "dataloader":
-        advice = "raise loader_workers, or set data_loading: resident, which decodes and copies nothing"
+        advice = "raise loader_workers, or set data_loading: resident, which keeps the decoded samples on the device"
     elif facts.placement == "streamed":
         advice = (
             "set train.placement: resident if the samples fit into the device's memory, or give the job more CPU cores "
-            "and a faster disk, because a thread gathers each batch from the prepared file"
+            "and a faster disk. A thread gathers each batch from the prepared file"
         )
     else:
         advice = (
@@ -57,7 +57,8 @@ def _waits_for_others(facts: Facts, share: str, where: str) -> str:
     exposed = sum(rank.communication_ms for rank in facts.ranks)
     advice = {
         "pipeline": "raise gradient_accumulation, because more micro-batches keep more stages busy at the same time",
-        "tensor": "use fewer processes per model, because each layer waits for sums that no computation can hide",
+        "tensor": "use fewer processes per model, because each layer waits for sums over the processes, which no "
+        "computation can hide",
         "fsdp": "raise train.batch_size, so that there is more to compute per gathered layer, or set "
         "reshard_after_forward: false if the memory allows it",
     }.get(
@@ -75,18 +76,18 @@ def _idles(facts: Facts, share: str, where: str) -> str:
     if facts.on_gpu:
         return (
             f"For {share} of the step, the GPU does nothing{where}, mostly because the host launches kernels more "
-            "slowly than they run: raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, so "
+            "slowly than they run. Raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, so "
             "that the host launches less often."
         )
     return (
         f"For {share} of the step, no operator runs{where}, because Python and dispatch between small operators take "
-        "this time: raise train.batch_size, use fewer micro-batches, or set compile: default."
+        "this time. Raise train.batch_size, use fewer micro-batches, or set compile: default."
     )
 
 
 def _updates(_: Facts, share: str, where: str) -> str:
     return (
-        f"The optimizer takes {share} of the step{where}, and its time does not depend on the batch: raise "
+        f"The optimizer takes {share} of the step{where}, and its time does not depend on the batch. Raise "
         "train.batch_size, keep optimizer_kernel: fused, or, with several processes, distribute the update with "
         "parallelism: zero1."
     )
@@ -125,7 +126,7 @@ def _computes(facts: Facts) -> Finding:
         rule="computes",
         share_fraction=share,
         text=f"For {share:.0%} of the step, the device works ({main.fraction('forward'):.0%} forward, "
-        f"{main.fraction('backward'):.0%} backward), so nothing waits. Make the arithmetic cheaper with precision: "
-        "bf16, channels_last: true or compile: default if the hardware supports it, or distribute it over several "
-        "devices.",
+        f"{main.fraction('backward'):.0%} backward), so little time is lost. Make the arithmetic cheaper with "
+        "precision: bf16, channels_last: true or compile: default if the hardware supports them, or distribute the "
+        "arithmetic over several devices.",
     )

@@ -7,9 +7,9 @@ from pipeline.results import Record, RunConditions, VariantDocument
 
 WORK = ("optimizer", "forward", "backward", "rest")
 """The parts in which the device works. The optimizer comes first, because a backward node's event also covers an
-optimizer step that runs inside it."""
+optimizer step that runs inside the node."""
 PARTS = (*WORK, "communication", "input", "idle")
-"""All parts, in the order in which they claim an instant."""
+"""All parts. An instant that fits several parts belongs to the first of them."""
 
 
 class StepTimes(Record):
@@ -43,7 +43,7 @@ class StepTimes(Record):
 
 
 class Operator(Record):
-    """One operator's time per step on the main rank's device, without the operators that it calls."""
+    """One operator's time per step on the main rank's device, without the time of the operators that it calls."""
 
     name: str
     calls_per_step: float
@@ -61,7 +61,7 @@ class Finding(Record):
 
 
 class Profile(RunConditions, VariantDocument):
-    """``profile.json``."""
+    """The content of ``profile.json``."""
 
     seed: Seed
     steps: int

@@ -14,7 +14,8 @@ _MEANINGS = {
     "rest": "other work in the step, such as clearing gradients; or a CUDA graph of the whole step",
     "communication": "exposed communication: the device does nothing else; this includes waits for a slower process",
     "input": "the step waits for its batch, or the device only prepares the batch",
-    "idle": "none of these: on a GPU, kernels that the host has yet to launch; on a CPU, Python between operators",
+    "idle": "none of the parts above: on a GPU, the host has not launched the next kernel yet; on a CPU, Python runs "
+    "between operators",
 }
 
 
@@ -64,8 +65,9 @@ def markdown(profile: Profile, *, on_gpu: bool) -> str:
     ]
     if profile.has_memory_snapshot:
         lines.append(
-            "- `memory.pickle`: the code that allocated the GPU's memory in two steps. Open this file in "
-            "<https://docs.pytorch.org/memory_viz>. Both sites work in the browser and do not upload the file."
+            "- `memory.pickle`: the allocations of GPU memory in two training steps, with the code that made them. "
+            "Open this file in <https://docs.pytorch.org/memory_viz>. This site and Perfetto's work in the browser and "
+            "do not upload your files."
         )
     lines.append("- `profile.json`: these figures for programs.")
     return "\n".join(lines) + "\n"

@@ -40,7 +40,8 @@ _ENGINE = "autograd::engine::evaluate_function"
 """This event surrounds each node of the backward pass and its hooks. DDP and FSDP wait in hooks, so the event
 does not count as work."""
 _WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "record_param_comms")
-"""Prefixes of operators that only send, receive or wait. DTensor calls them inside other operators."""
+"""Prefixes of events that are no work: the event above, and operators that only send, receive or wait. DTensor calls
+such operators inside other operators."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -127,8 +128,8 @@ class Trace:
             self._tell_kernels(events, gpu)
 
     def times(self) -> StepTimes:
-        """Divide the window into parts. The window begins with the first step. It ends when host and device have
-        finished the last step."""
+        """Return the mean time of each part per step. The window begins with the first step. It ends when host and
+        device have finished the last step."""
         ends = [event.end for events in self.work.values() for event in events]
         whole = (self.first, max([self.last, *ends, *(end for start, end in self.communication if start < self.last)]))
         worked = {name: [event.span for event in events] for name, events in self.work.items()}
@@ -210,7 +211,8 @@ class Trace:
 
 
 def _own_times(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
-    """Return each event with its time minus the time of the events of its thread that are nested directly in it."""
+    """Return each event with its own time: its duration minus the durations of the events nested directly in it on the
+    same thread."""
     ordered = sorted(events, key=lambda each: (str(each.thread), each.start, -each.end))
     own = [event.end - event.start for event in ordered]
     open_: list[int] = []

@@ -1,4 +1,4 @@
-"""Intervals drawn as whiskers: of the variants' ratios to the baseline, and of the effects of single techniques."""
+"""Intervals, drawn as whiskers: the variants' differences from the baseline, and the effects of single techniques."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory ledger as stacked bars."""
+"""The memory ledgers, which divide the peak memory into parts, as stacked bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strip charts of every sample of the bench."""
+"""Strip charts of every sample of the bench: one strip per arm, such as a variant or the A/A control."""
 
 from __future__ import annotations
 
