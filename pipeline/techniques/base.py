@@ -29,8 +29,8 @@ class Stored:
     ``load`` together."""
 
     read: Callable[[], dict[str, Any]]
-    """Returns the whole state on every rank, in the form of a single device's state. A tensor of which each rank holds
-    a part is returned as a DTensor."""
+    """Returns the state on every rank, in the form of a single device's state. A tensor of which each rank holds a part
+    is returned as a DTensor."""
     load: Callable[[dict[str, Any]], object]
     """Loads a whole state that the main rank has read from a checkpoint (``World.announced``)."""
 
@@ -98,8 +98,8 @@ class Setup:
 
 
 def load_share(optimizer: torch.optim.Optimizer, whole: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-    """Load the state of the optimizer's own parameters from the state dict ``whole``, whose keys are places in
-    ``parameters``."""
+    """Load the state of the optimizer's own parameters, and the groups' settings, from the state dict ``whole``. The
+    keys of ``whole["state"]`` are places in ``parameters``."""
     place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
     own = [place_of[id(each)] for group in optimizer.param_groups for each in group["params"]]
     held = optimizer.state_dict()["param_groups"]

@@ -91,7 +91,7 @@ def head(setup: Setup) -> nn.Linear | None:
 
 
 class _LossOfChunks(torch.autograd.Function):
-    """The mean loss of the outputs of a linear layer with d inputs, for ``hidden`` [n, ..., d] of n samples.
+    """The mean loss over n samples. A linear layer computes their outputs from ``hidden`` [n, ..., d].
 
     ``forward`` computes the loss and its gradients together, chunk by chunk. ``backward`` only scales the gradients.
     """
@@ -124,7 +124,7 @@ class _LossOfChunks(torch.autograd.Function):
                 slope_of_weight += slope.T @ rows
             if slope_of_bias is not None:
                 slope_of_bias += slope.sum(0)
-            # Otherwise these tensors would still be there while the next chunk's logits are computed.
+            # Otherwise these tensors would still take memory while the next chunk's logits are computed.
             del outputs, loss, slope
         ctx.save_for_backward(slope_of_hidden, slope_of_weight, slope_of_bias)
         return torch.stack(losses).sum()

@@ -55,7 +55,7 @@ class Compile(Technique):
 
     def change_model(self, setup: Setup) -> None:
         self.prepare_process()
-        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit of recompilations
+        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit on recompilations
         if isinstance(setup.model, DistributedDataParallel):
             setup.model.module = self._compiled(setup.model.module)
         else:
