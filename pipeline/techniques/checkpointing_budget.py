@@ -115,7 +115,7 @@ def measured(
     autocast: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Kept:
-    """Return the storages that a forward pass of ``model`` keeps, and each block's operations, measured on fake tensors.
+    """Measure on fake tensors which storages a forward pass of ``model`` keeps, and the operations of each block.
 
     The model's inputs have ``shape`` and ``dtype``. ``autocast``: the dtype of autocast; None for no autocast. The
     storages of parameters, buffers and the inputs do not count.
