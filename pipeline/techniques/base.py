@@ -162,8 +162,8 @@ class Technique:
 
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
-        """Return a function that maps a number of processes to the reason why the model cannot be divided among so
-        many, or to None if it can. This method is called when the variant is planned. The model is on the CPU, and the
+        """Return a function of a number of processes. It returns the reason why so many processes cannot share the
+        model, or None if they can. This method is called when the variant is planned. The model is on the CPU, and the
         techniques before this technique have changed it."""
         return lambda processes: None  # noqa: ARG005
 

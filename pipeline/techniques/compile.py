@@ -32,9 +32,9 @@ class Compile(Technique):
     model must be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails
     with the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. It then
-    tunes only the kernels of batched matrix products, such as those in attention, because the other kernels that it
-    could tune need constant weights.
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. Then
+    max-autotune tunes only the kernels of batched matrix products, such as those in attention. The other kernels that
+    it could tune need constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.

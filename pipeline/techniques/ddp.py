@@ -47,9 +47,9 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
     """Make DDP rebuild its buckets before the first step of a resumed training.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
-    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added, and so how the
-    sum is rounded. Therefore this function runs a forward and a backward pass, and discards the gradients. The model's
-    buffers and the random state stay unchanged.
+    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added. This order
+    decides how the sum is rounded. Therefore this function runs a forward and a backward pass, and discards the
+    gradients. The model's buffers and the random state stay unchanged.
     """
     with unchanged(model):
         setup.step.forward(*setup.sample()).backward()

@@ -294,8 +294,8 @@ def _variants(
 def _images(path: str) -> tuple[dict[str, Any], int]:
     """Return settings for an image folder, and the number of training images. Raises DataError.
 
-    ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images,
-    rounded down to a multiple of 8, and at least 8 and at most 224.
+    ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images. It
+    is rounded down to a multiple of 8, and is at least 8 and at most 224.
     """
     from PIL import Image
 
