@@ -75,7 +75,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert subprocess.run(["git", "check-ignore", *kept], capture_output=True).stdout == b""
     before, said = contents(repository), capsys.readouterr().out
     assert said.startswith("init: wrote params.yaml, .dvc/config, ")
-    assert "3 variants, and 2.5 minutes for the bench" in said
+    assert "3 variants; the bench may take 2.5 minutes" in said
     init.run(LAPTOP)
     assert contents(repository) == before
     assert capsys.readouterr().out == "init: wrote nothing: no file needs a change\n"
@@ -230,7 +230,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     assert config.variants["memory"].activation_checkpointing is True
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "the comments of params.yaml stay"
-    assert f"{len(variants)} variants, and {minutes:g} minutes for the bench" in capsys.readouterr().out
+    assert f"{len(variants)} variants; the bench may take {minutes:g} minutes" in capsys.readouterr().out
     assert ("#   ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text

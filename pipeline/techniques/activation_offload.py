@@ -40,8 +40,8 @@ class ActivationOffload(Technique):
 
 @contextmanager
 def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
-    """While the context is active, autograd saves tensors in host memory, except tensors whose storage is in
-    ``staying`` and small tensors."""
+    """While the context is active, autograd saves tensors in host memory, except small tensors and tensors whose
+    storage is in ``staying``."""
     leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 
     def let_go() -> None:
@@ -61,7 +61,7 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
         if len(leaving) > IN_FLIGHT:
             let_go()
 
-        def back() -> torch.Tensor:  # must not refer to ``tensor``, which would keep its device memory
+        def back() -> torch.Tensor:  # a reference to ``tensor`` here would keep its device memory
             torch.cuda.current_stream(device).wait_event(copied)
             return waiting.to(device, non_blocking=True)
 

@@ -29,8 +29,8 @@ class Stored:
     ``load`` together."""
 
     read: Callable[[], dict[str, Any]]
-    """Returns the whole state on every rank, in the form of a single device's state. A tensor of which each rank holds
-    a part is returned as a DTensor."""
+    """Returns the state on every rank, in the form of a single device's state. A tensor of which each rank holds a part
+    is returned as a DTensor."""
     load: Callable[[dict[str, Any]], object]
     """Loads a whole state that the main rank has read from a checkpoint (``World.announced``)."""
 
@@ -98,8 +98,8 @@ class Setup:
 
 
 def load_share(optimizer: torch.optim.Optimizer, whole: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-    """Load the state of the optimizer's own parameters from the state dict ``whole``, whose keys are places in
-    ``parameters``."""
+    """Load the state of the optimizer's own parameters, and the groups' settings, from the state dict ``whole``. The
+    keys of ``whole["state"]`` are places in ``parameters``."""
     place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
     own = [place_of[id(each)] for group in optimizer.param_groups for each in group["params"]]
     held = optimizer.state_dict()["param_groups"]
@@ -162,8 +162,8 @@ class Technique:
 
     @classmethod
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:  # noqa: ARG003
-        """Return a function that maps a number of processes to the reason why the model cannot be divided among so
-        many, or to None if it can. This method is called when the variant is planned. The model is on the CPU, and the
+        """Return a function of a number of processes. It returns the reason why so many processes cannot share the
+        model, or None if they can. This method is called when the variant is planned. The model is on the CPU, and the
         techniques before this technique have changed it."""
         return lambda processes: None  # noqa: ARG005
 

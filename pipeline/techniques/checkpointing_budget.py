@@ -90,9 +90,9 @@ class Kept:
     def cheapest(self, fraction: float) -> set[int]:
         """Return the indices of blocks to checkpoint, so that at most ``fraction`` of the bytes is kept.
 
-        The choice is greedy, so that few operations run again. Until the budget is met, the block that saves the most
-        bytes per operation is added. Then each block without which the budget is still met is removed, the block with
-        the most operations first.
+        A greedy search tries to keep the number of repeated operations small. Until the budget is met, the block that
+        saves the most bytes per operation is added. Then each block without which the budget is still met is removed,
+        the block with the most operations first.
         """
         budget, chosen = fraction * self.bytes(()), set[int]()
 
@@ -115,7 +115,7 @@ def measured(
     autocast: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Kept:
-    """Return the storages that a forward pass of ``model`` keeps, measured on fake tensors.
+    """Measure on fake tensors which storages a forward pass of ``model`` keeps, and the operations of each block.
 
     The model's inputs have ``shape`` and ``dtype``. ``autocast``: the dtype of autocast; None for no autocast. The
     storages of parameters, buffers and the inputs do not count.

@@ -20,11 +20,11 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class ChunkedLoss(Technique):
     """The head (the model's last linear layer) and the loss are computed for one chunk of rows after the other.
 
-    If the job uses the task's own loss and the task's ``loss_by_row`` is true, a row is a vector of the outputs, such
-    as a token's. Otherwise a row is a sample, because every loss is a mean over samples. While the model trains, its
-    head returns its input, and the step's criterion applies the head. A chunk's logits and their gradient are freed
-    before the logits of the next chunk are computed. Only the gradients of the head's input and parameters are kept, so
-    no product is computed twice.
+    If the job uses the task's own loss and ``loss_by_row`` is true, a row is a vector of the outputs, such as a
+    token's. Otherwise a row is a sample, because every loss is a mean over samples. While the model trains, its head
+    returns its input, and the step's criterion applies the head. A chunk's logits and their gradient are freed before
+    the logits of the next chunk are computed. Only the gradients of the head's input and parameters are kept, so no
+    product is computed twice.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; Wijmans et al., "Cut Your
     Losses in Large-Vocabulary Language Models", ICLR 2025.
@@ -91,7 +91,7 @@ def head(setup: Setup) -> nn.Linear | None:
 
 
 class _LossOfChunks(torch.autograd.Function):
-    """The mean loss of the outputs of a linear layer with d inputs, for ``hidden`` [n, ..., d] of n samples.
+    """The mean loss over n samples. A linear layer computes their outputs from ``hidden`` [n, ..., d].
 
     ``forward`` computes the loss and its gradients together, chunk by chunk. ``backward`` only scales the gradients.
     """
@@ -124,7 +124,7 @@ class _LossOfChunks(torch.autograd.Function):
                 slope_of_weight += slope.T @ rows
             if slope_of_bias is not None:
                 slope_of_bias += slope.sum(0)
-            # Otherwise these tensors would still be there while the next chunk's logits are computed.
+            # Otherwise these tensors would still take memory while the next chunk's logits are computed.
             del outputs, loss, slope
         ctx.save_for_backward(slope_of_hidden, slope_of_weight, slope_of_bias)
         return torch.stack(losses).sum()

@@ -21,12 +21,12 @@ from pipeline.step import MicroBatches
 from pipeline.techniques.base import Setup, Stored, Technique, replaced
 
 RANK = 2
-"""The rank of PowerSGD's factors, as in the paper's image classifiers."""
+"""The rank of PowerSGD's factors. The PowerSGD paper uses this rank for its image classifiers."""
 DENSE_STEPS = 2
 """Smallest number of steps before PowerSGD begins. torch requires two, because DDP rebuilds its buckets after the
 first step."""
 NEVER_ZERO = 1e-8
-"""Added to the norms of PowerSGD's columns, so that no norm is zero even if a gradient is all zeros."""
+"""Added to the norms of the factors' columns, so that no norm is zero even if a gradient is all zeros."""
 _REMEMBERED = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
 """The fields of torch's ``PowerSGDState`` that change from step to step, and that later steps depend on."""
 
@@ -56,7 +56,7 @@ class FP16Compression(_Hook):
 
 
 class BF16Compression(_Hook):
-    """Like ``FP16Compression``, but in bfloat16, which has float32's range and fewer digits."""
+    """Like ``FP16Compression``, but in bfloat16, which has float32's range and fewer digits than float16."""
 
     name = "bf16_compression"
     hook = staticmethod(default_hooks.bf16_compress_hook)

@@ -32,9 +32,9 @@ class Compile(Technique):
     model must be one graph (``fullgraph=True``). If PyTorch would split the model or leave it uncompiled, the run fails
     with the reason, so that only the requested setup is measured. Evaluation uses the bare, uncompiled model.
 
-    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. It then
-    tunes only the kernels of batched matrix products, such as those in attention, because the other kernels that it
-    could tune need constant weights.
+    On a CPU there are no CUDA graphs, so reduce-overhead is refused, and max-autotune runs without CUDA graphs. Then
+    max-autotune tunes only the kernels of batched matrix products, such as those in attention. The other kernels that
+    it could tune need constant weights.
 
     Source: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
     Compilation", ASPLOS 2024.
@@ -55,7 +55,7 @@ class Compile(Technique):
 
     def change_model(self, setup: Setup) -> None:
         self.prepare_process()
-        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit of recompilations
+        torch._dynamo.reset()  # otherwise earlier seeds' compilations count towards torch's limit on recompilations
         if isinstance(setup.model, DistributedDataParallel):
             setup.model.module = self._compiled(setup.model.module)
         else:

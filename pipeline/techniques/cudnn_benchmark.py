@@ -1,4 +1,4 @@
-"""cuDNN's search for the fastest convolution."""
+"""Let cuDNN search for the fastest algorithm of each convolution."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
 
 
 def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
-    """Make DDP rebuild its buckets as after a first step; a resumed training calls this before its first step.
+    """Make DDP rebuild its buckets before the first step of a resumed training.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
-    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added, and so how the
-    sum is rounded. Therefore a batch runs forward and backward, and the gradients are discarded. The model's buffers
-    and the random state stay unchanged.
+    than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added. This order
+    decides how the sum is rounded. Therefore this function runs a forward and a backward pass, and discards the
+    gradients. The model's buffers and the random state stay unchanged.
     """
     with unchanged(model):
         setup.step.forward(*setup.sample()).backward()
@@ -60,8 +60,8 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
 class DDP(Technique):
     """Wraps the model in ``torch.nn.parallel.DistributedDataParallel``.
 
-    The rest is the same for every parallelism: the plan sets the number of processes (``plans.plan``), each process
-    takes its part of the batch (``TrainBatches``), and ``window_of`` joins their measurements.
+    Other code does the rest, in the same way for every parallelism. ``plans.plan`` sets the number of processes,
+    ``TrainBatches`` gives each process its part of the batch, and ``window_of`` joins the processes' measurements.
 
     Buffers are not broadcast before each forward pass, because training does not read BatchNorm's running statistics,
     and evaluation uses the main rank's statistics anyway (``World.broadcast_buffers_``).

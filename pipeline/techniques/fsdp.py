@@ -56,7 +56,7 @@ class FSDP(Technique):
         self.model: FSDPModule = self._shard(model, outside, reshard)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Shard ``model`` like the trained model, but gather in float32, and reshard each part after it has run."""
+        """Shard ``model`` like the trained model, but gather parameters in float32; reshard each part after its run."""
         model.to(memory_format=torch.contiguous_format)
         for part in (*blocks(model), model):
             self._shard(part, MixedPrecisionPolicy(), reshard=True)

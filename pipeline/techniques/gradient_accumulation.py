@@ -11,8 +11,8 @@ class GradientAccumulation(Technique):
     """Divides the loss of each of N micro-batches by N, so their gradients add up to the batch's mean gradient.
 
     N is ``Plan.micro_batches``. ``TrainBatches`` splits the batch, ``TrainingStep`` runs the parts one by one, and this
-    class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. A pipeline
-    accumulates its micro-batches itself.
+    class only divides the loss. BatchNorm still normalises each micro-batch by its own statistics. Pipeline parallelism
+    does not use this class, because its schedule runs the micro-batches.
     """
 
     name = "gradient_accumulation"

@@ -22,7 +22,7 @@ def chain(model: nn.Module) -> list[nn.Sequential]:
 
     torch.fx records the operations of the model's forward pass; a layer, or a block in a sequence of blocks, is one
     operation. The model is split between two operations if all later operations need only one of the tensors computed
-    so far, so it is never split inside a residual connection. Each unit, and so each stage, has trainable parameters.
+    so far. So it is never split inside a residual connection. Each unit has trainable parameters.
 
     Raises NotAChain, whose message says why, if the model has no such chain.
     """
@@ -101,7 +101,7 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
 
 
 def _pieces(model: nn.Module, graph: fx.Graph, entering: fx.Node, output: fx.Node) -> list[nn.Module]:
-    """Cut the graph wherever all later operations need only one of the values computed so far."""
+    """Cut the graph wherever all later operations need only one of the values computed so far; return the pieces."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     place = {node: index for index, node in enumerate(nodes)}
     last_use = {
@@ -152,7 +152,7 @@ class _Entry(nn.Module):
 
 
 def _changed(module: nn.Module, *hooks: str) -> bool:
-    """Return whether the module has hooks of these kinds, or a ``forward`` of its own."""
+    """Return whether the module has hooks of these kinds, or a ``forward`` that is not its class's."""
     return "forward" in vars(module) or any(getattr(module, name) for name in hooks)
 
 

@@ -46,11 +46,12 @@ class Cut(NamedTuple):
 
 
 def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Return the share of a step's time in which each of ``stages`` equal stages waits, for both GPipe and 1F1B.
+    """Return the share of a step's time in which a stage waits, if all stages are equally slow. GPipe and 1F1B have the
+    same share.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, section 2.2. With p stages and m micro-batches, it gives the bubble as (p - 1) / m of the time without a
-    bubble.
+    2021, section 2.2. With p stages and m micro-batches, the paper gives the bubble as (p - 1) / m of the time without
+    a bubble.
 
     >>> bubble_fraction(4, 12)
     0.2
@@ -128,7 +129,7 @@ def _now(world: World) -> float:
 
 
 def _written_in_place(units: Sequence[nn.Module], passing: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Run the chain; return its output, and the indices of all units but the first that change their input in place.
+    """Run the chain; return its output, and the indices of units after the first that change their input in place.
 
     Such a unit cannot begin a stage, because autograd could not compute the gradient of the stage's input.
     """

@@ -36,8 +36,8 @@ class Pipeline(Technique):
     """Each rank keeps one stage of the model; ``torch.distributed.pipelining`` schedules a step's micro-batches.
 
     The model is cut so that the slowest stage is as fast as possible. The main rank times each unit of the model's
-    chain on its device, without communication. Where the model is cut does not change the computed sums. But a layer
-    that draws random numbers uses its rank's generator, so with other cuts it draws other numbers.
+    chain on its device, without communication. The cut does not change the computed sums. But a layer that draws random
+    numbers uses its rank's generator, so with another cut it draws other numbers.
 
     Consecutive ranks form a pipeline. With replicas there are several pipelines, whose gradients are averaged stage by
     stage at the end of a step's schedule.
@@ -117,7 +117,7 @@ class Pipeline(Technique):
 
     def change_checkpoint(self, setup: Setup) -> None:
         self._optimizer = setup.step.optimizer
-        # ``restore`` loads both states, because it may first have to cut the model anew.
+        # ``restore`` loads both states, because it may first have to cut the model again.
         setup.model_state = Stored(self._read_model, partial(self._keep, "model"))
         setup.optimizer_state = Stored(self._read_optimizer, partial(self._keep, "optimizer"))
 
@@ -157,7 +157,7 @@ class Pipeline(Technique):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load the states of the model and of the optimizer. If the checkpoint's cut differs from this run's cut, first
-        cut the model like the checkpoint."""
+        cut the model as the checkpoint says."""
         if tuple(state["ends"]) != self._cut.ends:
             self._split(self._cut._replace(ends=tuple(state["ends"])))
             (group,) = self._optimizer.param_groups

@@ -27,10 +27,10 @@ _ELEMENT_BY_ELEMENT = (
 
 
 class Tensor(Technique):
-    """Applies ``parallelize_module`` to every pair of linear layers with only element-wise functions between them.
+    """Applies ``parallelize_module`` to pairs of linear layers with only element-wise functions between them.
 
     A model can also name two layers with attention heads between them (``tensor_pair`` of
-    ``pipeline.models.gpt.Attention``).
+    ``pipeline.models.gpt.Attention``). Pairs that the ranks cannot share evenly are not split.
 
     Each rank computes a part of the first layer's outputs and, from this part, a partial result of the second layer.
     The partial results of all ranks are added up. The rest of the model is on every rank, so all ranks take the same
@@ -118,8 +118,8 @@ class Pair:
 def pairs(model: nn.Module) -> Iterator[Pair]:
     """Yield the pairs of linear layers that can be cut along the width between them; no two pairs share a layer.
 
-    A pair is left out if the model also uses one of its layers or dropouts in another place, because there the width is
-    not cut.
+    A pair is left out if the model also uses one of its layers or dropouts in another place, because that place needs
+    the whole width.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))

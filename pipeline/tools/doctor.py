@@ -51,7 +51,7 @@ DRIVER = (
 )
 """Driver 580 runs every minor version of CUDA 13, and all older versions of CUDA (NVIDIA's table of minor version
 compatibility)."""
-TO_THE_TOP = "cd to the top of the checkout; in a container, mount it there"
+TO_THE_TOP = "cd to the top of the checkout; in a container, mount the checkout at the working directory"
 REMEDIES = {
     "params.yaml is missing": TO_THE_TOP,
     "NotDvcRepoError": TO_THE_TOP,
@@ -59,11 +59,11 @@ REMEDIES = {
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
     "ImportError": "make repro, which installs requirements.lock into .venv; in a container, rebuild the image",
     "ModuleNotFoundError": "make repro, which installs requirements.lock into .venv; in a container, rebuild the image",
-    "no answer": "try again: a first import or a busy machine is slow; if it fails again, a device, a server or a file "
-    "system may hang",
+    "no answer": "try again: a first import or a busy machine is slow; if the check fails again, a device, a server "
+    "or a file system may hang",
     "ersion mismatch": "reboot the host: the driver was updated while the old driver was loaded",
     "no kernel image": "install a torch that is built for this GPU's compute capability",
-    "params.yaml:": "correct params.yaml (params.schema.json lists all keys), or use a machine that can run it",
+    "params.yaml:": "correct params.yaml (params.schema.json lists all keys), or use a machine that can run the job",
     "model, data:": "correct params.yaml, or your module that the message names",
     "GPUs:": f"run nvidia-smi and `dmesg | grep -i nvrm` on the host: a GPU that hangs needs a reset; {DRIVER}",
     "git:": "install or repair git: DVC and the gate need it",
@@ -207,7 +207,10 @@ def work_tree() -> Iterator[Finding]:
         yield problem(f"user {os.getuid()} cannot write to {', '.join(shut)} in {here}", remedy)
     free = shutil.disk_usage(here).free
     wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
-    remedy = "free space: dvc gc --workspace removes cached data of other versions; docker system prune"
+    remedy = (
+        "free space: dvc gc --workspace removes cached data of other versions; docker system prune removes data that "
+        "Docker does not use"
+    )
     yield enough(free >= DISK_BYTES, f"{_size(free)} free for {here}", wants, remedy, needed=free < GIB)
 
 
@@ -282,7 +285,7 @@ APART = ("model, data", "GPUs", "DVC", "tracking")
 
 
 def run() -> int:
-    """Print the findings, without secrets; return 1 if one is a problem, else 0."""
+    """Run all checks and print their findings, without secrets; return 1 if a finding is a problem, else 0."""
     with ThreadPoolExecutor(2) as pool:  # more threads would delay all checks on a small machine
         made = pool.map(lambda check: [*(_apart if check in APART else _here)(check)], CHECKS)
         found = dict(zip(CHECKS, made, strict=True))
@@ -316,8 +319,8 @@ def _here(check: str) -> Iterator[Finding]:
 
 
 def _apart(check: str) -> Iterator[Finding]:
-    """Yield what ``_here`` yields in a process that finds the same modules as this process. If that process hangs or
-    crashes, the findings before that are kept."""
+    """Yield what ``_here`` yields in another process, which finds the same modules as this process. If that process
+    hangs or crashes, yield its earlier findings and a finding about the failure."""
     command, same = [sys.executable, "-m", __name__, check], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     failure = None
     try:

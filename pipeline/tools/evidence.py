@@ -60,8 +60,8 @@ def write(file: Path = FILE) -> None:
     archive.
 
     User names, passwords and queries are removed from addresses. Raises EvidenceError if the report does not follow
-    from the files, if a file cannot be read or written, or if an address with one of these parts is in a file that must
-    not change, because another file holds its checksum.
+    from the files, or if a file cannot be read or written. A file whose checksum is in another file must not change. So
+    EvidenceError is also raised if such a file has an address with one of these parts.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
@@ -210,7 +210,7 @@ def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
     _equal("the archive", dict.fromkeys(said, "a file"), dict.fromkeys(made, "a file"))
     order = ("reports/metrics/", "reports/comparison.json", "")  # first the files that name the variant and the key
     for name in sorted(made, key=lambda name: next(n for n, start in enumerate(order) if name.startswith(start))):
-        if said[name] != made[name]:  # on a CPU whose logarithms round differently, the last digits differ
+        if said[name] != made[name]:  # on a CPU whose logarithms round differently, the last digits may differ
             try:
                 there, here = (_values(name, each[name].decode()) for each in (said, made))
             except (RecursionError, ValueError) as error:

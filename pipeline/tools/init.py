@@ -68,12 +68,12 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     """Write the pipeline's files into the current directory, and the GPU workflow to the top of its git repository.
 
     ``data``, which names the path of ``images``, ``arrays`` or ``text``, and ``model`` are written into a new
-    params.yaml. An existing file is replaced only if ``init`` wrote it and nobody changed it since; the files in
+    params.yaml. An existing file is replaced only if ``init`` wrote it and nobody has changed it since. The files in
     ``LINES`` only get the lines that they lack. Before ``init`` changes an existing file, it shows the difference, and
     the user must agree: by ``yes``, or by an answer on the terminal.
 
-    Raises PipelineError if the user does not agree, and ConfigError if something is in the way. Then nothing is
-    written.
+    Raises PipelineError if the user does not agree, and ConfigError if ``init`` cannot write its files here. In both
+    cases nothing is written.
     """
     top = _top()
     record = _record()
@@ -117,8 +117,8 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if str(PARAMS_FILE) in changes:
         config = params.load()
         print(
-            f"init: {len(config.variants)} variants, and {config.bench.max_minutes:g} minutes for the bench. Set the "
-            f"epochs, the optimizer and the learning rate of your own training in {PARAMS_FILE}.\n"
+            f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench may take {config.bench.max_minutes:g} "
+            "minutes. Set the epochs, the optimizer and the learning rate of your own training in this file.\n"
             "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
             "variant trains, and `dvc repro` shows which variants pay."
         )
@@ -163,8 +163,8 @@ def _check_room() -> None:
     if found := sorted({name.partition("/")[0] for name in listed if name}):
         raise ConfigError(
             f"init: found {', '.join(found)}, but the stages use these names. Give the pipeline a folder of its own: "
-            "mkdir performance && cd performance && python -m pipeline init. A link in this folder lets it import your "
-            "package: ln -s ../PACKAGE ."
+            "mkdir performance && cd performance && python -m pipeline init. A link in this folder lets the pipeline "
+            "import your package: ln -s ../PACKAGE ."
         )
 
 
@@ -294,8 +294,8 @@ def _variants(
 def _images(path: str) -> tuple[dict[str, Any], int]:
     """Return settings for an image folder, and the number of training images. Raises DataError.
 
-    ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images,
-    rounded down to a multiple of 8, and at least 8 and at most 224.
+    ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images. It
+    is rounded down to a multiple of 8, and is at least 8 and at most 224.
     """
     from PIL import Image
 

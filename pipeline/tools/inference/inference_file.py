@@ -38,8 +38,8 @@ class Throughput(Record):
     ratio_low: float | None
     ratio_high: float | None
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
-    """Energy of the device (``measurement.energy``), the median over rounds. ``low_...`` and ``high_...``: the smallest
-    and the largest energy of a round."""
+    """Energy of the device per sample (``measurement.energy``): the median over rounds. ``low_...`` and ``high_...``:
+    the smallest and the largest value of a round."""
     low_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     high_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     why_no_energy: str | None = Field(None, exclude_if=operator.not_)

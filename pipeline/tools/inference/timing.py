@@ -161,7 +161,8 @@ class Unseen:
 
 
 def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
-    """Return the seconds of each call, measured until the device has finished."""
+    """Call ``predict`` with single samples for about ``seconds``. Return the seconds of each call, measured until the
+    device has finished."""
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
@@ -177,8 +178,9 @@ def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchr
 def _batches(
     predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
 ) -> tuple[int, float]:
-    """Return the number of samples in successive calls, and the seconds that the calls took. The device is synchronised
-    only after every ``MOST_UNSEEN_BYTES`` of batches and at the end.
+    """Call ``predict`` with batches of ``size`` samples for about ``seconds``. Return the number of samples, and the
+    seconds that the calls took. The device is synchronised only after every ``MOST_UNSEEN_BYTES`` of batches and at the
+    end.
 
     ``energy`` is measured in one window around all calls. So it includes the energy of making the batches, which takes
     one copy for each batch.
