@@ -120,7 +120,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
         names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
-        remedy = f"on the server, set MLFLOW_SERVER_ALLOWED_HOSTS to include {names}, and restart MLflow"
+        remedy = f"on the server, restart MLflow with these names added to MLFLOW_SERVER_ALLOWED_HOSTS: {names}"
     elif status in (401, 403):
         found = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
