@@ -1003,7 +1003,7 @@ def test_a_session_counts_if_it_is_trusted_and_has_enough_pairs() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dataset": {"sha256": "0" * 64}}, r"the gate measured on another data set than .*ddp\.json"),
+        ({"dataset": {"sha256": "0" * 64}}, r"the gate measured on another data set than that of .*ddp\.json"),
         ({"variants": [{"variant": "baseline"}]}, r"gate measured baseline, but not ddp: set gate\.variants"),
     ],
 )

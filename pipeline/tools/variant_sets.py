@@ -30,7 +30,8 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     """Print all sets. If a ``name`` is given, print this set's variants instead, and whether each can run here. With
     ``add``, also add the variants that can run here to params.yaml.
 
-    Raises ConfigError if there is no such set, or if params.yaml has a different variant of the same name.
+    Raises ConfigError if there is no such set. With ``add``, also raises it if params.yaml has a different variant of
+    the same name.
     """
     folder = FOLDER if FOLDER.is_dir() else PROJECT / FOLDER
     if name is None:

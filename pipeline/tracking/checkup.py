@@ -61,7 +61,8 @@ def health(root: Path, experiment: str) -> Health:
 
 def _read_only(path: Path) -> str:
     """Return a read-only SQLite address for MLflow. With a usual address, MLflow would migrate the store of an older
-    version, and add tables to another program's database. With ``sqlite:`` alone, MLflow would create directories."""
+    version, and add tables to another program's database. If the address began with ``sqlite:`` instead of
+    ``sqlite+pysqlite:``, MLflow would create directories."""
     return f"sqlite+pysqlite:///{quote(path.resolve().as_uri())}?mode=ro&uri=true&timeout=1"
 
 
@@ -96,7 +97,7 @@ def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Healt
 
 
 def _failure(error: Exception, uri: str, place: str) -> Health:
-    """Return why MLflow on the server does not answer this machine, and the remedy."""
+    """Return why this machine cannot use MLflow on the server, and the remedy."""
     from mlflow.exceptions import MlflowException
     from requests import exceptions
 
@@ -119,7 +120,7 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
     elif status == 403 and "host" in str(error).lower():
         found = f"the server rejects the host name {host} (403)"
         names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
-        remedy = f"on the server, add to MLFLOW_SERVER_ALLOWED_HOSTS and restart MLflow: {names}"
+        remedy = f"on the server, restart MLflow with these names added to MLFLOW_SERVER_ALLOWED_HOSTS: {names}"
     elif status in (401, 403):
         found = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"

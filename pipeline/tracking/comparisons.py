@@ -30,7 +30,7 @@ REPORT = "pipeline.report"
 COMPLETE = "pipeline.complete"
 """Tag that is set last when a run is written. A run without this tag counts as half-written."""
 LIVE = "pipeline.live"
-"""Tag of a run that a follower writes. Its value identifies the checkout that trains."""
+"""Tag of a run that ``follow`` writes during a training. Its value identifies the checkout that trains."""
 PARENT = "mlflow.parentRunId"
 
 

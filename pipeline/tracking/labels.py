@@ -97,7 +97,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
 
 
 def session_count(ratio: Mapping[str, Any]) -> int:
-    """Return how many sessions have a trusted ratio with bounds, for one ratio in comparison.json."""
+    """Return the number of sessions in which ``ratio`` (from comparison.json) is trusted and has bounds."""
     return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
 
 
@@ -231,7 +231,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
 
 
 def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
-    """Return the rejected samples of a variant in the bench, one line per round."""
+    """Return why the bench rejected samples of a variant: one line per round with a rejected sample."""
     [arm] = [each for each in comparison["bench"]["arms"] if (each["role"], each["variant"]) == ("variant", variant)]
     lines = [
         f"round {index}: {'; '.join(sample['rejections'])}"

@@ -115,8 +115,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
 
 
 def run_times(child: Child) -> tuple[float, float]:
-    """Return start and end of a run in Unix seconds: from the system samples or, if there are none, from the time at
-    which the result's file was written."""
+    """Return the start and end of a run in Unix seconds: from the system samples or, if there are none, from the time
+    at which the result's file was written."""
     sampled = [float(sample["seconds"]) for sample in _samples(child)]
     durations = {run.seed: run.train_seconds + run.evaluate_seconds for run in child.result.runs}
     if sampled:

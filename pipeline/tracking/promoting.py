@@ -48,9 +48,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison. Raises ResultError for files that do not match their record.
 
-    Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: if too few
-    sessions measured the gain; or if the gain is not decided when some sessions choose the best variant and the other
-    sessions measure its gain.
+    Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: too few
+    sessions measured the gain, or the gain is not decided.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)
@@ -72,7 +71,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     if child is None:
         raise PromotionError(f"the comparison names {variant!r}, which is not under variants; run `dvc repro`.")
     if gate["dataset"]["sha256"] != child.result.dataset.sha256:
-        raise PromotionError(f"the gate measured on another data set than {child.result_file}. {GATE_AGAIN}")
+        raise PromotionError(f"the gate measured on another data set than that of {child.result_file}. {GATE_AGAIN}")
     if variant not in (measured := [row["variant"] for row in gate["variants"]]):
         raise PromotionError(
             f"the gate measured {', '.join(measured)}, but not {variant}: set gate.variants. {GATE_AGAIN}"

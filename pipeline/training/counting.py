@@ -121,7 +121,8 @@ def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Wo
 
 
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
-    """Return the work of the step that left out the most samples; None if ``steps`` is empty.
+    """Return the work of the step that left out the most samples; None if ``steps`` is empty. If two steps took the
+    same inputs, return the work of the first step, with ``repeated``.
 
     ``steps``: for each counted step, the counts of all ranks.
     """

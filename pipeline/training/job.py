@@ -307,7 +307,7 @@ def _alone(variant: str) -> Iterator[None]:
 
 @contextmanager
 def _live_mirror(variant: str) -> Iterator[None]:
-    """Log the running job's files to MLflow, in a separate process, so that an error there cannot stop the training."""
+    """Log the running job's files to MLflow in a separate process, whose errors cannot stop the training."""
     command = [sys.executable, "-m", "pipeline", "follow", variant]
     # The follower gets its own process group, so that Ctrl-C does not stop it and it can record how the training ended.
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)

@@ -64,8 +64,8 @@ def window_of(
 ) -> Window:
     """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
 
-    Rejected figures are None. A reason to reject is, for example, that fewer than ``requested_steps`` steps were
-    measured, or that the share of time spent waiting for input is above ``max_input_wait`` (None: any share is
+    Rejected figures are None. For example, figures are rejected if fewer than ``requested_steps`` steps were measured.
+    They are also rejected if the share of time spent waiting for input is above ``max_input_wait`` (None: any share is
     allowed). ``seen``: rejections found earlier. ``memory``: the measurement of memory, if memory was measured in other
     windows than speed; by default the training's own.
     """

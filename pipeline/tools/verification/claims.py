@@ -66,14 +66,14 @@ UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "undecidable here", "n
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of the table."""
+    """A claim about a variant, and its result: one line of the table that ``verify`` prints."""
 
     variant: str
     claim: str
     measured: float | None = None
     """The difference in ``unit``. None: there was nothing to measure; ``note`` says why."""
     bound: float | None = None
-    """None: no bound is promised, or the claim was not tried."""
+    """None: no bound is promised, or there was nothing to measure."""
     holds: bool | None = None
     """None: the claim is not decided. ``undecided`` says in which way, and ``note`` says why."""
     unit: str = ""
@@ -163,7 +163,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
 class Verifier:
     """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder``: the directory for the files of the trainings, one per training.
+    ``folder``: the directory for the files of the trainings.
     """
 
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
@@ -177,7 +177,7 @@ class Verifier:
         self.nature, _ = self._natures_of(config.train)
 
     def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
-        """Return the nature of the job's model as it is, and of the model made per-sample. Raises ModelError."""
+        """Return the natures of the job's model before and after ``make_per_sample``. Raises ModelError."""
         file = self.folder / statistics_file(train)
         if file not in self._natures:
             task = replace(self._small, train=train)
@@ -224,8 +224,8 @@ class Verifier:
         yield evaluated(plan, first)
 
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
-        """Yield the claims that gradients, losses and weights equal those of the reference: a training on a single
-        device in float32, which keeps the techniques that change statistics."""
+        """Yield the claims that gradients, losses and weights equal those of the reference. The reference is a training
+        on a single device in float32. It keeps only the techniques that change statistics."""
         close = [each for each in entries if each.changes != "statistics"]
         if all(each.changes != "rounding" for each in close):
             return  # the claim of identical weights is stronger
@@ -275,8 +275,8 @@ class Verifier:
     def _compared(
         self, plan: Plan, reference: Plan, note: str, tries: Sequence[Sequence[Task]], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """Return a claim for each of ``distances``, from the first of ``tries`` in which the first distance's bound is
-        meaningful, or else from the last.
+        """Return a claim for each of ``distances``. The claims come from the first of ``tries`` that gives the first
+        distance a meaningful bound. If there is none, they come from the last of ``tries``.
 
         ``tries``: each has the task and, to find the bound, the task with noise and with the planted fault. In a
         claim's text, {} stands for the number of steps.
@@ -365,15 +365,15 @@ class Verifier:
         except ConfigError as error:
             problem = str(error).removeprefix(f"{params.PARAMS_FILE}: ")
             raise _Untried(
-                f"no reference, because the variant cannot run without these techniques: {problem}"
+                f"no reference, because the variant cannot run without some of its techniques: {problem}"
             ) from None
 
     def _reference(self, plan: Plan, tasks: Sequence[Task]) -> list[Observed]:
-        """Return the results of ``tasks`` in a training without some techniques. Raises _Untried."""
+        """Return the results of ``tasks`` for a plan without some of the variant's techniques. Raises _Untried."""
         try:
             return self._observe(plan, tasks)
         except WorkerError as error:
-            raise _Untried(f"the reference, the training without these techniques, fails: {error}") from None
+            raise _Untried(f"the reference, a training without some of the techniques, fails: {error}") from None
 
     def _planned(self, name: str, variant: Variant) -> Plan:
         values = self.config.model_dump(mode="json", include={"fetch", "prepare", "train"})

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 _MIXED = 1e-3
-"""Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of the
-batch, relative to the largest logit. Rounding causes far smaller differences."""
+"""Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of
+it. The value is relative to the largest logit. Rounding causes far smaller differences."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Nature:
 
 
 def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
-    """Return the nature of ``model``, found by running a copy on ``inputs`` [samples, ...]: at least four samples, as
-    the model takes them. The model and the random state do not change."""
+    """Return the nature of ``model``, found by running a copy on ``inputs`` [samples, ...]. There must be at least four
+    samples, in the form that the model takes. The model and the random state do not change."""
     tried = copy.deepcopy(model).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()

@@ -36,7 +36,7 @@ EPOCHS, EPOCH_STEPS = 2, 10
 TEST_SAMPLES = 2000
 """Maximum number of test samples. The number used is prime, so that several processes never have equal shares."""
 TRIED_SAMPLES = 32
-"""Number of samples from which a model's nature is found."""
+"""Number of samples from which a model's nature (see ``natures``) is found."""
 STATISTICS_BATCHES = 4
 """Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is made per-sample."""
 TIE = 2.0**-16
@@ -65,8 +65,8 @@ class Task:
     """One training from the start."""
 
     what: Literal["step", "run"]
-    """step: a single step of plain SGD at ``RATE``, so that the weights' change is the gradient. run: the job itself,
-    its schedule shrunk to the miniature."""
+    """step: a single step of plain SGD at ``RATE``, which changes the weights by the gradient times ``-RATE``. run: the
+    job itself, its schedule shrunk to the miniature."""
     per_sample: bool = False
     """True if the model is made per-sample; see ``natures``."""
     noise: float = 0.0
@@ -97,7 +97,7 @@ class Observed:
     overflowed: bool = False
     """True if a step was skipped because its scaled gradients overflowed."""
     unsteady: str = ""
-    """Why the same seed may give other weights, if ``train.deterministic`` is not available; else empty."""
+    """Why the same seed may give other weights although ``train.deterministic`` is true; empty if it may not."""
     correct: float = 0.0
     """Sum of the samples' scores in the evaluation by all ranks after the last step; ``count``: samples counted."""
     count: int = 0
@@ -216,7 +216,8 @@ def _loss_scales(training: Training) -> list[float]:
 
 
 def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, int, int]:
-    """Return score, count and ties over the test set, computed from raw inputs by this process alone."""
+    """Return the sum of the scores, the number of samples and the number of ties over the test set. This process alone
+    computes them, from raw inputs."""
     task = training.task
     with torch.random.fork_rng(devices=[]):
         model = task.model()
