@@ -253,7 +253,7 @@ def trial(file: Path, minutes: float) -> None:
 
 
 def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on the errors in complete gates, with one-sided 95% bounds of the error rate (Clopper-Pearson)."""
+    """Return sentences on the errors in complete gates, with one-sided 95% bounds on the rate (Clopper and Pearson)."""
 
     def line(kind: str, error: str, wrong: Callable[[str], bool]) -> str:
         outcomes = [each["outcome"] for each in trials if each["head"] == kind]
