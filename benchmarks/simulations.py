@@ -130,8 +130,8 @@ def _wrong(truth: float) -> list[str]:
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
     """Simulate a control and a variant that equal the baseline, but seem faster by ``bias``.
 
-    Returns the fraction of trials in which the control is trusted (``unseen``), and for each of ``shapes`` the fraction
-    in which the control is trusted but the variant's interval misses the truth (``beside``).
+    In the result, ``unseen`` is the fraction of trials in which the control is trusted. ``beside`` is, for each of
+    ``shapes``, the fraction in which the control is trusted but the variant's interval misses the truth.
     """
     random = np.random.default_rng(0)
     unseen, beside = 0, dict.fromkeys(SHAPES, 0)
