@@ -1,4 +1,7 @@
-"""``python -m benchmarks [NAME ...]``: measure, print a line for each benchmark, write ``<figures>/<machine>.json``."""
+"""``python -m benchmarks [NAME ...]`` runs benchmarks and prints a line for each.
+
+The command also writes the figures to ``<figures>/<machine>.json``.
+"""
 
 from __future__ import annotations
 

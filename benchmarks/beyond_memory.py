@@ -1,13 +1,14 @@
-"""Compare training from a set three times as large as a process's memory limit with training from the set in memory.
+"""Compare two trainings on a data set: from disk with little memory, and from memory without a limit.
 
-Only root can make the control group that limits a process's memory, including its page cache. The limit also applies to
-``prepare``. As in the bench, both arms run in fresh processes and take turns, so that a disturbance hits both. Each arm
-has its own copy of the set, because a page that one process has read is in memory for the other one too. Each round
-reads other samples, because the limited group keeps the last ones in memory. The job leaves the placement of the data
-to the pipeline: the limited arm streams them, and the other arm has them resident.
+The data set is three times as large as the memory limit. Only root can make the control group that limits a process's
+memory, including its page cache. The limit also applies to ``prepare``. As in the bench, both arms run in fresh
+processes and take turns, so that a disturbance hits both. Each arm has its own copy of the data set, because a page
+that one process has read is in memory for the other one too. Each round reads other samples, because the limited group
+keeps the samples that it read last in memory. The job leaves the placement of the data to the pipeline: the limited arm
+streams them from disk, and the other arm holds them in memory.
 
-``beyond_memory`` trains a model so light that the data path takes most of a step. ``beyond_memory_heavier`` trains the
-same net, ``small_cnn``, on the images as they are.
+``beyond_memory`` trains the net ``small_cnn`` behind a pooling layer. This model is so light that the data path takes
+most of a step. ``beyond_memory_heavier`` trains ``small_cnn`` on the images as they are.
 
     python -m benchmarks beyond_memory beyond_memory_heavier
 """
@@ -40,8 +41,8 @@ LIMIT_BYTES = 1 << 30
 SHAPE = (3, 64, 64)
 BATCH_SIZE = 64
 TURNS, TURN_STEPS = 6, 32
-"""Turns of an arm in each round, and steps of a turn. While an arm waits, it reads only a few
-batches ahead, compared with the steps of a turn."""
+"""Turns of an arm in each round, and steps of a turn. A turn has many more steps than the few batches that an arm reads
+ahead while it waits."""
 PAGE_BYTES = 4096
 PRELOAD = ("pipeline.training.assembly", "torch._dynamo")
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.distillation [--seeds 24]
 
-The job is scikit-learn's digits. For each seed, the teacher is trained, then each student in three ways: alone, with
-the teacher, and alone for as many epochs as fit into the time with the teacher. To find this number of epochs, steps
-with and without the teacher are timed first, in pairs.
+The job is scikit-learn's digits. For each seed, the teacher is trained first, then each student in three ways: alone,
+with the teacher, and alone for longer. The longer training has as many epochs as fit into the time of the training with
+the teacher. To find this number, steps with and without the teacher are timed first, in pairs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
-The check runs the GPU tests, the default job with its energy, a ready-made variant of each kind that the machine can
-run, ``verify``, the transfers between GPUs, and the benchmarks that are meaningful on a GPU. It continues after a
-failed step, prints a line for each step, and writes everything that a bug report needs to one small file. The exit code
-is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy of the checkout.
-A rehearsal (``--rehearse``) tries out the check on any machine, with little data.
+The check runs the GPU tests, the default job with its energy, and a ready-made variant of each kind that the machine
+can run. It also runs ``verify``, the benchmark of transfers, and the benchmarks that are meaningful on a GPU. It
+continues after a failed step, prints a line for each step, and writes everything that a bug report needs to one small
+file. The exit code is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy
+of the checkout. A rehearsal (``--rehearse``) tries out the check on any machine, with little data.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, Variant
 
 KINDS = ("parallelism", "precision", "compile", "cuda_graph", "activation_checkpointing", "activation_offload")
-"""Settings of variants. If the machine can run them, the check runs a ready-made variant for each of these settings,
-and for the first two a variant for each value."""
+"""Settings of variants. For each of these settings that the machine can run, the check runs a ready-made variant. For
+the first two settings, it runs a variant for each value."""
 MOST = 100
 """Highest exit code; codes above 124 have other meanings in shells."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -98,8 +98,8 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """Return, for each of ``KINDS`` (for the first two: each value), the first ready-made variant that the machine can
-    run without skipping this setting."""
+    """Choose ready-made variants: the first one for each of ``KINDS``, and for each value of the first two kinds, that
+    the machine can run without skipping this setting. Return name -> settings."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()
@@ -142,7 +142,7 @@ def done(step: Step, folder: Path) -> Outcome:
             failed = f"not finished after {step.limit:g} s"
         finally:
             for order, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or one does not end
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # all have ended, or need longer
                     os.killpg(process.pid, order)
                     process.wait(patience)
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64_000))
@@ -155,7 +155,8 @@ def done(step: Step, folder: Path) -> Outcome:
 
 
 def shown(text: str) -> str:
-    """Return ``text`` without user names and queries in addresses, and without the values of secret variables."""
+    """Return ``text`` without user names, passwords and queries in addresses, and without the values of environment
+    variables whose names suggest secrets."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= 6:
             text = text.replace(value, "***")
@@ -175,7 +176,7 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
         + "\n".join(f"| {str(outcome).replace('`', '')} |" for outcome in outcomes),
         f"```json\n{json.dumps(facts, indent=1)}\n```",
     ]
-    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # failed steps first, with more log
+    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # failed steps first, with longer logs
         lines = outcome.output.splitlines()[-60 if outcome.failed else -15 :]
         text = "\n".join(line[:300] for line in lines).replace("```", "'''")
         parts.append(f"## {outcome.step.name}\n\n```text\n{text}\n```")

@@ -67,7 +67,7 @@ def predictions() -> dict[str, Any]:
     """Return the predicted peak of the tensors' memory divided by the measured peak, for each of ``CASES``.
 
     Every case is measured in fresh processes, as in the bench, and predicted in another process, which uses no device.
-    ``worst_ratio`` is the ratio farthest from 1; of a ratio below 1 the inverse is taken, so lower is better.
+    ``worst_ratio`` is the ratio farthest from 1; a ratio below 1 is inverted first, so lower is better.
     """
     machine = environment.machine()
     cases, ratios = {}, []

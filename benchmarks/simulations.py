@@ -1,4 +1,4 @@
-"""Simulate the costs and benefits of the rules of bench and comparison, with seeded random numbers.
+"""Simulate the costs and benefits of the rules of the bench and the comparison, with seeded random numbers.
 
     python -m benchmarks.simulations [NAME ...]
 
@@ -40,7 +40,7 @@ Logs = np.ndarray[Any, np.dtype[np.float64]]
 def rounds_of(
     random: np.random.Generator, within: float, autocorrelation: float, arms: int, rounds: int
 ) -> Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Draw logarithms [arms, rounds]; here ``within`` is the standard deviation of one arm. Return one array per arm.
+    """Draw logarithms of speeds; return one array per arm. ``within``: here the standard deviation of one arm.
 
     Each round is correlated with the round before (AR(1))."""
     drawn = random.normal(0, within, (arms, rounds))
@@ -77,8 +77,8 @@ def looking(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Simulate a variant with the ratio ``truth``; return the results of several stopping rules.
 
-    One rule measures all ``rounds``. For each number in ``counts``, another rule looks at so many of the latest
-    rounds. It stops as soon as they settle the variant, and the control looks equal to the baseline in them.
+    One rule measures all ``rounds``. For each number in ``counts``, another rule looks at that many of the latest
+    rounds. This rule stops as soon as they settle the variant, and the control looks equal to the baseline in them.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
     ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If several decisions
@@ -130,8 +130,8 @@ def _wrong(truth: float) -> list[str]:
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
     """Simulate a control and a variant that equal the baseline, but seem faster by ``bias``.
 
-    Returns the fraction of trials in which the control is trusted (``unseen``), and for each of ``shapes`` the fraction
-    in which the control is trusted but the variant's interval misses the truth (``beside``).
+    In the result, ``unseen`` is the fraction of trials in which the control is trusted. ``beside`` is, for each of
+    ``shapes``, the fraction in which the control is trusted but the variant's interval misses the truth.
     """
     random = np.random.default_rng(0)
     unseen, beside = 0, dict.fromkeys(SHAPES, 0)
@@ -161,9 +161,9 @@ def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
     """Return how often a forecast of the pairs that a decision still needs (``planning.pairs_needed``) is right.
 
-    A forecast is made after ``rounds`` rounds, and counts if it is at least 1 and at most ``most`` pairs. The result
-    has the number of forecasts, the fraction of them for which the forecast number of pairs led to a decision, and the
-    fraction for which twice this number led to a decision.
+    A forecast is made after ``rounds`` rounds, and counts if it is at least 1 and at most ``most`` pairs.
+    ``forecasts`` is the number of these forecasts. ``by_as_many`` is the fraction of them after which the forecast
+    number of pairs led to a decision; ``by_twice_as_many`` is the fraction after which twice this number did.
     """
     random = np.random.default_rng(0)
     held: list[list[bool]] = []

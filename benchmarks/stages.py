@@ -86,8 +86,8 @@ def write_images(data: prepared.Dataset, folder: Path, counts: Mapping[str, int]
 
 
 class Textbook:
-    """The textbook script and the baseline's stage, as whole processes. Both have the same model, data, batch of 64,
-    SGD with momentum at the same constant rate, and number of epochs. Both evaluate after every epoch."""
+    """The textbook script and the baseline's stage, as whole processes. Both use the same model, data, batch size (64)
+    and number of epochs, and SGD with momentum at the same constant learning rate. Both evaluate after every epoch."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
         self.job = Job("small_cnn", "fashion_mnist", 64, epochs, learning_rate=0.01, folder=str(folder / "checkout"))
@@ -170,10 +170,11 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
 def tracking(pairs: int = 60, batch_size: int = 64, steps: int = 100) -> dict[str, Any]:
     """Return the stage's steady throughput with its follower, divided by its throughput without the follower.
 
-    One training runs in turns of ``steps`` steps, and the follower is stopped in one turn of each pair. All work of the
-    follower, including its start, falls into the turns in which the follower runs.
+    The follower is the process that mirrors a training to MLflow. One training runs in turns of ``steps`` steps, and
+    the follower is stopped in one turn of each pair. All work of the follower, including its start, falls into the
+    turns in which the follower runs.
 
-    ``rows_lost`` counts the history's rows that are missing from the store at the end; it must be 0.
+    ``rows_lost`` counts the history's rows that are missing from MLflow's store at the end; it must be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))

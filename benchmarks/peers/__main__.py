@@ -176,7 +176,7 @@ def file_of(figures: Path) -> Path:
 
 
 def kept(figures: Path) -> dict[str, Any]:
-    """Return the content of this machine's file; if there is no file, a content without peers."""
+    """Return the content of this machine's file, or, if there is no file, an empty mapping under ``peers``."""
     path = file_of(figures)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
     return found
@@ -208,7 +208,8 @@ def main() -> None:
             from benchmarks.peers import agreement
         except ModuleNotFoundError as error:
             parser.error(
-                f"{error.name} is not installed here; run `make peers`, which installs all packages and starts this."
+                f"{error.name} is not installed here; run `make peers`, which installs all packages and then runs this "
+                "command."
             )
         for name in [arguments.job] if arguments.job else [*JOBS, AGREEMENT]:
             if name == AGREEMENT:

@@ -148,8 +148,9 @@ class Job:
 
 
 class Ready:
-    """Batches of a split in memory, made with the fewest operations. At the end of an epoch of more than ``WARM_STEPS``
-    steps, the iterator prints the mean time between requests for batches, which is the time of a step in any loop."""
+    """Batches of a split in memory, made with the fewest operations. At an epoch's end, the iterator prints the mean
+    time between requests for batches, not counting the first ``WARM_STEPS``. This is the time of a step in any loop. A
+    shorter epoch prints nothing."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,7 +18,7 @@ SECONDS, EPOCH, STEP, ACCURACY = "seconds", "epoch_seconds", "step_microseconds"
 
 Rounds = Sequence[Mapping[str, Mapping[str, float]]]
 """For each round: arm -> figures. The figures are the seconds of the process, the seconds of a later epoch with its
-evaluation, and the test accuracy, 0 to 1; or only the microseconds of a step."""
+evaluation, and the test accuracy, 0 to 1. In the job "step", the only figure is the microseconds of a step."""
 
 
 def page(figures: Mapping[str, Any]) -> str:
