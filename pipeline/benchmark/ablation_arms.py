@@ -33,7 +33,8 @@ def isolating(
         shared = applied.keys() - techniques.keys()
         without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies this technique too")
         if len(techniques) < 2:
-            without[name] |= dict.fromkeys(techniques, f"{name} changes nothing else: its own figures show the effect")
+            alone = f"{name} changes nothing else, so its own figures show the effect"
+            without[name] |= dict.fromkeys(techniques, alone)
             continue
         for technique, keys in techniques.items():
             added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})

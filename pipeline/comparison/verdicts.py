@@ -133,7 +133,7 @@ class Ratio(Estimated):
     more_sessions: int | None = None
     """About how many more sessions a decision over sessions needs. None if there is a decision, or no forecast."""
     sessions: tuple[SessionRatio, ...] = ()
-    """For a variant: the same ratio in each session, the oldest session first."""
+    """This ratio as measured in each single session, the oldest first. Empty in the gate and in ablations."""
 
     def outcomes(self, quantity: Quantity) -> Outcomes:
         """Return the possible decisions on ``quantity``, which must be the quantity of this ratio."""

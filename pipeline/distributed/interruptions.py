@@ -59,7 +59,7 @@ class Interruption:
                 store.set("last_step", str(self._steps + 1 + self.max_step_skew))
             if self._last is None and store.check(["last_step"]):
                 self._last = int(store.get("last_step"))
-        except RuntimeError:  # the launcher, which ran the store, has ended: end as after a signal
+        except RuntimeError:  # the launcher, which ran the store, is gone: exit without a checkpoint
             sys.exit(self.exit_code)
         return self._last is not None and self._steps >= self._last
 

@@ -75,4 +75,7 @@ def confirm(config: Config) -> None:
     except (KeyError, ValueError) as error:
         raise GateError(f"{JSON_FILE}: its arms do not fit together ({error!r}); {again}.") from None
     if gated.outcome == "passed" != outcome:
-        raise GateError(f"{JSON_FILE} says passed, but its samples say {outcome}: the file was edited; {again}.")
+        raise GateError(
+            f"{JSON_FILE} says passed, but its samples say {outcome}: the file was edited, or gate.must_see or "
+            f"compare.max_spread was made stricter; {again}."
+        )

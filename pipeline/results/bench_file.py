@@ -134,7 +134,7 @@ class Bench(Document):
     flops: dict[VariantName, Flops]
     """Variant -> its floating-point operations."""
     not_ablated: dict[VariantName, dict[str, str]]
-    """Variant -> technique -> reason why the technique's share was not measured."""
+    """Variant -> technique -> reason why the technique's effect was not measured separately."""
     session: Session
     keys: dict[VariantName, str]
     """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Benches with

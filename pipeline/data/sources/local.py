@@ -75,9 +75,7 @@ def parent_instead(root: Path) -> str:
         return f" Did you mean {str(root.parent)!r}?"
     folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
     return (
-        " If the folders in image_folder are the classes, put them, or links to them, under train/."
-        if folders
-        else ""
+        " If the folders in image_folder are the classes, put them, or links to them, under train/." if folders else ""
     )
 
 

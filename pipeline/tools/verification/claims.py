@@ -154,7 +154,7 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
     bound = seen.ties + (0.0 if seen.expected_correct.is_integer() else seen.expected_count * LEAST)
     missing = abs(seen.count - seen.expected_count)
     difference = missing or abs(seen.correct - seen.expected_correct)
-    note = f"{seen.ties} scores depend on outputs that are almost equal" if seen.ties else ""
+    note = f"scores that depend on almost equal outputs: {seen.ties:,}" if seen.ties else ""
     if missing:
         note = f"{seen.count:,} samples were counted"
     return Claim(plan.name, claim, difference, bound, not missing and difference <= bound, "samples", note)
