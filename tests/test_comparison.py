@@ -155,6 +155,16 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     assert "(set bench.max_rounds: " in make_comparison(measured, ended).variants[1].reasons[0]
 
 
+def test_a_variant_whose_techniques_are_all_skipped_is_not_advised_to_be_measured_longer() -> None:
+    skipped = {"bf16": "this CPU would emulate it"}
+    for applied, said in (({}, "it trains exactly like the baseline"), ({"channels_last": True}, "another session")):
+        measured = [BASELINE, make_result("other", applied=applied, skipped=skipped)]
+        other = make_comparison(measured, make_bench(measured, throughput={"other": 1.03}, noise=0.02)).variants[1]
+        assert other.verdict == "undecided"
+        assert said in other.reasons[0]
+        assert len(other.reasons) == 1
+
+
 @pytest.mark.parametrize(("rounds", "verdicts"), [(7, ["pays", "trades"]), (4, ["untrusted", "untrusted"])])
 def test_an_interrupted_bench_is_used_as_far_as_it_goes(rounds: int, verdicts: list[str]) -> None:
     found = make_comparison(bench=make_bench(rounds=rounds, interrupted=True)).variants[1:]

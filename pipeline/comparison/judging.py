@@ -59,7 +59,11 @@ def judge(
         if ratio.margin and not verdicts.unmeasurable(arms, quantity)
     }
     outcomes["accuracy"] = accuracy.outcomes
-    reasons = advice.reasons(ratios, accuracy, own.compared, stopped=arms[0].settled)
+    if result.skipped and result.applied == baseline.applied:
+        reasons = ["this machine skips its techniques, so it trains exactly like the baseline; a difference is noise"]
+    else:
+        advised = advice.reasons(ratios, accuracy, own.compared, stopped=arms[0].settled)
+        reasons = [*advice.certain(outcomes), *advised]
     return Judgement(
         ratios[THROUGHPUT],
         ratios[MEMORY],
@@ -67,7 +71,7 @@ def judge(
         accuracy,
         difference,
         verdicts.verdict(list(outcomes.values())),
-        (*advice.certain(outcomes), *reasons),
+        tuple(reasons),
     )
 
 

@@ -84,10 +84,9 @@ class ForeignLoad(Detector):
         if due and (share := self.taken_seconds / due) > self._limit:
             accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
             yield Rejection(
-                f"other processes took {self.taken_seconds:.2f} s of CPU time from the job: {share:.0%} of the CPU "
-                "time that it would have had, or of the measured time if that is longer (at most "
-                f"{self._limit:.0%} is allowed); stop other work on this machine and measure again, or accept this "
-                f"load with bench.max_foreign_load: {accepting:.1f}"
+                f"other processes took {self.taken_seconds:.2f} s of CPU time from the job ({share:.0%} of the time "
+                f"that it needed; at most {self._limit:.0%} is allowed); stop other work on this machine and measure "
+                f"again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
             )
 
     def _counters(self) -> tuple[dict[str, float], dict[str, float]]:
