@@ -55,7 +55,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("precision", "a GPU with TF32", OLD_GPUS, precision="tf32"),
         case("precision", "'leave_out' or 'run'", PLAIN_CPU, {"without_native": "refuse"}, precision="bf16"),
         case("precision", "torchao is not installed (pip install '.[float8]')", precision="float8"),
-        case("precision", "capability 8.9 multiply", OLD_WITH_TORCHAO, {"without_native": "refuse"}, precision="float8"),
+        case("precision", "capability 8.9", OLD_WITH_TORCHAO, {"without_native": "refuse"}, precision="float8"),
         case("release_cache", "no malloc_trim", CPU.model_copy(update={"trims_memory": False}), release_cache=True),
         case("optimizer_state", "pip install '.[low-bit]'", CPU, {"optimizer": "adamw"}, optimizer_state="8bit"),
         case("compile", A_GPU, compile="reduce-overhead"),
