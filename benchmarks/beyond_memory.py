@@ -4,7 +4,7 @@ The data set is three times as large as the memory limit. Only root can make the
 memory, including its page cache. The limit also applies to ``prepare``. As in the bench, both arms run in fresh
 processes and take turns, so that a disturbance hits both. Each arm has its own copy of the data set, because a page
 that one process has read is in memory for the other one too. Each round reads other samples, because the limited group
-keeps the samples that it read last in memory. The job leaves the placement of the data to the pipeline: the limited arm
+keeps in memory the samples that it read last. The job leaves the placement of the data to the pipeline: the limited arm
 streams them from disk, and the other arm holds them in memory.
 
 ``beyond_memory`` trains the net ``small_cnn`` behind a pooling layer. This model is so light that the data path takes

@@ -2,9 +2,9 @@
 
     python -m benchmarks.distillation [--seeds 24]
 
-The job is scikit-learn's digits. For each seed, the teacher is trained first, then each student in three ways: alone,
+The job is scikit-learn's digits. For each seed, the teacher is trained, and then each student in three ways: alone,
 with the teacher, and alone for longer. The longer training has as many epochs as fit into the time of the training with
-the teacher. To find this number, steps with and without the teacher are timed first, in pairs.
+the teacher. To find this number, steps with and without the teacher are timed in pairs before all trainings.
 """
 
 from __future__ import annotations

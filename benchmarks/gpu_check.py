@@ -3,10 +3,11 @@
     python -m benchmarks.gpu_check [--report gpu-check.md] [--rehearse]
 
 The check runs the GPU tests, the default job with its energy, and a ready-made variant of each kind that the machine
-can run. It also runs ``verify``, the benchmark of transfers, and the benchmarks that are meaningful on a GPU. It
-continues after a failed step, prints a line for each step, and writes everything that a bug report needs to one small
-file. The exit code is the number of failed steps (at most 100), or 2 without a GPU. All steps run in a temporary copy
-of the checkout. A rehearsal (``--rehearse``) tries out the check on any machine, with little data.
+can run. It also runs ``verify``, measures transfers (``benchmarks.transfers``), and runs the benchmarks that are
+meaningful on a GPU. It continues after a failed step, prints a line for each step, and writes everything that a bug
+report needs to one small file. The exit code is the number of failed steps (at most 100), or 2 without a GPU. All steps
+run in a temporary copy of the checkout. A rehearsal (``--rehearse``) tries out the check on any machine, with little
+data.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def trying(values: Mapping[str, Any], variants: Mapping[str, Any]) -> dict[str, 
 
 
 def variants_of_each_kind(values: Mapping[str, Any], machine: Machine, sets: Iterable[Path]) -> dict[str, Any]:
-    """Choose ready-made variants: the first one for each of ``KINDS``, and for each value of the first two kinds, that
-    the machine can run without skipping this setting. Return name -> settings."""
+    """Return ready-made variants, name -> settings: for each of ``KINDS`` (for each value of the first two kinds), the
+    first variant that the machine can run without skipping this setting."""
     config, plain = params.parse(dict(values)), Variant()
     chosen: dict[str, Any] = {}
     seen: set[object] = set()

@@ -4,7 +4,7 @@ import sys
 
 from pipeline import processes
 
-if sys.argv[1:2] != ["gate"]:  # the gate's processes would inherit this setting, but each commit's code must set it
+if sys.argv[1:2] != ["gate"]:  # its processes would inherit the setting, but each commit's code decides on it
     processes.let_threads_sleep()
 
 from pipeline import cli

@@ -176,7 +176,7 @@ def file_of(figures: Path) -> Path:
 
 
 def kept(figures: Path) -> dict[str, Any]:
-    """Return the content of this machine's file, or, if there is no file, an empty mapping under ``peers``."""
+    """Return the content of this machine's file; if there is no file, ``{"peers": {}}``."""
     path = file_of(figures)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
     return found

@@ -149,8 +149,8 @@ class Job:
 
 class Ready:
     """Batches of a split in memory, made with the fewest operations. At an epoch's end, the iterator prints the mean
-    time between requests for batches, not counting the first ``WARM_STEPS``. This is the time of a step in any loop. A
-    shorter epoch prints nothing."""
+    time between requests for batches, not counting the first ``WARM_STEPS``. This is the time of a step in any loop. An
+    epoch of at most ``WARM_STEPS`` + 1 steps prints nothing."""
 
     def __init__(self, split: prepared.Split, job: Job) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

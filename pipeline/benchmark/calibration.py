@@ -15,6 +15,7 @@ CALIBRATION_STEPS = 10
 CALIBRATIONS = 5
 """Largest number of short samples that ``steps_of`` takes. Other load on the machine can spoil a sample."""
 FEWEST_STEPS = 5
+"""Fewest steps of a window. Also the steps of a short sample that does not decide a window's length."""
 OPENING_SECONDS = 1.7
 """For arms with this start-up time, windows of 1.5 s turned out to be the best (docs/measuring.md)."""
 

@@ -103,7 +103,8 @@ class Compared(Record):
     verdict: Verdict | None
     """None for the baseline, like throughput, memory, accuracy and energy."""
     reasons: tuple[str, ...]
-    """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help."""
+    """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help. If
+    the variant's techniques are skipped, so that it trains like the baseline, a sentence that says so instead."""
     throughput: Ratio | None
     memory: Ratio | None
     accuracy: Accuracy | None

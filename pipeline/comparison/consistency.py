@@ -100,8 +100,8 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Return one message, which names the seeds whose teacher has other weights now. The list is empty if there are no
-    such seeds. ``weights``: variant -> seed -> SHA-256."""
+    """Return a list with one message, which names the seeds whose teacher has other weights now; an empty list if there
+    are no such seeds. ``weights``: variant -> seed -> SHA-256."""
     teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
     now = weights.get(teacher, {})
     others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]

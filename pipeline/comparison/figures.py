@@ -67,7 +67,7 @@ def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -
 
 
 def median_of(arm: Arm, field: str) -> float | None:
-    """Return the median over the rounds of ``field``, a field of ``Window``; None if no round has a value."""
+    """Return the median of ``field``, a field of ``Window``, over the rounds with a value; None without such rounds."""
     known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
     return statistics.median(known) if known else None
 
@@ -104,7 +104,7 @@ def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
     """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed. The
-    time is None unless every seed reaches the target."""
+    time is None if a seed does not reach the target, or if the speed is unknown."""
     reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))

@@ -60,7 +60,8 @@ def judge(
     }
     outcomes["accuracy"] = accuracy.outcomes
     if result.skipped and result.applied == baseline.applied:
-        reasons = ["this machine skips its techniques, so it trains exactly like the baseline; a difference is noise"]
+        untrusted = [each.why_untrusted for each in ratios.values() if each.why_untrusted]
+        reasons = [*untrusted, "on this machine it trains exactly like the baseline, so a difference is noise"]
     else:
         advised = advice.reasons(ratios, accuracy, own.compared, stopped=arms[0].settled)
         reasons = [*advice.certain(outcomes), *advised]

@@ -131,9 +131,11 @@ class Ratio(Estimated):
     fixed: float = 0.0
     """The part of the interval's half-width, on the logarithmic scale, that more rounds do not reduce."""
     more_sessions: int | None = None
-    """About how many more sessions a decision over sessions needs. None if there is a decision, or no forecast."""
+    """About how many more sessions a decision over several sessions needs. None if there is a decision or no
+    forecast."""
     sessions: tuple[SessionRatio, ...] = ()
-    """This ratio as measured in each single session, the oldest first. Empty in the gate and in ablations."""
+    """This ratio as measured in each single session, the oldest first. For a champion with a runner-up: the ratio of
+    the variant that each session chose. Empty in the gate and in ablations."""
 
     def outcomes(self, quantity: Quantity) -> Outcomes:
         """Return the possible decisions on ``quantity``, which must be the quantity of this ratio."""

@@ -187,8 +187,9 @@ def _in_table(path: Path) -> Iterator[Array]:
         for name, kind in zip(columns, types, strict=False):
             if not (is_integer(kind) or is_floating(kind)):
                 raise DataError(
-                    f"{path}: the column {name!r} holds {kind}; expected numbers. A column that is an array of "
-                    "its own, such as inputs, may also hold lists of numbers, if its type declares their length."
+                    f"{path}: the column {name!r} holds {kind}; expected numbers. The columns inputs and "
+                    "targets, and all columns of a table with a column inputs, may also hold lists of numbers, if the "
+                    "column's type declares their length."
                 )
         if types:
             dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))

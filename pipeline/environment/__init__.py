@@ -45,7 +45,8 @@ _AMPERE, _ADA = (8, 0), (8, 9)
 """Compute capabilities of the first GPUs with native bf16 and TF32, and with float8."""
 
 ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
-"""The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> package names."""
+"""The return value of ``plans.relied_on``: section -> user (a variant, or a form of inference) -> names of
+packages, or ``COMPILER``."""
 
 
 def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:

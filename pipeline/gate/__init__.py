@@ -51,9 +51,9 @@ def run(config: Config, against: str) -> int:
 def confirm(config: Config) -> None:
     """Check ``reports/gate.json`` against its own raw samples and this machine, before a promotion relies on it.
 
-    Raises ResultError if the file cannot be read. Raises GateError if it says "passed" but its samples do not, or if it
-    was made in another environment or with other code and settings. Does nothing if the file is missing, because
-    ``promote`` itself refuses then.
+    Raises ResultError if the file cannot be read. Raises GateError if it says "passed" but its samples do not support
+    this with the present settings, or if it was made in another environment or with other code and settings. Does
+    nothing if the file is missing, because ``promote`` itself refuses then.
     """
     if not JSON_FILE.exists():
         return

@@ -92,7 +92,7 @@ def _found(module: str) -> tuple[ModuleSpec | None, str]:
         if spec is None:
             break
         name = f"{name}.{part}"
-        # Only the last part: in a package without __init__.py, PathFinder looks up a name's parent in sys.modules.
+        # Only the last part: without __init__.py, PathFinder would look up a dotted name's parent in sys.modules.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec, name
 

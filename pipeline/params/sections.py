@@ -77,10 +77,10 @@ class Fetch(Section):
     image_folder: str | None = None
     """For dataset image_folder: the directory with train/CLASS/* and, for a test split, test/CLASS/*."""
     arrays: str | None = None
-    """For dataset arrays: the source of the arrays. A folder with inputs.npy and, optionally, targets.npy,
-    test_inputs.npy and test_targets.npy. Or an .npz or .safetensors file with these arrays. Or a .parquet table. Or a
-    folder that save_to_disk of the library datasets wrote, with the columns inputs and targets. Or module:function of
-    your own, which is called with the argument split and yields dicts of arrays."""
+    """For dataset arrays: the source of the arrays, in one of five forms. (1) A folder with inputs.npy and, optionally,
+    targets.npy, test_inputs.npy and test_targets.npy. (2) An .npz or .safetensors file with these arrays. (3) A
+    .parquet table. (4) A folder that save_to_disk of the library datasets wrote, with the columns inputs and targets.
+    (5) module:function of your own, which is called with the argument split and yields dicts of arrays."""
     arrays_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your function in fetch.arrays."""
     text_folder: str | None = None

@@ -38,11 +38,11 @@ def let_threads_sleep() -> None:
     """Let OpenMP's threads spin only briefly between parallel regions. Do nothing if the user has set OMP_WAIT_POLICY
     or GOMP_SPINCOUNT.
 
-    If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. With
-    threads that sleep after a short spin, the default job ran faster on two cores. Beside one busy process, it ran 1.2
-    to 17 times as fast; beside two, up to 3 times as fast. But waking the threads takes time: on an idle machine, a
-    small model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is loaded,
-    because torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
+    If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. On two
+    cores, with threads that sleep after a short spin, the default job ran 1.2 to 17 times as fast beside one busy
+    process, and up to 3 times as fast beside two. But waking the threads takes time: on an idle machine, a small
+    model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is loaded, because
+    torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -139,7 +139,7 @@ def banner(comparison: Comparison) -> list[str]:
 
 
 def reasons(each: Compared, comparison: Comparison) -> list[str]:
-    """Return why a variant's verdict is untrusted or undecided, without the reasons that are in the banner."""
+    """Return the reasons beside a variant's verdict, without the reasons that are in the banner."""
     noises = (comparison.noise_throughput, comparison.noise_memory, comparison.noise_energy)
     everybodys = [each.why_untrusted for each in noises if each]
     stopped = interrupted(comparison.bench)

@@ -108,7 +108,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         "At equal time",
         "Only for a variant with another model or a teacher: the scores of the variant and of the baseline at the same "
         "training time. At this time, the faster of the two trainings ends, by the bench's throughputs. Each score is "
-        "from the last evaluation before this time, mean over seeds. The slower training has not finished its "
+        "from the last evaluation up to this time, mean over seeds. The slower training has not finished its "
         "learning-rate schedule then. To finish both trainings in equal time, give the slower variant fewer epochs.",
         alongside,
     )
@@ -124,8 +124,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             "Throughput",
             f"{sentences.counted(comparison)} of the global batch per wall second of the slowest process, in a window "
             "of warm steps; median over rounds. The ratio to the baseline is the median of the rounds' ratios, with a "
-            "95% bootstrap interval that the A/A noise widens. Over several sessions, the ratio is the mean of the "
-            "sessions' ratios, with a t interval.",
+            "95% bootstrap interval that the A/A noise widens. Over several sessions, the ratio is the geometric mean "
+            "of the sessions' ratios, with a t interval.",
             lambda each: _against(formats.speed(each.samples_per_second, comparison.unit), each.throughput),
         ),
         Column(
@@ -139,8 +139,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         Column(
             formats.heading(sentences.score(comparison)),
             f"{sentences.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
-            "difference to the baseline is paired by seed, in percentage points. Its interval lies inside the margins "
-            f"exactly if two one-sided tests at 95% show equivalence{few}.",
+            "difference from the baseline is paired by seed, in percentage points. Its interval lies inside the "
+            f"margins exactly if two one-sided tests at 95% show equivalence{few}.",
             lambda each: _against(formats.percent(each.test_accuracy_mean_fraction), each.accuracy),
         ),
         *(_finding(name, direction) for name, direction in comparison.directions.items()),

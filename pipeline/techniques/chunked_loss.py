@@ -20,11 +20,11 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class ChunkedLoss(Technique):
     """The head (the model's last linear layer) and the loss are computed for one chunk of rows after the other.
 
-    If the job uses the task's own loss and ``loss_by_row`` is true, a row is a vector of the outputs, such as a
-    token's. Otherwise a row is a sample, because every loss is a mean over samples. While the model trains, its head
-    returns its input, and the step's criterion applies the head. A chunk's logits and their gradient are freed before
-    the logits of the next chunk are computed. Only the gradients of the head's input and parameters are kept, so no
-    product is computed twice.
+    If the job uses the task's own loss, and the task's ``loss_by_row`` is true, a row is a vector of the outputs, such
+    as a token's. Otherwise a row is a sample, because every loss is a mean over samples. While the model trains, its
+    head returns its input, and the step's criterion applies the head. A chunk's logits and their gradient are freed
+    before the logits of the next chunk are computed. Only the gradients of the head's input and parameters are kept, so
+    no product is computed twice.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024; Wijmans et al., "Cut Your
     Losses in Large-Vocabulary Language Models", ICLR 2025.

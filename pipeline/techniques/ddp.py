@@ -44,7 +44,7 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
 
 
 def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
-    """Make DDP rebuild its buckets before the first step of a resumed training.
+    """Make DDP use rebuilt buckets from the first step of a resumed training on; call this before that step.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
     than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added. This order

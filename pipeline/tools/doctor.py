@@ -208,8 +208,8 @@ def work_tree() -> Iterator[Finding]:
     free = shutil.disk_usage(here).free
     wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
     remedy = (
-        "free space: dvc gc --workspace removes cached data of other versions; docker system prune removes data that "
-        "Docker does not use"
+        "free space: dvc gc --workspace removes cached data of other versions; docker system prune removes stopped "
+        "containers, unused networks, dangling images and unused build cache"
     )
     yield enough(free >= DISK_BYTES, f"{_size(free)} free for {here}", wants, remedy, needed=free < GIB)
 

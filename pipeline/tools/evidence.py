@@ -60,8 +60,8 @@ def write(file: Path = FILE) -> None:
     archive.
 
     User names, passwords and queries are removed from addresses. Raises EvidenceError if the report does not follow
-    from the files, or if a file cannot be read or written. A file whose checksum is in another file must not change. So
-    EvidenceError is also raised if such a file has an address with one of these parts.
+    from the files, or if a file cannot be read or written. Also raises EvidenceError if an address with a user name,
+    password or query is in a file that must not change, because another file holds its checksum.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}

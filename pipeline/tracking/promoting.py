@@ -49,7 +49,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     for this very commit and MLflow holds the comparison. Raises ResultError for files that do not match their record.
 
     Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: too few
-    sessions measured the gain, or the gain is not decided.
+    sessions measured the gain, or the gain is not decided if some sessions choose the best variant and the other
+    sessions measure its gain.
     """
     gate = _passed(root, commit)
     wanted = comparisons.wanted(config, root)

@@ -121,10 +121,10 @@ def work_of(ranks: Sequence[Counted], credited: int, model_processes: int) -> Wo
 
 
 def most_missing(steps: Sequence[Sequence[Counted]], credited: int, model_processes: int) -> Work | None:
-    """Return the work of the step that left out the most samples; None if ``steps`` is empty. If two steps took the
-    same inputs, return the work of the first step, with ``repeated``.
+    """Return the work of the step that left out the most samples; None if ``steps`` is empty.
 
-    ``steps``: for each counted step, the counts of all ranks.
+    ``steps``: for each counted step, the counts of all ranks. If two steps of at least ``FEWEST_COMPARED`` samples took
+    the same inputs, return the work of the first of all ``steps``, with ``repeated`` set.
     """
     works = [work_of(ranks, credited, model_processes) for ranks in steps]
     taken = [tuple(each.digest for each in ranks[::model_processes]) for ranks in steps]

@@ -84,9 +84,9 @@ class ForeignLoad(Detector):
         if due and (share := self.taken_seconds / due) > self._limit:
             accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
             yield Rejection(
-                f"other processes took {self.taken_seconds:.2f} s of CPU time from the job ({share:.0%} of the time "
-                f"that it needed; at most {self._limit:.0%} is allowed); stop other work on this machine and measure "
-                f"again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
+                f"other processes took {self.taken_seconds:.2f} of the {due:.2f} s of CPU time that the job would have "
+                f"had ({share:.0%}; at most {self._limit:.0%} is allowed); stop other work on this machine and "
+                f"measure again, or accept this load with bench.max_foreign_load: {accepting:.1f}"
             )
 
     def _counters(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -32,7 +32,7 @@ class MemorySettings(Section):
     loss_chunks: Count = 1
     optimizer_in_backward: bool = False
     optimizer_state: Literal["fp32", "8bit", "factored"] = "fp32"
-    """How adamw stores its state. Other optimizers allow only fp32."""
+    """The optimizer's state. 8bit and factored replace adamw, so they need train.optimizer: adamw."""
     set_to_none: bool = True
     expandable_segments: bool = False
     release_cache: bool = False

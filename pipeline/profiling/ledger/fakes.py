@@ -135,8 +135,8 @@ def faked_task(task: Task) -> Task:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Under autocast on a CPU, runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does. Autocast on
-    a CPU alone runs them in 16 bits.
+    """Under autocast on a CPU, runs the functions in ``_IN_FLOAT32`` in float32, as autocast on CUDA does. Without
+    this class, autocast on a CPU runs them in 16 bits.
 
     Source: "CUDA Ops that can autocast to float32" in the documentation of torch.amp.
     """

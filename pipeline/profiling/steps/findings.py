@@ -42,7 +42,7 @@ def _waits_for_input(facts: Facts, share: str, where: str) -> str:
     elif facts.placement == "streamed":
         advice = (
             "set train.placement: resident if the samples fit into the device's memory, or give the job more CPU cores "
-            "and a faster disk. A thread gathers each batch from the prepared file"
+            "and a faster disk. Both help, because a thread gathers each batch from the prepared file"
         )
     else:
         advice = (
@@ -126,7 +126,7 @@ def _computes(facts: Facts) -> Finding:
         rule="computes",
         share_fraction=share,
         text=f"For {share:.0%} of the step, the device works ({main.fraction('forward'):.0%} forward, "
-        f"{main.fraction('backward'):.0%} backward), so little time is lost. Make the arithmetic cheaper with "
-        "precision: bf16, channels_last: true or compile: default if the hardware supports them, or distribute the "
-        "arithmetic over several devices.",
+        f"{main.fraction('backward'):.0%} backward), and no other part takes much time. Make the arithmetic cheaper "
+        "with precision: bf16, channels_last: true or compile: default if the hardware supports them, or distribute "
+        "the arithmetic over several devices.",
     )

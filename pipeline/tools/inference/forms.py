@@ -168,7 +168,7 @@ def _int8(trained: Trained) -> Made:
     if "quantize_per_tensor" not in str(converted.graph):
         raise Unavailable("they have no int8 kernel for any part of it")
     predict: Predict = torch.compile(converted, dynamic=False)
-    with inductor.patch(freezing=True):  # the calls compile the model; freezing makes its int8 weights constants
+    with inductor.patch(freezing=True):  # the calls compile; freezing packs the weights for int8
         for size in trained.batch_sizes:
             predict(trained.samples[torch.arange(size) % len(trained.samples)])
     return Made(predict, bytes_of(converted))

@@ -97,7 +97,7 @@ class Observed:
     overflowed: bool = False
     """True if a step was skipped because its scaled gradients overflowed."""
     unsteady: str = ""
-    """Why the same seed may give other weights although ``train.deterministic`` is true; empty if it may not."""
+    """Why the same seed may give other weights although ``train.deterministic`` is true; otherwise empty."""
     correct: float = 0.0
     """Sum of the samples' scores in the evaluation by all ranks after the last step; ``count``: samples counted."""
     count: int = 0
