@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 # Set before a test imports torch: with more threads, the tests that run side by side would slow each other down.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 os.environ["DVC_NO_ANALYTICS"] = "1"  # without this repository's settings, DVC would send usage data
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background, where tests could interrupt nothing
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("fuzz", max_examples=10_000, deadline=None)
