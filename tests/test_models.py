@@ -345,23 +345,3 @@ for name in ("small_cnn", "my_own_net:factory", "resnet18"):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:2] == ["", "my_own_net"]
     assert "torchvision" in done.stdout.splitlines()[2]
-
-
-def test_loading_a_model_imports_nothing_after_its_libraries() -> None:
-    pytest.importorskip("transformers")
-    program = f"""
-import importlib, sys; sys.path.insert(0, {str(ROOT)!r})
-from pipeline import models
-for name in ("gpt", "nets:factory", "resnet18", "transformers"):
-    print(*models.libraries(name))
-    for module in models.libraries(name):
-        importlib.import_module(module)
-    before = set(sys.modules)
-    if ":" not in name:
-        models.load(name)
-    print(*set(sys.modules) - before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    libraries, imported = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
-    assert libraries == ["", "", "torchvision.models", "transformers.models.auto.modeling_auto"]
-    assert imported == ["", "", "", ""]

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import environment, models
+from pipeline import environment
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
@@ -86,7 +86,7 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         made = Plan.model_validate(plan)
         arguments = (config, made, prepared, environment.read(), steps, ledgers)
         with ExitStack() as processes:
-            ask = processes.enter_context(forked(_rank_of_arm, arguments, made.processes, preload=preload))
+            ask = processes.enter_context(forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD))
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
         return {}
@@ -102,8 +102,6 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
             (measured, *_) = ask(None)
         return dict(measured.model_dump(mode="json"))
 
-    used = {config.train.model, *(each.model for each in config.variants.values() if each.model)}
-    preload = (*PRELOAD, *sorted({module for name in used for module in models.libraries(name)}))
     arms: dict[str, tuple[Callable[[int | None], list[Any]], ExitStack]] = {}
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "describe": describe, "plan": plan_, "open": open_, "turn": turn, "close": close,

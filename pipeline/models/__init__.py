@@ -71,14 +71,6 @@ def load(name: str) -> None:
             raise ModelError(problem)
 
 
-def libraries(name: str) -> tuple[str, ...]:
-    """Return the modules of libraries that ``load`` imports for ``name``; () if it imports only the user's own module,
-    or none. A fork server can import them once for all its processes."""
-    if ":" in name or (name in _OWN and name != "transformers"):
-        return ()
-    return ("transformers.models.auto.modeling_auto" if name == "transformers" else "torchvision.models",)
-
-
 def small_cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two 5x5 convolutions of 20 channels and two linear layers (320-50-10 for 28x28x1 images): a textbook model.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline import models, tasks
+from pipeline import tasks
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import forked, whole
@@ -119,8 +119,7 @@ class Observed:
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
     """Start the variant in fresh processes. Yields the function ``observe(task, name)``, which runs a task and writes
     its file to ``folder/name``."""
-    preload = (*PRELOAD, *models.libraries(plan.train.model))
-    with forked(_observing, (plan, prepared), plan.processes, preload=preload) as ask:
+    with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
         yield lambda task, name: ask((task, folder / name))[0]
 
