@@ -613,6 +613,38 @@ def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
         assert len(pids - {server._process.pid}) == 4
 
 
+@pytest.mark.slow
+def test_each_further_step_of_warm_up_is_a_step_before_the_window(workspace: Path) -> None:
+    (workspace / "counted.py").write_text(
+        "from torch import nn\n\n"
+        "class Counted(nn.Flatten):\n"
+        "    def forward(self, images):\n"
+        "        with open('passes', 'a') as file:\n"
+        "            file.write('.')\n"
+        "        return super().forward(images)\n\n"
+        "def net(*, channels, height, width, classes):\n"
+        "    return nn.Sequential(Counted(), nn.Linear(channels * height * width, classes))\n",
+        encoding="utf-8",
+    )
+    train = {
+        "model": "counted:net",
+        "batch_size": 64,
+    }  # an epoch, whose end evaluates the model, is longer than the arm
+    params = PARAMS | {"train": PARAMS["train"] | train}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    passes, found = Path("passes"), []
+    with Server() as server:
+        plan = server.plan("baseline", Variant().model_dump(mode="json"))
+        for steps in (2, 5, 6, 9):
+            plan["train"]["warmup_steps"] = steps
+            before = passes.stat().st_size if passes.exists() else 0
+            server.open("baseline", plan, 4)
+            found.append(passes.stat().st_size - before)
+            server.turn("baseline", 4)
+            server.close("baseline")
+    assert [each - found[0] for each in found] == [0, 0, 1, 4]
+
+
 @pytest.mark.parametrize(
     ("placement", "chosen", "replays", "limit"),
     [

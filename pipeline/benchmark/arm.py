@@ -40,8 +40,8 @@ from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
 MEMORY_STEPS = (2, 3)
-"""Numbers of warm-up steps and measured steps of the memory window on a CPU. All of them also count as warm-up steps of
-the speed window."""
+"""Numbers of warm-up steps and measured steps of the memory window on a CPU. Its warm-up steps are taken from
+``train.warmup_steps``."""
 FEWEST_WARMUP_STEPS = 3
 """Fewest steps between the memory window and the speed window on a CPU. In them, the heap gets the pages that later
 steps reuse."""
@@ -137,7 +137,7 @@ def _rank_of_arm(
         world, warmup = assembly.world, plan.train.warmup_steps
         wanted = [warmup + steps + 1]
         if on_cpu:
-            warmup = max(FEWEST_WARMUP_STEPS, warmup - sum(MEMORY_STEPS))
+            warmup = max(FEWEST_WARMUP_STEPS, warmup - MEMORY_STEPS[0])
             wanted = [sum(MEMORY_STEPS), warmup + steps + 1]
         epochs = -(-sum(wanted) // max(1, len(assembly.task.dataset.train) // plan.train.batch_size))
         plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
