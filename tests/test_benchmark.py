@@ -626,11 +626,8 @@ def test_each_further_step_of_warm_up_is_a_step_before_the_window(workspace: Pat
         "    return nn.Sequential(Counted(), nn.Linear(channels * height * width, classes))\n",
         encoding="utf-8",
     )
-    train = {
-        "model": "counted:net",
-        "batch_size": 64,
-    }  # an epoch, whose end evaluates the model, is longer than the arm
-    params = PARAMS | {"train": PARAMS["train"] | train}
+    # With 64 samples a step, no epoch ends within the arm. The evaluation at an epoch's end would add passes.
+    params = PARAMS | {"train": PARAMS["train"] | {"model": "counted:net", "batch_size": 64}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     passes, found = Path("passes"), []
     with Server() as server:
