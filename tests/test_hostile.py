@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -151,6 +152,17 @@ def test_a_hostile_input_is_named_and_leaves_no_file(
     assert "\x1b" not in said
     assert "Traceback" not in said
     assert there() == before
+
+
+def test_a_swapped_file_of_any_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    swapped = "data/raw/mnist/train-images-idx3-ubyte"
+    write({"params.yaml": params(fetch={"dataset": "mnist"}), swapped: b""})
+    os.truncate(swapped, 1 << 40)  # zeros that take no space on disk
+    assert main(["prepare"]) == 2
+    assert f"{Path(swapped).name}: SHA-256 is" in capsys.readouterr().err
 
 
 def there() -> set[Path]:

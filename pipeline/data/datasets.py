@@ -79,7 +79,8 @@ def decode(config: Config, raw: Path) -> Decoded:
 def _published(path: Path) -> bytes:
     """Return the content of the raw file ``<dataset>/NAME``. Raises DataError if its SHA-256 is not as published."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LIMIT_BYTES)  # a swapped file may be of any size
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from None
     expected, found = SHA256[path.parent.name][path.name], hashlib.sha256(content).hexdigest()
