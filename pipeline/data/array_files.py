@@ -1,21 +1,22 @@
-"""Reads arrays from .npy, .npz, .safetensors and Parquet files. The files are not trusted: every size is checked.
+"""Reads arrays from .npy, .npz, .safetensors and Parquet files, which are not trusted, and writes .npy files.
 
-Also writes .npy files in chunks of rows, so that an array of any size is read and written in bounded memory.
+An array is a memory map of a .npy file. Files of the other types are first unpacked into .npy files. So an array of any
+size is read and written in bounded memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import open_memmap
 
 from pipeline.data import DataError
 from pipeline.data.decoded import AGAIN
@@ -24,179 +25,136 @@ from pipeline.errors import first_line
 Rows = npt.NDArray[Any]
 
 CHUNK_BYTES = 16 << 20
-LIMIT_HEADER_BYTES = 1 << 20
-"""Largest header of a .safetensors file: more than enough for the descriptions of many arrays."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest allowed size of a row. Without a limit a row could fill the memory, because a chunk holds at least one row.
-Even a small file can declare a huge row, or contain a huge row in compressed form."""
+"""Largest allowed size of a row of a table. A table of a few bytes can declare a row that fills the memory."""
 
 
-class Array(NamedTuple):
-    """The array of a .npy file, a member of an .npz or .safetensors file, or columns of a Parquet table."""
+def read(path: Path, unpacked: Path) -> dict[str, Rows]:
+    """Return the arrays of a file by name, memory-mapped. A file other than .npy is first unpacked into the empty
+    folder ``unpacked``.
 
-    path: Path
-    member: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int = 0
-    """Offset of the first value, in bytes."""
-    columns: tuple[str, ...] = ()
-    """Columns of a table; empty for any other file. Only a single column can hold lists of numbers."""
-
-    def __str__(self) -> str:
-        return f"{self.path.parent / self.member} {self.dtype} {list(self.shape)}"
-
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape[1:])
-
-    def chunks(self, length: int | None = None) -> Iterator[Rows]:
-        """Yield chunks of ``length`` rows; if ``length`` is None, chunks of about ``CHUNK_BYTES`` bytes.
-
-        Raises DataError if the array is cut short.
-        """
-        length = length or max(1, CHUNK_BYTES // (self.row_bytes or 1))
-        with naming(self.path):
-            yield from self._of_table(length) if self.columns else self._of_stream(length)
-
-    def _of_stream(self, length: int) -> Iterator[Rows]:
-        with _stream(self.path, self.member) as file:
-            file.seek(self.offset)
-            for start in range(0, self.shape[0], length):
-                count = min(length, self.shape[0] - start)
-                content = file.read(count * self.row_bytes)
-                yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
-
-    def _of_table(self, length: int) -> Iterator[Rows]:
-        from pyarrow.parquet import ParquetFile
-
-        left = self.shape[0]
-        with ParquetFile(self.path) as table:
-            for batch in table.iter_batches(length, columns=list(self.columns)):
-                left -= batch.num_rows
-                found = [self._values(batch.column(name)) for name in self.columns]
-                yield (np.stack(found, 1) if self.columns != (self.member,) else found[0]).reshape(-1, *self.shape[1:])
-        if left:
-            raise DataError(f"{self}: the file has only {self.shape[0] - left} rows; write it again and {AGAIN}")
-
-    def _values(self, column: Any) -> Rows:
-        while column.null_count == 0 and hasattr(column.type, "list_size"):
-            column = column.flatten()
-        if column.null_count:
-            raise DataError(f"{self} has empty fields; fill them, or leave out their rows, and {AGAIN}")
-        values: Rows = column.to_numpy(zero_copy_only=False)
-        return values.astype(self.dtype)
-
-
-def read(path: Path) -> Iterator[Array]:
-    """Yield the arrays that the file's header describes. Raises DataError if the file is damaged, or if an array does
-    not hold numbers in rows of one shape."""
+    Raises DataError if the file is damaged, or if it holds anything but numbers in rows of one shape.
+    """
     with naming(path):
-        for array in _READERS[path.suffix](path):
-            check_name(array.member, path)
-            if min(array.shape, default=-1) < 0 or array.dtype.kind not in "iuf":
-                raise DataError(
-                    f"{array}: expected numbers in C order, in rows of one shape. Pad ragged rows, which numpy "
-                    "stores as objects."
-                )
-            if array.row_bytes > LIMIT_ROW_BYTES:
-                raise DataError(
-                    f"{array}: a row (a sample) has {array.row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}."
-                )
-            if not array.columns and array.offset + array.shape[0] * array.row_bytes > _size(array):
-                raise DataError(f"{array} is cut short; write it again and {AGAIN}")
-            yield array
+        if path.suffix == ".npz":
+            _unzip(path, unpacked)
+        elif path.suffix != ".npy":
+            write(_in_table(path) if path.suffix == ".parquet" else _in_safetensors(path), str(path), unpacked)
+        arrays: dict[str, Rows] = {}
+        for each in [path] if path.suffix == ".npy" else sorted(unpacked.iterdir()):
+            check_name(each.stem, path)
+            rows = arrays[each.stem] = open_memmap(each, "r")
+            if rows.dtype.kind not in "iuf" or not rows.ndim:
+                raise ValueError(f"{each.stem}: found {rows.dtype} {list(rows.shape)}")
+        return arrays
+
+
+def write(chunks: Iterable[Any], source: str, directory: Path, prefix: str = "") -> None:
+    """Write ``directory/<prefix><name>.npy`` for each name in the chunks, which are dicts of arrays [n, ...].
+
+    Raises DataError, naming ``source``, for anything else.
+    """
+    files: dict[str, GrowingArray] = {}
+    with ExitStack() as opened:
+        for chunk in chunks:
+            if not isinstance(chunk, Mapping):
+                raise DataError(f"{source} yielded {type(chunk)}; expected a dict of inputs and further arrays.")
+            for name, values in chunk.items():
+                check_name(str(name), source)
+                try:
+                    rows = np.asarray(values)
+                    if rows.dtype.kind not in "iuf" or not rows.ndim:
+                        raise ValueError(f"found {rows.dtype} {list(rows.shape)}")
+                    if name not in files:
+                        files[name] = GrowingArray(directory / f"{prefix}{name}.npy")
+                        opened.callback(files[name].close)
+                    files[name].append(rows)
+                except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that need a gradient
+                    raise DataError(
+                        f"{source} yielded {name} that cannot be used ({first_line(error)}); expected numbers [n, ...] "
+                        "of one type and shape."
+                    ) from None
 
 
 def check_name(name: str, place: Path | str) -> None:
     """Raise DataError if an array cannot have this ``name``."""
-    if not re.fullmatch("[a-z][a-z0-9_]{0,49}", Path(name).stem):
+    if not re.fullmatch("[a-z][a-z0-9_]{0,49}", name):
         raise DataError(
             f"{place} has an array {name!r}; expected inputs, targets, test_inputs, test_targets or, for a task of "
             "your own, names of lower-case letters, digits and underscores: rename it."
         )
 
 
-def _size(array: Array) -> int:
-    """Return the size in bytes of the file, or of the unpacked member of an .npz file."""
-    if array.path.suffix != ".npz":
-        return array.path.stat().st_size
-    with zipfile.ZipFile(array.path) as opened:
-        return opened.getinfo(array.member).file_size
+def _unzip(path: Path, directory: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if len(set(names)) < len(names):
+            raise ValueError("two arrays have the same name")
+        for name in names:
+            check_name(name.removesuffix(".npy"), path)
+            archive.extract(name, directory)
 
 
-def _in_numpy(path: Path) -> Iterator[Array]:
-    """Yield the array of a .npy file, or the arrays of an .npz file."""
-    members = zipfile.ZipFile(path).namelist() if path.suffix == ".npz" else [path.name]
-    if len(set(members)) < len(members):
-        raise ValueError("two arrays have the same name")
-    for member in members:
-        with _stream(path, member) as file:
-            first = np.lib.format.read_magic(file) == (1, 0)
-            header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = header(file)
-            yield Array(path, member, shape, np.dtype(object) if is_fortran else dtype, file.tell())
+def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
+            rows = tensors.get_slice(name)
+            count, *shape = rows.get_shape()
+            length = max(1, CHUNK_BYTES // (8 * math.prod(shape) or 1))
+            for start in range(0, count, length):
+                yield {name: rows[start : min(start + length, count)]}
 
 
-def _in_safetensors(path: Path) -> Iterator[Array]:
-    """Yield each tensor as an array.
-
-    Format, from https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the header
-    in JSON; the values. A tensor's two ``data_offsets`` are the start and the end of its values, counted in bytes from
-    the end of the header.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > LIMIT_HEADER_BYTES:
-            raise ValueError(f"the header has {length:,} bytes, which is too many")
-        header = json.loads(file.read(length))
-    for name, each in header.items():
-        if name != "__metadata__":
-            kind, (start, end) = re.fullmatch("([FIU])(8|16|32|64)", each["dtype"]), each["data_offsets"]
-            dtype = np.dtype(f"<{kind[1].lower()}{int(kind[2]) // 8}" if kind else object)
-            if start < 0:
-                raise ValueError(f"{name} starts {-start:,} bytes before the values")
-            array = Array(path, name, tuple(each["shape"]), dtype, 8 + length + start)
-            if dtype.kind != "O" and math.prod(array.shape) * dtype.itemsize != end - start:
-                raise ValueError(f"{name} has {end - start:,} bytes, which do not fit its shape")
-            yield array
-
-
-def _in_table(path: Path) -> Iterator[Array]:
+def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
     """If a column is named ``inputs``, yield each column as an array. Otherwise yield all columns except ``targets`` as
-    one array, the inputs, and then the column ``targets`` if it exists.
+    one array, the inputs, and also the column ``targets`` if it exists.
 
-    A column holds numbers. A column that is an array of its own may hold lists of numbers instead. All lists of a
-    column have the length that the column's type declares.
+    A column holds numbers, or lists of numbers, which may be nested. All lists of a column have the length that the
+    column's type declares.
     """
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
-    from pyarrow.types import is_floating, is_integer
 
     with ParquetFile(path) as table:
-        schema, count = table.schema_arrow, table.metadata.num_rows
-    members = {name: (name,) for name in schema.names}
-    if "inputs" not in members:
-        members = {"inputs": tuple(name for name in schema.names if name != "targets"), "targets": ("targets",)}
-    for member, columns in members.items():
-        types = [schema.field(name).type for name in columns if name in schema.names]
-        shape: tuple[int, ...] = (count, len(columns))
-        if columns == (member,) and types:
-            shape = (count,)
-            while hasattr(types[0], "list_size"):
-                shape, types = (*shape, types[0].list_size), [types[0].value_type]
-        for name, kind in zip(columns, types, strict=False):
-            if not (is_integer(kind) or is_floating(kind)):
-                raise DataError(
-                    f"{path}: the column {name!r} holds {kind}; expected numbers. The columns inputs and "
-                    "targets, and all columns of a table with a column inputs, may also hold lists of numbers, if the "
-                    "column's type declares their length."
-                )
-        if types:
-            dtype = np.result_type(*(np.dtype(each.to_pandas_dtype()) for each in types))
-            yield Array(path, member, shape, dtype, columns=columns)
+        row_bytes = 8 * sum(_row_values(path, column) for column in table.schema_arrow)
+        if row_bytes > LIMIT_ROW_BYTES:
+            raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
+        for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1))):
+            columns = {name: _values(path, name, batch.column(name)) for name in batch.schema.names}
+            if "inputs" not in columns:
+                features = [rows for name, rows in columns.items() if name != "targets"]
+                columns = {name: rows for name, rows in columns.items() if name == "targets"}
+                columns |= {"inputs": np.stack(features, 1)} if features else {}
+            yield columns
 
 
-_READERS = {".npy": _in_numpy, ".npz": _in_numpy, ".safetensors": _in_safetensors, ".parquet": _in_table}
+def _row_values(path: Path, column: Any) -> int:
+    """Return how many numbers a row of the ``column`` has. Raises DataError if it holds anything but numbers."""
+    from pyarrow.types import is_floating, is_integer
+
+    kind, values = column.type, 1
+    while hasattr(kind, "list_size"):
+        kind, values = kind.value_type, values * kind.list_size
+    if not (is_integer(kind) or is_floating(kind)):
+        raise DataError(
+            f"{path}: the column {column.name!r} holds {column.type}; expected numbers, or lists of numbers whose "
+            "length the column's type declares."
+        )
+    return values
+
+
+def _values(path: Path, name: str, column: Any) -> Rows:
+    shape = [len(column)]
+    while column.null_count == 0 and hasattr(column.type, "list_size"):
+        shape.append(column.type.list_size)
+        column = column.flatten()
+    if column.null_count:
+        raise DataError(
+            f"{path}: the column {name!r} has empty fields; fill them, or leave out their rows, and {AGAIN}"
+        )
+    rows: Rows = column.to_numpy(zero_copy_only=False)
+    return rows.reshape(shape)
 
 
 class GrowingArray:
@@ -244,14 +202,7 @@ def naming(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path} cannot be read ({first_line(error)}); write it again and {AGAIN}") from None
-
-
-@contextmanager
-def _stream(path: Path, member: str) -> Iterator[IO[bytes]]:
-    if path.suffix == ".npz":
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            yield file
-    else:
-        with path.open("rb") as file:
-            yield file
+        raise DataError(
+            f"{path} cannot be read ({first_line(error)}); expected numbers in rows of one shape. Write it again and "
+            f"{AGAIN}"
+        ) from None

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
-from pipeline.data.array_files import Array, GrowingArray, Rows, check_name, naming
+from pipeline.data.array_files import Rows, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
-from pipeline.errors import first_line
 from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
@@ -42,6 +41,7 @@ FILES = (".npz", ".safetensors", ".parquet")
 SAVED = ("state.json", "dataset_dict.json")
 """Files that ``save_to_disk`` of the library ``datasets`` writes: the first for a data set without splits, the second
 for a data set with splits."""
+Named = Mapping[str, Rows]
 CHUNK_ROWS = 1000
 """Rows per chunk of a data set that the library ``datasets`` saved."""
 
@@ -60,15 +60,13 @@ def is_exported(fetch: Fetch) -> bool:
 
 
 def files(fetch: Fetch, directory: Path) -> list[str]:
-    """Return the names of the arrays' files. Raises DataError if the user's file or ``inputs.npy`` is missing."""
-    place = Path(fetch.arrays or "")
-    top = root(fetch, directory)
-    if place.suffix in FILES and not is_exported(fetch):
-        found, needed = [place.name] if (top / place.name).is_file() else [], place.name
-    else:
-        found, needed = sorted(path.name for path in top.glob("*.npy")), "inputs.npy"
-    if needed not in found:
-        missing = "" if is_exported(fetch) or place.expanduser().exists() else ", which does not exist"
+    """Return the names of the arrays' files. Raises DataError if the user's file does not exist, or if the user's
+    folder has no .npy file."""
+    place = Path(fetch.arrays or "").expanduser()
+    paths = [place] if place.suffix in FILES else root(fetch, directory).glob("*.npy")
+    found = sorted(path.name for path in paths if path.is_file())
+    if not found and not is_exported(fetch):
+        missing = "" if place.exists() else ", which does not exist"
         raise DataError(
             f"fetch.arrays: found {fetch.arrays!r}{missing}; expected a file of type {', '.join(FILES)}, a folder with "
             "inputs.npy (and targets.npy, test_inputs.npy and test_targets.npy, where they exist), a folder that the "
@@ -92,19 +90,8 @@ def export(fetch: Fetch, directory: Path) -> None:
             chunks = _digits() if split == "train" else ()
         else:
             chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
-        files: dict[str, GrowingArray] = {}
-        with ExitStack() as opened:
-            for chunk in tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None):
-                for key, rows in _yielded(chunk, name).items():
-                    if key not in files:
-                        files[key] = GrowingArray(directory / f"{prefix}{key}.npy")
-                        opened.callback(files[key].close)
-                    try:
-                        files[key].append(rows)
-                    except ValueError as error:
-                        raise DataError(
-                            f"{KEY}: {name} yielded {key} in which {error}; expected one type and shape."
-                        ) from None
+        bar = tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None)
+        array_files.write(bar, f"{KEY}: {name}", directory, prefix)
 
 
 def _digits() -> Iterator[Any]:
@@ -139,26 +126,13 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
         yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None keeps the saved dtypes
 
 
-def _yielded(chunk: Any, name: str) -> dict[str, Rows]:
-    """Return the chunk's arrays. Raises DataError if the chunk is not a dict of arrays of numbers."""
-    if not isinstance(chunk, Mapping) or "inputs" not in chunk or any(str(key).startswith(TEST) for key in chunk):
-        found = f"the keys {', '.join(map(str, chunk))}" if isinstance(chunk, Mapping) else repr(type(chunk))
-        raise DataError(f"{KEY}: {name} yielded {found}; expected a dict of inputs and, if there are any, targets.")
-    arrays = {}
-    for key, values in chunk.items():
-        check_name(str(key), name)
-        try:
-            arrays[key] = np.asarray(values)
-        except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that need a gradient
-            raise DataError(f"{KEY}: {name} yielded {key} that cannot become an array ({first_line(error)}).") from None
-        if arrays[key].dtype.kind not in "iuf" or not arrays[key].ndim:
-            raise DataError(f"{KEY}: {name} yielded {key} of {arrays[key].dtype}; expected numbers [n, ...].")
-    return arrays
-
-
 def decode(config: Config, directory: Path) -> Decoded:
     """Decode the files in ``directory``'s listing. Raises DataError for a changed file, and for unsuitable arrays."""
-    found = _opened(root(config.fetch, directory), directory / LISTING)
+    folder = root(config.fetch, directory)
+    for name, expected in listed(directory / LISTING):
+        if not (folder / name).is_file() or file_sha256(folder / name) != expected:
+            raise DataError(f"{folder / name} is not the file that fetch listed: it has changed; {AGAIN}")
+    found = read(config.fetch, directory)
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
     if "inputs" not in train or (test and test.keys() != train.keys()):
@@ -166,30 +140,32 @@ def decode(config: Config, directory: Path) -> Decoded:
             f"fetch.arrays: {config.fetch.arrays} has {', '.join(found) or 'none of the arrays'}; expected inputs, and "
             "in a test split the same arrays as in the training split."
         )
-    for arrays in (train.values(), test.values()):
-        if len({array.shape[0] for array in arrays}) > 1:
-            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples; make them equal.")
+    for arrays in (train, test):
+        if len(set(map(len, arrays.values()))) > 1:
+            raise DataError(f"{KEY}: {named(arrays)} have different numbers of samples; make them equal.")
     inputs, targets, vocabulary, classes = train["inputs"], train.get("targets"), None, 0
-    labels = np.zeros(inputs.shape[0], np.uint16)
-    types = {name: _prepared_type(name, each.dtype) for name, each in train.items()}
-    if not targets and inputs.dtype.kind in "iu" and len(inputs.shape) == 2:
+    labels = np.zeros(len(inputs), np.uint16)
+    types = {name: _prepared_type(name, rows.dtype) for name, rows in train.items()}
+    if targets is None and inputs.dtype.kind in "iu" and inputs.ndim == 2:
         vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
         if inputs.shape[1] < 2:
-            raise DataError(f"{inputs}: a row needs two tokens or more; expected windows [N, length + 1].")
+            raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
         types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
-    if targets and targets.dtype.kind in "iu":
-        if len(targets.shape) > 1:
-            raise DataError(
-                f"{targets}: integer targets are labels; expected one label per sample, or targets of floats."
-            )
+    if targets is not None and targets.dtype.kind in "iu":
+        if targets.ndim > 1:
+            raise DataError(f"{KEY}: integer targets are labels; expected one label per sample, or targets of floats.")
         classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
         labels = _labels(targets, classes)
         types["targets"] = np.dtype(np.int64)
     kept = config.prepare
-    out = None if test else held_out(map(str, range(len(labels))), labels, kept.test_fraction)
+    if test:
+        chosen, tested = np.arange(len(inputs)), np.arange(len(test["inputs"]))
+    else:
+        out = held_out(map(str, range(len(labels))), labels, kept.test_fraction)
+        chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
     return Decoded(
-        train=_rows(train, types, None if out is None else ~out, kept.train_limit),
-        test=_rows(test or train, types, out, kept.test_limit),
+        train=_rows(train, types, chosen[: kept.train_limit]),
+        test=_rows(test or train, types, tested[: kept.test_limit]),
         arrays=tuple(types),
         classes=tuple(map(str, range(classes))),
         vocabulary=vocabulary,
@@ -203,7 +179,7 @@ def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.int64 if dtype.kind in "iu" and name not in ("inputs", "targets") else np.float32)
 
 
-def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, limit: int, of: str) -> int:
+def _checked(train: Named, test: Named, name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
     Raises DataError for a number that is negative, that is ``limit`` or more, or that is in ``test`` and larger than
@@ -211,70 +187,53 @@ def _checked(train: Mapping[str, Array], test: Mapping[str, Array], name: str, l
     conversion would turn a number that is out of range into another number.
     """
     count = 0
-    for array in (arrays[name] for arrays in (train, test) if arrays):
-        ranges = [(int(each.min()), int(each.max())) for each in array.chunks() if each.size]
-        least, most = min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
-        count = count or min(max(most, 0) + 1, limit)
+    for split, rows in ((split, arrays[name]) for split, arrays in (("train", train), ("test", test)) if arrays):
+        least, most = int(rows.min(initial=0)), int(rows.max(initial=0))
+        count = count or min(most + 1, limit)
         if least < 0 or most >= count:
             raise DataError(
-                f"{array}: found values from {least} to {most}, but there are {count} {of}, numbered from 0."
+                f"{KEY}: found values from {least} to {most} in the {split} {name}, but there are {count} {of}, "
+                "numbered from 0."
             )
     return count
 
 
-def _labels(array: Array, classes: int) -> npt.NDArray[np.uint16]:
+def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint16]:
     """Return the labels [N]. Raises DataError for a class without a training sample."""
-    labels = np.concatenate([np.empty(0, np.uint16), *(chunk.astype(np.uint16) for chunk in array.chunks())])
+    labels = targets.astype(np.uint16)
     absent = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
     if len(absent) and len(labels):
         raise DataError(
-            f"{array}: labels go up to {classes - 1}, but {len(absent)} of the {classes} classes (first: {absent[0]}) "
-            "have no training sample; number the classes from 0 without gaps, or correct the label."
+            f"{KEY}: the training targets go up to {classes - 1}, but {len(absent)} of the {classes} classes (first: "
+            f"{absent[0]}) have no training sample; number the classes from 0 without gaps, or correct the label."
         )
     return labels
 
 
-def _opened(folder: Path, listing: Path) -> dict[str, Array]:
-    """Return the arrays by name, the inputs first. Raises DataError for a changed or damaged file."""
-    found: dict[str, Array] = {}
-    for name, expected in listed(listing):
-        path = folder / name
-        if not path.is_file() or file_sha256(path) != expected:
-            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
-        found |= {Path(array.member).stem: array for array in array_files.read(path)}
+def read(fetch: Fetch, directory: Path) -> Named:
+    """Return the arrays by name, the inputs first, memory-mapped. Raises DataError for an unusable file.
+
+    Files other than .npy are unpacked beside the folder of raw data. The unpacked files have no names any more when
+    this function returns, and the system deletes them with the last memory map.
+    """
+    found: dict[str, Rows] = {}
+    with TemporaryDirectory(dir=directory.parent.parent, ignore_cleanup_errors=True) as unpacked:
+        for name in files(fetch, directory):
+            found |= array_files.read(root(fetch, directory) / name, Path(unpacked))
     return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 
-def headers(fetch: Fetch) -> dict[str, Array]:
-    """Return the arrays of ``fetch.arrays`` by name, from the files' headers. Raises DataError for an unusable file."""
-    folder = root(fetch, Path())
-    found = [array for name in files(fetch, Path()) for array in array_files.read(folder / name)]
-    return {Path(array.member).stem: array for array in found}
+def named(arrays: Named) -> str:
+    """Return name, type and shape of each array, in words."""
+    return ", ".join(f"{name} {rows.dtype} {list(rows.shape)}" for name, rows in arrays.items())
 
 
-def _rows(
-    named: Mapping[str, Array],
-    types: Mapping[str, np.dtype[Any]],
-    chosen: npt.NDArray[np.bool_] | None,
-    limit: int | None,
-) -> Iterator[Chunk]:
-    """Yield chunks of the ``chosen`` rows (None: of all rows) of every array, converted to ``types``. At most ``limit``
-    rows are yielded (None: no limit)."""
-    arrays = [named[name] for name in types]
-    length = max(1, array_files.CHUNK_BYTES // (sum(array.row_bytes for array in arrays) or 1))
-    start, left = 0, arrays[0].shape[0] if limit is None else limit
-    for chunk in zip(*(array.chunks(length) for array in arrays), strict=True):
-        if len(set(map(len, chunk))) > 1:  # the table is damaged
-            raise DataError(f"{' and '.join(map(str, arrays))} have different numbers of samples; write them again.")
-        rows = slice(None) if chosen is None else chosen[start : start + len(chunk[0])]
-        kept = tuple(
-            _as(dtype, each[rows][:left], str(name))
-            for each, dtype, name in zip(chunk, types.values(), arrays, strict=True)
-        )
-        start, left = start + len(chunk[0]), left - len(kept[0])
-        yield kept
-        if not left:
-            return
+def _rows(arrays: Named, types: Mapping[str, np.dtype[Any]], chosen: npt.NDArray[np.intp]) -> Iterator[Chunk]:
+    """Yield chunks of the rows ``chosen`` [n] of every array, converted to ``types``."""
+    length = max(1, array_files.CHUNK_BYTES // (sum(rows[:1].nbytes for rows in arrays.values()) or 1))
+    for start in range(0, len(chosen), length):
+        part = chosen[start : start + length]
+        yield tuple(_as(dtype, arrays[name][part], name) for name, dtype in types.items())
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
@@ -285,13 +244,13 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
         low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))
         if integers and dtype.kind == "f" and max(-low, high) > 1 << 24:
             raise DataError(
-                f"{name}: integers from {low:,} to {high:,} must become float32, which holds integers "
-                "exactly only up to 2^24; write them as floats, and scale them down if small differences matter."
+                f"{KEY}: {name} has integers from {low:,} to {high:,}, but float32 holds them exactly only "
+                "up to 2^24; write them as floats, and scale them down if small differences matter."
             )
         largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
         if largest < max(-low, high) < math.inf:
             raise DataError(
-                f"{name}: values from {low:g} to {high:g} do not fit {dtype}, whose largest value is {largest:.3g}; "
-                "scale them down."
+                f"{KEY}: {name} has values from {low:g} to {high:g}, which do not fit {dtype}, whose largest value is "
+                f"{largest:.3g}; scale them down."
             )
     return rows.astype(dtype)

@@ -319,21 +319,19 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     fetch = Fetch(dataset="arrays", arrays=path)
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
-    found = arrays.headers(fetch)
+    found = arrays.read(fetch, Path())
     inputs, targets = found["inputs"], found.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":
-        task = "classification" if targets else "language_model"
+        task = "language_model" if targets is None else "classification"
     fitting = {"regression": {2: "mlp"}, "classification": {2: "mlp", 4: "resnet18"}, "language_model": {2: "gpt"}}
-    model = fitting[task].get(len(inputs.shape))
+    model = fitting[task].get(inputs.ndim)
     if model is None or (model == "gpt" and inputs.dtype.kind not in "iu"):
         raise ConfigError(
-            f"--arrays: found {', '.join(map(str, found.values()))}, for which init knows no model; write "
-            f"{PARAMS_FILE} yourself."
+            f"--arrays: found {arrays.named(found)}, for which init knows no model; write {PARAMS_FILE} yourself."
         )
-    return {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {}), inputs.shape[
-        0
-    ]
+    about = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {})
+    return about, len(inputs)
 
 
 def _text_files(path: str) -> tuple[dict[str, Any], int]:

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import platform
-import struct
 import sys
 import tracemalloc
 import warnings
@@ -136,25 +135,31 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"inputs": np.array([[1.0], [1.0, 2.0]], dtype=object)}, "Pad ragged rows, which numpy stores as objects"),
+        (
+            {"inputs": np.array([[1.0], [1.0, 2.0]], dtype=object)},
+            "Python objects in dtype.*; expected numbers in rows of one shape",
+        ),
         ({"inputs": ROWS, "targets": np.arange(3)}, "different numbers of samples"),
         (
             {"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)},
             r"row \d of the \w+ inputs has a NaN or infinite value",
         ),
-        ({"inputs": ROWS, "targets": np.arange(9) % 3 - 1}, r"targets.npy int64 \[9\]: .* -1 to 1, but .* 2 classes"),
+        ({"inputs": ROWS, "targets": np.arange(9) % 3 - 1}, "from -1 to 1 in the train targets, but .* 2 classes"),
         ({"inputs": ROWS, "targets": np.zeros(9, int)}, "all training labels are 0; classification needs two classes"),
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "integer targets are labels; expected one"),
         ({"inputs": TOKENS + (1 << 24), "targets": np.ones(5)}, r"exactly only up to 2\^24"),
-        ({"inputs": ROWS * 1e300}, r"inputs.npy float64 .* do not fit float32, whose largest value is 3.4e\+38; scale"),
+        ({"inputs": ROWS * 1e300}, r"inputs has .* do not fit float32, whose largest value is 3.4e\+38; scale"),
         ({"inputs": np.ones((9, 2))}, "channel 0 of the training inputs is constant"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
-        ({"inputs": np.array(["a", "b"])}, "expected numbers in C order"),
+        ({"inputs": np.array(["a", "b"])}, "found <U1 .*; expected numbers in rows of one shape"),
         ({"targets": np.arange(3)}, "has targets; expected inputs"),
-        ({"inputs": TOKENS, "test_inputs": TOKENS + 65_536}, "found values from 65536 to 65555, but .* 20 tokens"),
-        ({"inputs": TOKENS + 65_516, "test_inputs": TOKENS - 1}, r"test_inputs\.npy .*: found values from -1 to 18"),
-        ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776, but there are 2147483648 tokens"),
-        ({"inputs": np.arange(9)[:, None]}, r"a row needs two tokens or more; expected windows \[N, length \+ 1\]"),
+        (
+            {"inputs": TOKENS, "test_inputs": TOKENS + 65_536},
+            "found values from 0 to 65555 in the test inputs, but .* 20 tokens",
+        ),
+        ({"inputs": TOKENS + 65_516, "test_inputs": TOKENS - 1}, "found values from -1 to 18 in the test inputs"),
+        ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776 in .*, but there are 2147483648 tokens"),
+        ({"inputs": np.arange(9)[:, None]}, r"inputs needs two tokens or more; expected windows \[N, length \+ 1\]"),
         ({"inputs": TOKENS, "targets": np.array([0, 1, 2, 0, 9])}, r"go up to 9, but 6 of the 10 classes \(first: 3\)"),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "Ages": np.ones(9)}, "has an array 'Ages.*'; expected inputs"),
@@ -213,20 +218,12 @@ def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None
     assert dataset.vocabulary is None
 
 
-def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path) -> None:
-    (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
-    array = next(array_files._in_table(tmp_path / "own.parquet"))
-    assert sum(map(len, array.chunks(4))) == 9
-    with pytest.raises(DataError, match=r"inputs float64 \[12, 2\]: the file has only 9 rows"):
-        list(array._replace(shape=(12, 2)).chunks(4))
-
-
-def _claiming(shape: tuple[int, ...]) -> bytes:
+def _claiming(shape: tuple[int, ...], name: str = "inputs.npy") -> bytes:
     """An .npz of few bytes, with a member whose header claims this shape."""
     header, packed = BytesIO(), BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:
-        opened.writestr("inputs.npy", header.getvalue() + bytes(1000))
+        opened.writestr(name, header.getvalue() + bytes(1000))
     return packed.getvalue()
 
 
@@ -259,19 +256,19 @@ GOOD = safetensors.save({"inputs": ROWS})
     ("kind", "content", "message"),
     [
         ("parquet", _columns(targets=[1, 2]), "has targets; expected inputs"),
-        ("parquet", _columns(x=[1.0, None], targets=[0, 1]), r"inputs float64 \[2, 1\] has empty fields"),
+        ("parquet", _columns(x=[1.0, None], targets=[0, 1]), "column 'x' has empty fields"),
         ("parquet", _columns(inputs=[1.0, 2.0], Ages=[1, 2]), "has an array 'Ages'; expected inputs"),
         ("parquet", _columns(inputs=[[1.0], [1.0, 2.0]]), "column 'inputs' holds list<.*: double>; expected numbers"),
         ("parquet", _columns(x=["a", "b"], targets=[1, 2]), "own.parquet: the column 'x' holds string; expected"),
-        ("parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
-        ("safetensors", b"\xff" * 16, "the header has 18,446,744,073,709,551,615 bytes"),
-        ("safetensors", struct.pack("<Q", 2 << 20) + b" " * (2 << 20), "the header has 2,097,152 bytes"),
-        ("safetensors", GOOD.replace(b"[9,2]", b"[9,3]"), "inputs has 144 bytes"),
-        ("safetensors", GOOD.replace(b'"F64"', b'"F8_"'), "inputs object .*: expected numbers"),
-        ("safetensors", GOOD[:-1], "is cut short"),
-        ("safetensors", GOOD.replace(b"[0,144]", b"[-9,35]"), "inputs starts 9 bytes before the values"),
-        ("npz", _claiming((4, 1 << 30)), r"a row \(a sample\) has 1,073,741,824 bytes; allowed: 67,108,864"),
-        ("npz", _claiming((10**12, 8)), r"inputs\.npy uint8 \[1000000000000, 8\] is cut short"),
+        ("parquet", _wide, r"a row \(a sample\) has 640,000,000 bytes; allowed"),
+        ("safetensors", b"\xff" * 16, "own.safetensors cannot be read .*header too large"),
+        ("safetensors", GOOD.replace(b"[9,2]", b"[9,3]"), "own.safetensors cannot be read .*invalid shape"),
+        ("safetensors", GOOD.replace(b'"F64"', b'"F8_"'), "own.safetensors cannot be read .*unknown variant"),
+        ("safetensors", GOOD[:-1], "own.safetensors cannot be read .*not fully covered"),
+        ("safetensors", GOOD.replace(b"[0,144]", b"[-9,35]"), "own.safetensors cannot be read .*invalid value"),
+        ("npz", _claiming((4, 1 << 30)), "own.npz cannot be read .*length is greater than file size"),
+        ("npz", _claiming((10**12, 8)), "own.npz cannot be read .*length is greater than file size"),
+        ("npz", _claiming((1000,), "../inputs.npy"), r"own.npz has an array '\.\./inputs'; expected inputs"),
         ("npz", _twice(), "two arrays have the same name"),
     ],
 )
@@ -334,7 +331,7 @@ def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkey
     assert len(packed(tmp_path, "arrays", "one").test) == 2, "held out"
 
     whole.rename_column("inputs", "image").save_to_disk(tmp_path / "other")
-    with pytest.raises(DataError, match="yielded the keys image, targets; expected a dict of inputs"):
+    with pytest.raises(DataError, match="other has image, targets; expected inputs"):
         packed(tmp_path, "arrays", "other")
     datasets.DatasetDict(train=whole, validation=whole).save_to_disk(tmp_path / "third")
     with pytest.raises(DataError, match="third has the split 'validation'; expected train and test"):
@@ -357,13 +354,13 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
     ("line", "message"),
     [
         ("yield [1, 2]", r"own_data:samples yielded <class 'list'>; expected a dict of inputs"),
-        ("yield {'input': [1]}", "yielded the keys input; expected a dict of inputs"),
-        ("yield {'inputs': [[1], [1, 2]]}", "yielded inputs that cannot become an array"),
-        ("yield {'inputs': ['a']}", "yielded inputs of <U1; expected numbers"),
-        ("yield {'inputs': 1.0}", r"yielded inputs of float64; expected numbers \[n, ...\]"),
+        ("yield {'input': [1]}", "own_data:samples has input, test_input; expected inputs"),
+        ("yield {'inputs': [[1], [1, 2]]}", "yielded inputs that cannot be used .*inhomogeneous"),
+        ("yield {'inputs': ['a']}", r"yielded inputs that cannot be used \(found <U1 \[1\]\); expected numbers"),
+        ("yield {'inputs': 1.0}", r"\(found float64 \[\]\); expected numbers \[n, ...\]"),
         ("yield {'inputs': [1.0]}; yield {'inputs': [[1.0]]}", r"rows of float64 \[1\] follow rows of float64 \[\]"),
         ("yield {'inputs': [1.0, 2.0], 'targets': [1]}", "different numbers of samples"),
-        ("return", r"fetch\.arrays: found 'own_data:samples'; expected"),
+        ("return", "own_data:samples has none of the arrays; expected inputs"),
     ],
 )
 def test_what_a_function_must_not_yield_is_refused(
@@ -376,7 +373,10 @@ def test_what_a_function_must_not_yield_is_refused(
 
 def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / saved(tmp_path, "folder", inputs=RANDOM.normal(size=(9, 2))) / "inputs.npy"
-    for content, message in ((file.read_bytes()[:-3], r"float64 \[9, 2\] is cut short"), (b"junk", "cannot be read")):
+    for content, message in (
+        (file.read_bytes()[:-3], "cannot be read .*length is greater"),
+        (b"junk", "cannot be read"),
+    ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=rf"inputs\.npy {message}"):
             packed(tmp_path, "arrays", "own")
