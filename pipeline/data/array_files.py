@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 
 from pipeline.data import DataError
 from pipeline.data.decoded import AGAIN
-from pipeline.errors import first_line
+from pipeline.errors import first_line, said
 
 Rows = npt.NDArray[Any]
 
@@ -195,13 +195,13 @@ class GrowingArray:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn any exception in the block into a DataError that names ``path``, because readers raise exceptions of many
-    types for a damaged file."""
+    """Turn an exception in the block into a DataError that names ``path``, because readers raise exceptions of many
+    types for a damaged file. Errors that ``said`` can word stay as they are."""
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:
+        if said(error):  # such as a full disk
+            raise
         raise DataError(
             f"{path} cannot be read ({first_line(error)}); expected numbers in rows of one shape. Write it again and "
             f"{AGAIN}"

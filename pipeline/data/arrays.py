@@ -14,7 +14,7 @@ for testing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -128,11 +128,13 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
 
 def decode(config: Config, directory: Path) -> Decoded:
     """Decode the files in ``directory``'s listing. Raises DataError for a changed file, and for unsuitable arrays."""
-    folder = root(config.fetch, directory)
+    paths = []
     for name, expected in listed(directory / LISTING):
-        if not (folder / name).is_file() or file_sha256(folder / name) != expected:
-            raise DataError(f"{folder / name} is not the file that fetch listed: it has changed; {AGAIN}")
-    found = read(config.fetch, directory)
+        path = root(config.fetch, directory) / name
+        if not path.is_file() or file_sha256(path) != expected:
+            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
+        paths.append(path)
+    found = read(paths, directory.parent.parent)
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
     if "inputs" not in train or (test and test.keys() != train.keys()):
@@ -210,16 +212,16 @@ def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint16]:
     return labels
 
 
-def read(fetch: Fetch, directory: Path) -> Named:
-    """Return the arrays by name, the inputs first, memory-mapped. Raises DataError for an unusable file.
+def read(paths: Iterable[Path], beside: Path) -> Named:
+    """Return the arrays of the files by name, the inputs first, memory-mapped. Raises DataError for an unusable file.
 
-    Files other than .npy are unpacked beside the folder of raw data. The unpacked files have no names any more when
-    this function returns, and the system deletes them with the last memory map.
+    Files other than .npy are unpacked in the folder ``beside``. The unpacked files have no names any more when this
+    function returns, and the system deletes them with the last memory map.
     """
     found: dict[str, Rows] = {}
-    with TemporaryDirectory(dir=directory.parent.parent, ignore_cleanup_errors=True) as unpacked:
-        for name in files(fetch, directory):
-            found |= array_files.read(root(fetch, directory) / name, Path(unpacked))
+    with TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as unpacked:
+        for path in paths:
+            found |= array_files.read(path, Path(unpacked))
     return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 

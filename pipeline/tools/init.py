@@ -319,7 +319,7 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     fetch = Fetch(dataset="arrays", arrays=path)
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
-    found = arrays.read(fetch, Path())
+    found = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], Path())
     inputs, targets = found["inputs"], found.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":
