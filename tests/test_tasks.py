@@ -91,7 +91,7 @@ both = pytest.mark.parametrize("name", TRAIN)
 
 @given(
     shape=st.lists(st.integers(1, 4), max_size=3),
-    dtype=st.sampled_from([torch.uint8, torch.uint16, torch.int32, torch.float32]),
+    dtype=st.sampled_from([torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.float32]),
     split_into=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)),
     left_over=st.integers(0, 20),
     steps=st.tuples(st.integers(0, 4), st.integers(1, 4)),

@@ -25,6 +25,9 @@ from pipeline.errors import first_line, said
 Rows = npt.NDArray[Any]
 
 CHUNK_BYTES = 16 << 20
+BUFFER_BYTES = 1 << 16
+"""Bytes that are read at a time from each column of a Parquet table. By default pyarrow reads whole columns of many row
+groups ahead, and keeps what it read until the end."""
 LIMIT_ROW_BYTES = 64 << 20
 """Largest allowed size of a row of a table. A table of a few bytes can declare a row that fills the memory."""
 
@@ -116,7 +119,7 @@ def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
     """
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
 
-    with ParquetFile(path) as table:
+    with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
         row_bytes = 8 * sum(_row_values(path, column) for column in table.schema_arrow)
         if row_bytes > LIMIT_ROW_BYTES:
             raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
@@ -200,7 +203,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if said(error):  # such as a full disk
+        if said(error) and not isinstance(error, MemoryError):  # Python's parser raises MemoryError for deep nesting
             raise
         raise DataError(
             f"{path} cannot be read ({first_line(error)}); expected numbers in rows of one shape. Write it again and "

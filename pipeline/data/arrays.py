@@ -31,8 +31,8 @@ from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
 LIMIT_CLASSES = 1 << 16
-LIMIT_VOCABULARY = 1 << 31
-"""Largest allowed vocabulary: every token must fit into int32, the largest type in which tokens are prepared."""
+LIMIT_VOCABULARY = 1 << 32
+"""Largest allowed vocabulary: every token must fit into uint32, the largest type in which tokens are prepared."""
 TEST = "test_"
 """Prefix of the names of the test split's arrays."""
 KEY = "fetch.arrays"
@@ -43,7 +43,7 @@ SAVED = ("state.json", "dataset_dict.json")
 for a data set with splits."""
 Named = Mapping[str, Rows]
 CHUNK_ROWS = 1000
-"""Rows per chunk of a data set that the library ``datasets`` saved."""
+"""Largest number of rows per chunk of a data set that the library ``datasets`` saved."""
 
 
 def root(fetch: Fetch, directory: Path) -> Path:
@@ -123,7 +123,8 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
             f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename the split, or drop it."
         )
     if split in splits:
-        yield from splits[split].with_format("numpy", dtype=None).iter(CHUNK_ROWS)  # None keeps the saved dtypes
+        rows = splits[split].with_format("numpy", dtype=None)  # None keeps the saved dtypes
+        yield from rows.iter(min(CHUNK_ROWS, max(1, array_files.CHUNK_BYTES * len(rows) // (rows.data.nbytes or 1))))
 
 
 def decode(config: Config, directory: Path) -> Decoded:
@@ -152,7 +153,7 @@ def decode(config: Config, directory: Path) -> Decoded:
         vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
         if inputs.shape[1] < 2:
             raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
-        types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
+        types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     if targets is not None and targets.dtype.kind in "iu":
         if targets.ndim > 1:
             raise DataError(f"{KEY}: integer targets are labels; expected one label per sample, or targets of floats.")

@@ -133,7 +133,7 @@ class _OfFile:
 
     def encode(self, text: str) -> Tokens:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.uint16 if self.end < 1 << 16 else np.int32)
+        return np.array(ids, np.uint16 if self.end < 1 << 16 else np.uint32)
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:

@@ -274,7 +274,7 @@ def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the
     assert told == [(0, 0, os.POSIX_FADV_RANDOM), *rows]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "int64", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "uint32", "int64", "float16", "float64"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1, 5)])
 def test_rows_of_any_type_are_read_from_a_file(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 200, (20, *shape)).astype(dtype)

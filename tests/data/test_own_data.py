@@ -120,7 +120,7 @@ def test_statistics_of_floats_do_not_depend_on_the_chunks(monkeypatch: pytest.Mo
 
 
 def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
-    for largest, dtype in ((65_535, "uint16"), (65_536, "int32")):
+    for largest, dtype in ((65_535, "uint16"), (65_536, "uint32")):
         folder = tmp_path / dtype
         folder.mkdir()
         windows = np.arange(40).reshape(8, 5)
@@ -158,7 +158,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
             "found values from 0 to 65555 in the test inputs, but .* 20 tokens",
         ),
         ({"inputs": TOKENS + 65_516, "test_inputs": TOKENS - 1}, "found values from -1 to 18 in the test inputs"),
-        ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776 in .*, but there are 2147483648 tokens"),
+        ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776 in .*, but there are 4294967296 tokens"),
         ({"inputs": np.arange(9)[:, None]}, r"inputs needs two tokens or more; expected windows \[N, length \+ 1\]"),
         ({"inputs": TOKENS, "targets": np.array([0, 1, 2, 0, 9])}, r"go up to 9, but 6 of the 10 classes \(first: 3\)"),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
@@ -206,6 +206,55 @@ def test_preparing_takes_few_bytes_a_row(tmp_path: Path, monkeypatch: pytest.Mon
         finally:
             tracemalloc.stop()
     assert (peaks[0] - peaks[1]) / 30_000 <= 32
+
+
+@pytest.mark.parametrize("kind", ["folder", "npz", "safetensors", "parquet", "text", "datasets", "function"])
+def test_a_set_of_any_size_takes_the_memory_of_a_few_chunks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_function: Callable[[str], Path]
+) -> None:
+    import datasets
+
+    for name in ("array_files.CHUNK_BYTES", "packing.STATISTICS_CHUNK_BYTES", "text.BLOCK_BYTES"):
+        monkeypatch.setattr(f"pipeline.data.{name}", 1 << 16)
+    own_function(
+        "def samples(split, rows):\n    yield from ({'inputs': rows[i : i + 8]} for i in range(0, len(rows), 8))"
+    )
+    peak = 0
+    for count in (16, 2048):  # the first imports what both need
+        folder, rows = tmp_path / str(count), RANDOM.normal(size=(count, 1024)).astype(np.float32)
+        (folder / "texts").mkdir(parents=True)
+        if kind == "text":
+            for name in ("a", "b"):
+                (folder / "texts" / name).write_text("A line that has thirty-two bytes\n" * 64 * count)
+        elif kind == "datasets":
+            datasets.Dataset.from_dict({"inputs": rows}).save_to_disk(folder / "own")
+        elif kind != "function":
+            saved(folder, kind, inputs=rows)
+        place = {"folder": "own", "datasets": "own", "function": NAME, "text": "texts"}.get(kind, f"own.{kind}")
+        options = {"rows": rows} if kind == "function" else {}
+        tracemalloc.start()
+        try:
+            packed(folder, "text_folder" if kind == "text" else "arrays", place, options, window=1023)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 2 << 20, "of 8 MiB"
+
+
+@pytest.mark.parametrize("group_rows", [16, 2048])
+def test_a_table_of_any_size_takes_little_memory_of_pyarrow(
+    group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(array_files, "CHUNK_BYTES", 1 << 17)
+    rows = RANDOM.normal(size=(2048, 1024)).astype(np.float32)
+    parquet.write_table(
+        pyarrow.table({"inputs": listed(rows)}), tmp_path / "own.parquet", row_group_size=group_rows,
+        use_dictionary=False, data_page_size=1 << 16,
+    )  # fmt: skip
+    before = pyarrow.total_allocated_bytes()
+    held = [pyarrow.total_allocated_bytes() - before for _ in array_files._in_table(tmp_path / "own.parquet")]
+    assert len(held) == 128
+    assert max(held) < 2 << 20, "of 8 MiB"
 
 
 def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None:
@@ -339,6 +388,15 @@ def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"the library datasets saved .*one, but datasets cannot be imported"):
         packed(tmp_path, "arrays", "one")
+
+
+def test_a_function_shows_its_progress_on_a_terminal(
+    own_function: Callable[[str], Path], open_terminal: Callable[[], Any]
+) -> None:
+    folder, terminal = own_function(SAMPLES), open_terminal()
+    packed(folder, "arrays", NAME)
+    assert "own_data:samples train: 10 chunks" in terminal.getvalue()
+    assert "own_data:samples test: 2 chunks" in terminal.getvalue()
 
 
 def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Path]) -> None:
@@ -477,7 +535,7 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     made.add_tokens([str(number) for number in range(1 << 16)])
     made.save(str(tmp_path / "tokenizer.json"))
     dataset = packed(tmp_path, "text_folder", "texts", window=24, tokenizer=str(tmp_path / "tokenizer.json"))
-    assert dataset.train.inputs.dtype == torch.int32
+    assert dataset.train.inputs.dtype == torch.uint32
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"prepare\.tokenizer: .*tokenizer.json is not a tokenizer's file"):
         packed(tmp_path, "text_folder", "texts", tokenizer=str(tmp_path / "tokenizer.json"))
@@ -493,10 +551,13 @@ def test_python_s_source_is_always_there_and_its_version_is_recorded(
     for name in ("a.py", "b.py", "empty/__init__.py", "test/broken.py", "site-packages/other.py", "notes.txt"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(b"\xff" if "broken" in name else b"" if "empty" in name else name.encode() * 50)
-    assert len(text.files(parse({"fetch": {"dataset": "python_source"}, "variants": {"baseline": {}}}).fetch)) > 100
+    asked = parse({"fetch": {"dataset": "python_source"}, "variants": {"baseline": {}}}).fetch
+    found = [(text.root(asked) / name).read_bytes().decode() for name in text.files(asked)]
+    assert sum(map(len, found)) > 5_000_000, "all of it is UTF-8"
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(library))
     dataset = packed(tmp_path, "python_source", window=8)
     assert dataset.name == f"python_source {platform.python_version()}"
     listed = (tmp_path / "raw/python_source/files.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in listed] == ["path", "a.py", "b.py"]
+    digests = [hashlib.sha256(name * 50).hexdigest() for name in (b"a.py", b"b.py")]
+    assert listed == ["path,size_bytes,sha256", f"a.py,200,{digests[0]}", f"b.py,200,{digests[1]}"]
     assert json.loads((tmp_path / "prepared/dataset.json").read_text())["vocabulary"] == 257
