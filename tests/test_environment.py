@@ -463,11 +463,20 @@ def test_cuda_is_asked_in_a_process_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "native"), [([], False), ([(7, 5)], False), ([(8, 0)], True), ([(8, 9), (7, 0)], False)]
+    ("capabilities", "bf16", "float8"),
+    [
+        ([], False, False),
+        ([(7, 5)], False, False),
+        ([(8, 0)], True, False),
+        ([(8, 9), (7, 0)], False, False),
+        ([(8, 9), (9, 0)], True, True),
+    ],
 )
-def test_native_bf16_needs_it_on_every_gpu(plug: Plug, capabilities: list[tuple[int, int]], native: bool) -> None:
+def test_native_bf16_and_float8_need_every_gpu_to_have_it(
+    plug: Plug, capabilities: list[tuple[int, int]], bf16: bool, float8: bool
+) -> None:
     plug(*(Gpu(f"GPU-{index}", capability=capability) for index, capability in enumerate(capabilities)))
-    assert machine().gpu_native_bf16 is native
+    assert (machine().gpu_native_bf16, machine().gpu_float8) == (bf16, float8)
 
 
 @pytest.mark.parametrize(

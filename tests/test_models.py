@@ -19,6 +19,7 @@ from torchvision.models.regnet import BlockParams
 from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Statistics
 from pipeline.models import ModelError, build
+from pipeline.models.gpt import GPT
 from pipeline.tasks.base import Normalise
 from tests.conftest import ROOT
 from tests.nets import labelled, task_of
@@ -63,6 +64,29 @@ def test_resnet9_is_the_known_net_and_adds_what_its_residual_pairs_compute_to_th
     assert not torch.equal(pairs[0](images), images)
     nn.init.zeros_(pairs[0].get_parameter("1.1.weight"))
     assert torch.equal(pairs[0](images), images)
+
+
+def test_gpt_computes_what_its_sources_say() -> None:
+    """Rotary positions multiply a pair of components, taken as a complex number, by exp(1j * position * rate)."""
+    width, heads = 8, 2
+    model = GPT(vocabulary=11, length=6, width=width, depth=1, heads=heads)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    block: Any
+    embedding, block, norm, _ = model
+    tokens = torch.randint(11, (3, 5))
+    hidden = embedding(tokens)
+    parts = block.attention.query_key_value(block.attention_norm(hidden))
+    query, key, value = parts.reshape(3, 5, heads, 3, width // heads).unbind(3)
+    query, key = (torch.complex(*each.chunk(2, -1)) for each in (query, key))
+    distances = torch.arange(5)[:, None] - torch.arange(5)
+    turns = torch.exp(1j * distances[..., None] * 10_000.0 ** -(torch.arange(2) / 2))
+    scores = torch.einsum("bqhd,bkhd,qkd->bhqk", query, key.conj(), turns).real / (width // heads) ** 0.5
+    weights = scores.masked_fill(distances < 0, -torch.inf).softmax(-1)
+    hidden = hidden + block.attention.out(torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2))
+    hidden = hidden + block.mlp(block.mlp_norm(hidden))
+    torch.testing.assert_close(model(tokens), norm(hidden) @ embedding.weight.T, rtol=1e-4, atol=1e-4)
 
 
 def assert_trains(model: nn.Module, shape: tuple[int, int, int]) -> None:

@@ -200,6 +200,24 @@ def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats:
     assert foreseen.peak_bytes == pytest.approx(kept[1].tensors_bytes, rel=0.05)
 
 
+@pytest.mark.parametrize("attention", ["auto", "math"])
+def test_the_memory_of_longer_sequences_is_foreseen(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations grow in proportion to the length. Math also keeps a weight for each pair of tokens."""
+    kept = []
+    for length in (16, 64):
+        windows = Split({"inputs": torch.zeros(64, length + 1, dtype=torch.uint16)})
+        monkeypatch.setitem(DATA, "language_model", replace(DATA["language_model"], train=windows, test=windows))
+        training = training_on("language_model", attention=attention)
+        training.advance(2)
+        measured = ledger.measured(training, 10**9)
+        assert measured is not None
+        foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
+        assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+        kept.append(foreseen.activations_bytes)
+    pairs = 64**2 - 4 * 16**2 if attention == "math" else 0
+    assert kept[1] - 4 * kept[0] == pytest.approx(4 * 16 * 2 * 2 * pairs, abs=100)  # bytes, samples, heads, layers
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
     "bert": {"num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -336,6 +354,7 @@ VARIANTS = {"baseline": {}, "stack": {"parallelism": "ddp", "gradient_accumulati
 OF_GPT: dict[str, dict[str, Any]] = {
     "kernel": {"attention": "math"},
     "chunks": {"loss_chunks": 4},
+    "selective": {"activation_checkpointing": "selective"},
     "fsdp": {"parallelism": "fsdp"},
     "tensor": {"parallelism": "tensor"},
     "float8": {"precision": "float8"},

@@ -13,11 +13,14 @@ class GPT(nn.Sequential):
     """Maps b samples of t tokens, int64 [b, t], to logits [b, t, vocabulary] for each token's successor.
 
     t is at most ``length``. The blocks are pre-norm (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2019), with rotary positions (Su et al., arXiv:2104.09864). The last layer shares the embedding's weights
-    (Press and Wolf, arXiv:1608.05859).
+    Learners", 2019), with rotary positions (Su et al., arXiv:2104.09864). If ``tied``, the last layer shares the
+    embedding's weights (Press and Wolf, arXiv:1608.05859). A pipeline needs a model that is not tied, because it cuts
+    between blocks, and the embedding and the last layer are then in different stages.
     """
 
-    def __init__(self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4, tied: bool = True
+    ) -> None:
         if width % (2 * heads):
             raise PipelineError(
                 f"train.model_options: found width {width} with {heads} heads; expected a width that is a multiple "
@@ -25,10 +28,12 @@ class GPT(nn.Sequential):
             )
         embedding = nn.Embedding(vocabulary, width)
         head = nn.Linear(width, vocabulary, bias=False)
-        head.weight = embedding.weight
+        if tied:
+            head.weight = embedding.weight
         blocks = [Block(width, heads, length) for _ in range(depth)]
         super().__init__(embedding, *blocks, nn.LayerNorm(width), head)
-        nn.init.normal_(embedding.weight, std=0.02)
+        for weight in dict.fromkeys([embedding.weight, head.weight]):
+            nn.init.normal_(weight, std=0.02)
         for name, weight in self.named_parameters():  # layers whose outputs add up over the blocks get smaller weights
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * depth) ** 0.5)

@@ -29,7 +29,8 @@ class Form(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         """Return a tensor of this form on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
+        trains = self.dtype.is_floating_point  # tokens have no gradient
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=trains)
 
 
 class Cut(NamedTuple):

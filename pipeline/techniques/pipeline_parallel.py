@@ -177,15 +177,17 @@ class Pipeline(Technique):
     def _split(self, cut: Cut) -> None:
         """Keep this rank's stage on the device, and the other stages, without values, on the meta device.
 
-        A tensor that moves from the meta device to this rank's device is uninitialised.
+        A tensor that moves from the meta device to this rank's device is uninitialised. Buffers that the state dict
+        leaves out stay on the device, because no checkpoint has their values.
         """
         self._cut = cut
+        stored = {id(tensor) for tensor in self._model.state_dict(keep_vars=True).values()}
         begin, end = self._bounds
         units = joined(chain(self._model), cut.joins)
         for index, unit in enumerate(units):
             device = self.world.device if begin <= index < end else torch.device("meta")
             for tensor in (*unit.parameters(), *unit.buffers()):
-                if tensor.is_meta != (device.type == "meta"):
+                if id(tensor) in stored and tensor.is_meta != (device.type == "meta"):
                     moved = torch.empty_like(tensor, device=device)
                     trained = isinstance(tensor, nn.Parameter)
                     swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if trained else moved)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError
+from pipeline.models.gpt import GPT, Block
 from pipeline.techniques.activation_checkpointing import (
     ActivationCheckpointing,
     SelectiveCheckpointing,
@@ -139,8 +140,10 @@ def test_blocks_are_residual_and_encoder_blocks() -> None:
 
     with torch.device("meta"):
         resnet, transformer = zoo.resnet18(), zoo.vit_b_16()
+        decoder = GPT(vocabulary=8, length=4, depth=3)
     assert [type(block) for block in blocks(resnet)] == [BasicBlock] * 8
     assert [type(block) for block in blocks(transformer)] == [EncoderBlock] * 12 + [nn.Sequential]  # and the head
+    assert [type(block) for block in blocks(decoder)] == [Block] * 3
     assert [len(block) for block in blocks(conv_net())] == [3, 3, 2]  # type: ignore[arg-type]
 
 

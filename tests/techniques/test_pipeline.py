@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from pipeline.training.loop import Training
 from tests.nets import ALONE, chosen, conv_net, make_plan, stopped
 from tests.parallel import STEPS, held_bytes, make_training
 from tests.ranks import run_ranks
+from tests.test_tasks import TRAIN
+from tests.test_tasks import training_on as language_training
 
 PIPELINE: dict[str, Any] = {"parallelism": "pipeline", "gradient_accumulation": 4}
 normed_net = partial(conv_net, norm=True)
@@ -101,17 +104,42 @@ def test_the_cut_makes_the_slowest_stage_as_fast_as_possible(digits: Dataset) ->
     assert run_ranks(_cuts, digits) == [expected, expected]
 
 
-def _resumed(joined: World, dataset: Dataset) -> list[tuple[Any, ...]]:
+def _noisy_net(dataset: Dataset, joined: World) -> Training:
+    return make_training(dataset, joined, partial(conv_net, norm=True, dropout=True), **PIPELINE)
+
+
+def _language_model(parallelism: str, joined: World) -> Training:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRAIN["language_model"]["model_options"], "tied", False)
+        return language_training("language_model", joined, parallelism=parallelism, gradient_accumulation=4)
+
+
+def _of_language(joined: World, parallelism: str) -> tuple[list[float], float, int]:
+    training = _language_model(parallelism, joined)
+    losses = [row.train_loss for row in training.run() if row]
+    assert training.score is not None
+    return losses, training.score.loss, sum(each.nbytes for each in training.model.parameters() if not each.is_meta)
+
+
+def test_a_language_model_that_is_not_tied_is_cut_between_its_blocks() -> None:
+    losses, test_loss, size = _of_language(ALONE, "none")
+    ranks = run_ranks(_of_language, "pipeline")
+    for rank in ranks:
+        assert rank[0] == pytest.approx(losses, rel=1e-3)
+        assert rank[1] == pytest.approx(test_loss, rel=1e-3)
+    assert sum(rank[2] for rank in ranks) == size > max(rank[2] for rank in ranks)
+
+
+def _resumed(joined: World, made: Callable[[World], Training]) -> list[tuple[Any, ...]]:
     """Return the cut, the weights and the bytes of the stage after a run, and after a run that is resumed in a training
     that would cut the model elsewhere."""
-    made = partial(make_training, dataset, joined, partial(conv_net, norm=True, dropout=True), **PIPELINE)
-    whole = made()
+    whole = made(joined)
     state = stopped(whole, STEPS // 2)
     whole.advance(STEPS // 2)
     elsewhere = [1, 5] if technique_of(whole)._cut.ends[0] != 1 else [3, 5]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_cut, "balanced", lambda costs, parts: elsewhere)  # noqa: ARG005
-        again = made()
+        again = made(joined)
     assert technique_of(again)._cut.ends == tuple(elsewhere)
     torch.manual_seed(12345)
     again.restore(state)
@@ -127,8 +155,9 @@ def _resumed(joined: World, dataset: Dataset) -> list[tuple[Any, ...]]:
 
 
 def test_a_resumed_run_is_cut_as_it_was_and_ends_with_the_same_weights_to_the_last_bit(digits: Dataset) -> None:
-    for whole, again in run_ranks(_resumed, digits):
-        assert again == whole
+    for made in (partial(_noisy_net, digits), partial(_language_model, "pipeline")):
+        for whole, again in run_ranks(_resumed, made):
+            assert again == whole
 
 
 # A loss that is not finite

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.models.gpt import GPT
 from pipeline.techniques.precision import BFloat16, Float8, Float16
-from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan, make_step, setup_of
+from tests.nets import ALONE, GPU, batch, changed, conv_net, gradients, make_plan, make_step, setup_of
 
 
 def test_products_in_float8_leave_parameters_and_the_last_layer_as_they_are() -> None:
@@ -41,6 +44,18 @@ def test_a_product_in_float8_equals_the_product_of_rounded_factors() -> None:
     torch.testing.assert_close(model[0](rows), factors[0] @ factors[1].T)
     with pytest.raises(ConfigError, match=r"precision: found 'float8', but Sequential has no linear layer"):
         changed(conv_net(), [technique])
+
+
+@pytest.mark.parametrize(
+    ("world", "capability", "emulated"), [(GPU, (8, 9), False), (GPU, (8, 6), True), (ALONE, (9, 0), True)]
+)
+def test_a_device_with_float8_kernels_uses_them(
+    world: World, capability: tuple[int, int], emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    Float8(make_plan(precision="float8"), world).change_model(setup_of(model, torch.zeros(2, 16)))
+    assert model[0].config.emulate is emulated
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
