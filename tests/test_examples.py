@@ -16,6 +16,7 @@ import yaml
 
 from pipeline.data.text import END
 from pipeline.errors import ConfigError
+from pipeline.models import mlp
 from pipeline.models.gpt import GPT
 from pipeline.params import Machine, load, requested
 from pipeline.plans import plans
@@ -23,6 +24,7 @@ from pipeline.techniques.activation_checkpointing import blocks as repeated
 from tests.conftest import ROOT, Clone
 from tests.outside import write_example_metadata
 from tests.pages import blocks, commands
+from tests.test_tasks import OWN
 
 SMALL: dict[str, Any] = {
     "train.seeds": [0],
@@ -60,8 +62,8 @@ def test_the_vision_transformer_example_runs_from_images_to_report(clone: Callab
     for report in ("comparison.md", "comparison.html"):
         text = (checkout.path / "reports" / report).read_text(encoding="utf-8").replace("\\_", "_")
         assert "accuracy is the mean of examples.vit.nets:top_two" in text
-    models = checkout.run("python", "-c", LOADED)
-    assert models.splitlines()[-1] == "[3, 10]"
+    predicted = f"{LOADED}print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))"
+    assert checkout.run("python", "-c", predicted).splitlines()[-1] == "[3, 10]"
 
 
 LOADED = """
@@ -69,11 +71,10 @@ import mlflow, numpy as np
 mlflow.set_tracking_uri("sqlite:///mlflow.db")
 found = mlflow.search_logged_models(experiment_ids=["1"], output_format="list", filter_string="tags.variant = 'ddp'")
 model = mlflow.pyfunc.load_model(f"models:/{found[0].model_id}")
-print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))
 """
 
 
-TEXT_AND_TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "text": (
         {
             "fetch": {"dataset": "text_folder", "text_folder": "texts"},
@@ -81,21 +82,60 @@ TEXT_AND_TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
             "train.task": "language_model",
             "train.model": "gpt",
             "train.model_options": {"width": 16, "depth": 1, "heads": 2},
+            "students": {"taught": {
+                "model": "gpt", "model_options": {"width": 8, "depth": 1, "heads": 2},
+                "distillation": {"teacher": "models/baseline"},
+            }},
         },
-        "token accuracy", "np.zeros((3, 16), dtype=np.uint16)", "[3, 16, 257]",
+        "token accuracy",
     ),
     "table": (
         {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}, "train.task": "regression", "train.model": "mlp"},
-        "within tolerance", "np.zeros((3, 5), dtype=np.float32)", "[3, 1]",
+        "within tolerance",
+    ),
+    "own": (
+        {
+            "fetch": {"dataset": "digits"},
+            "prepare": {"train_limit": 400, "test_limit": 100},
+            "train.task": "my_tasks:Autoencoding",
+            "train.model": "my_tasks:net",
+        },
+        "test score",
     ),
 }  # fmt: skip
 
 
+def by_hand(name: str, checkout: Path) -> tuple[Any, Any]:
+    """Return three raw inputs, and what the model of the variant ddp makes of them. No task computes it."""
+
+    def packed(array: str) -> Any:
+        return np.load(checkout / "data" / "prepared" / f"{array}.npy")
+
+    raw, scale = packed("test_inputs")[:3], 255 if name == "own" else 1
+    if name == "text":
+        raw = raw[:, :-1]
+        inputs = torch.from_numpy(raw).long()
+        model: Any = GPT(vocabulary=END + 1, length=16, width=16, depth=1, heads=2)
+    else:
+        train = packed("train_inputs") / scale
+        axes = (0, *range(2, train.ndim))
+        mean, std = train.mean(axes, keepdims=True), train.std(axes, keepdims=True)
+        inputs = torch.from_numpy((raw / scale - mean) / std).float()
+        made: dict[str, Any] = {}
+        exec(OWN, made)
+        model = made["net"](channels=1, height=8, width=8) if name == "own" else mlp(features=5, outputs=1)
+    model.load_state_dict(torch.load(checkout / "models" / "ddp" / "seed-0.pt", weights_only=True))
+    with torch.no_grad():
+        outputs = model(inputs).numpy()
+    targets = packed("train_targets") if name == "table" else None
+    return raw, outputs if targets is None else outputs * targets.std() + targets.mean()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", TEXT_AND_TABLE)
-def test_a_job_on_text_or_a_table_runs_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
-    params, said, inputs, outputs = TEXT_AND_TABLE[name]
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_of_another_task_runs_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
+    params, said = JOBS[name]
     variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
     infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
     others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer": infer}
@@ -105,19 +145,24 @@ def test_a_job_on_text_or_a_table_runs_from_data_to_report_and_model(clone: Call
     for index in range(8):
         (checkout.path / "texts" / f"{index}.txt").write_text("".join(f"{each} hills " for each in range(60 + index)))
     rows = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
-    np.savez(checkout.path / "houses.npz", inputs=rows, targets=rows.sum(1))
+    np.savez(checkout.path / "houses.npz", inputs=rows, targets=100 + 3 * rows.sum(1))
+    (checkout.path / "my_tasks.py").write_text(OWN)
     checkout.run("dvc", "repro")
     for report in ("comparison.md", "comparison.html"):
-        text = (checkout.path / "reports" / report).read_text(encoding="utf-8")
-        assert said in text.replace("\\", "").replace("_", " ")
+        text = (checkout.path / "reports" / report).read_text(encoding="utf-8").replace("\\", "").replace("_", " ")
+        assert said in text
+        for words in ("trains another model than the baseline: gpt", "learns from a teacher"):
+            assert (words in text) is ("students" in params)
     inference = json.loads((checkout.path / "inference" / "baseline.json").read_text(encoding="utf-8"))
     assert [(form["name"], form["why_not"]) for form in inference["forms"]] == [
         ("eager", None), ("bf16", None), ("exported", None),
     ]  # fmt: skip
     pages = [checkout.path / "inference" / "baseline.md", checkout.path / "profiles" / "baseline" / "profile.md"]
     assert not any("image" in page.read_text(encoding="utf-8") for page in pages)
-    loaded = LOADED.replace("np.zeros((3, 3, 8, 8), dtype=np.uint8)", inputs)
-    assert checkout.run("python", "-c", loaded).splitlines()[-1] == outputs
+    raw, expected = by_hand(name, checkout.path)
+    np.save(checkout.path / "raw.npy", raw)
+    checkout.run("python", "-c", f"{LOADED}np.save('predicted.npy', model.predict(np.load('raw.npy')))")
+    np.testing.assert_allclose(np.load(checkout.path / "predicted.npy"), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_vision_transformers_params_are_valid_and_name_existing_functions() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +39,8 @@ from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.evaluation import Score
 from pipeline.training.loop import Training
+from tests import chaos
+from tests.commands import Command
 from tests.conftest import ROOT
 from tests.nets import ALONE, batches_of, make_plan, stopped, task_of, training_of
 from tests.pages import blocks
@@ -404,6 +409,25 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
 
 
 @pytest.mark.slow
+def test_a_killed_job_of_each_task_ends_with_the_same_weights(config: Config) -> None:
+    """The job is killed when it would write its third checkpoint."""
+    paths = os.pathsep.join(map(str, (ROOT, Path.cwd())))
+    kill = chaos.Kill("launcher", "pipeline.training.checkpoints.keep", nth=3, rank="0", delay_seconds=0.0)
+    found = list[results.Run]()
+    for first in (None, functools.partial(chaos.watch, kill), None):
+        command = Command("train", "baseline", variables=os.environ | {"PYTHONPATH": paths}, first=first)
+        output = command.communicate(chaos.JOB_SECONDS)
+        assert command.returncode == (-signal.SIGKILL if first else 0), output
+        if not first:
+            found += results.read(results.result_file("baseline"), config).runs
+            results.result_file("baseline").unlink()
+    whole, resumed = found
+    assert (whole.resumes, resumed.resumes) == (0, 1)
+    assert resumed.model_sha256 == whole.model_sha256
+    assert (resumed.test_loss, resumed.test_correct) == (whole.test_loss, whole.test_correct)
+
+
+@pytest.mark.slow
 def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
     task = tasks.of_job(config.train, read(PREPARED))
     task.check()
@@ -411,6 +435,9 @@ def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
     claims = [claim for name in config.variants for claim in verifier.claims(plan(config, name, CPU_ONLY))]
     assert all(claim.holds or claim.undecided for claim in claims), claims
     assert sum(bool(claim.holds) for claim in claims) >= 5, claims
+    held = [claim.claim for claim in claims if claim.holds and claim.variant == "stack"]
+    assert "gradients of a step: equal to those of a single device" in held
+    assert any(claim.startswith("evaluation by 2 processes") for claim in held)
     for name in OF_GPT.keys() & config.variants.keys():
         assert any(claim.holds for claim in claims if claim.variant == name), (name, claims)
 
@@ -431,6 +458,10 @@ def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
         task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": "much"}))
     with pytest.raises(ModelError, match=r"gpt is called with features, outputs .*but its signature is .*vocabulary"):
         task_of(DATA["regression"], settings_of("regression", model="gpt", model_options={})).model()
+
+
+def test_the_docs_task_of_one_s_own_takes_at_most_30_lines() -> None:
+    assert len([line for line in OWN.splitlines() if line.strip()]) <= 30
 
 
 def test_the_docs_task_of_weighted_samples_takes_a_third_array(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,11 @@ def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]
     for name, variant in config.students.items():
         if variant.distillation is None:
             yield f"students.{name}: this variant has no distillation, so it belongs under variants; move it there."
+        elif variant.distillation.teacher in config.variants:
+            yield (
+                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}; the weights of this "
+                f"variant are {TEACHERS}{variant.distillation.teacher}."
+            )
         elif variant.distillation.teacher.startswith(TEACHERS) and config.teacher_of(name) is None:
             yield (
                 f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but no variant has "

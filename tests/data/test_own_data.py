@@ -144,6 +144,18 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
             {"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)},
             r"row \d of the \w+ inputs has a NaN or infinite value",
         ),
+        (
+            {"inputs": ROWS, "targets": np.append(np.arange(8.0), np.nan)},
+            r"row \d of the \w+ targets has a NaN or infinite value",
+        ),
+        (
+            {"inputs": ROWS, "ages": np.append(np.arange(8.0), np.nan)},
+            r"row \d of the \w+ ages has a NaN or infinite value",
+        ),
+        (
+            {"inputs": ROWS, "targets": np.arange(9) % 3, "test_inputs": ROWS, "test_targets": np.arange(9)},
+            "from 0 to 8 in the test targets, but there are 3 classes",
+        ),
         ({"inputs": ROWS, "targets": np.arange(9) % 3 - 1}, "from -1 to 1 in the train targets, but .* 2 classes"),
         ({"inputs": ROWS, "targets": np.zeros(9, int)}, "all training labels are 0; classification needs two classes"),
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "integer targets are labels; expected one"),
@@ -315,6 +327,7 @@ GOOD = safetensors.save({"inputs": ROWS})
         ("safetensors", GOOD.replace(b'"F64"', b'"F8_"'), "own.safetensors cannot be read .*unknown variant"),
         ("safetensors", GOOD[:-1], "own.safetensors cannot be read .*not fully covered"),
         ("safetensors", GOOD.replace(b"[0,144]", b"[-9,35]"), "own.safetensors cannot be read .*invalid value"),
+        *((kind, b"", rf"own\.{kind} cannot be read") for kind in ("parquet", "safetensors", "npz")),
         ("npz", _claiming((4, 1 << 30)), "own.npz cannot be read .*length is greater than file size"),
         ("npz", _claiming((10**12, 8)), "own.npz cannot be read .*length is greater than file size"),
         ("npz", _claiming((1000,), "../inputs.npy"), r"own.npz has an array '\.\./inputs'; expected inputs"),
@@ -433,7 +446,7 @@ def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path, monkeypa
     file = tmp_path / saved(tmp_path, "folder", inputs=RANDOM.normal(size=(9, 2))) / "inputs.npy"
     for content, message in (
         (file.read_bytes()[:-3], "cannot be read .*length is greater"),
-        (b"junk", "cannot be read"),
+        *((each, "cannot be read") for each in (b"junk", b"")),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=rf"inputs\.npy {message}"):

@@ -7,7 +7,7 @@ from pipeline import report
 from pipeline.report import html, markdown
 from pipeline.results import Unit
 from pipeline.tracking import labels
-from tests.factories import make_results
+from tests.factories import make_result, make_results, make_run
 from tests.report.conftest import Made, made, plain
 from tests.report.golden import alone
 from tests.report.reader import Page
@@ -65,6 +65,29 @@ def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
     for words in ("samples/s", "test accuracy", "Test accuracy"):
         assert words not in of_text
         assert words in of_images
+
+
+def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:
+    """The student takes 0.6 of the baseline's steps in the same time, and so ends only the first of three epochs."""
+    baseline = make_result("baseline", [make_run(seed, steps=705) for seed in range(3)])
+    runs = [make_run(seed, steps=705, test_correct=9300) for seed in range(3)]
+    taught = {"model": "resnet9", "distillation": {"teacher": "models/baseline"}}
+    student, other = (make_result("other", runs, applied=each, parameter_count=9) for each in (taught, {}))
+    said = []
+    for each in (student, other):
+        found = made([baseline, each], throughput={"other": 0.6}, noise=0.0)
+        said.append([plain(text) for text in (markdown(found.comparison), Page(html(*found)).heard)])
+    for of_student, of_other in zip(*said, strict=True):
+        assert "+3.00 points" in of_student
+        for words in (
+            "At equal time",
+            "80.00%",
+            "baseline 90.00%",
+            "trains another model than the baseline: resnet9, 9 parameters.",
+            "learns from a teacher. Its steps include the teacher's forward passes",
+        ):
+            assert words in of_student
+            assert words not in of_other
 
 
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:

@@ -204,6 +204,8 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
         (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
          "students.taught.distillation.teacher: found 'models/baselin', but no variant has this name; allowed: "
          "models/baseline"),
+        (with_students(taught={"distillation": {"teacher": "baseline"}}),
+         "teacher: found 'baseline'; the weights of this variant are models/baseline."),
         (with_students(taught={"distillation": {"teacher": "models/taught"}}), "chain of teachers returns to taught"),
         (with_students(one={"distillation": {"teacher": "models/other"}},
                        other={"distillation": {"teacher": "models/one"}}), "one.distillation.teacher: the chain"),
