@@ -354,7 +354,7 @@ def test_weights_that_the_teacher_no_longer_has_are_said(tmp_path: Path) -> None
     learned[1] = make_run(1, teacher_sha256="0" * 64)
     (problem,) = broken_links([teacher, make_result("taught", learned, applied=applied)], tmp_path)
     assert (
-        "results/taught.json holds runs (seed 1) that learned from weights that teacher no longer has. Run `dvc"
+        "results/taught.json holds a run that learned from weights that models/teacher no longer has. Run `dvc"
         in problem
     )
     assert "distil@taught" in problem

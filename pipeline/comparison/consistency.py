@@ -67,7 +67,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     except PipelineError as error:
         problems.append(str(error))  # names the file
     files = [results.BENCH_FILE, *others]
-    weights = {each.variant: {run.seed: run.model_sha256 for run in each.runs} for each in measured}
+    weights = {f"{params.TEACHERS}{each.variant}": {run.model_sha256 for run in each.runs} for each in measured}
     for result in measured:
         file, history = results.result_file(result.variant), results.history_file(result.variant)
         files += [file, history]
@@ -76,7 +76,9 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             if problem := elsewhere or _key_problem(result.key, here, "train", result.variant):
                 problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
-        problems += [f"{file} {each}. {again}" for each in _taught_by_others(result, weights)]
+        teacher = (result.applied.get("distillation") or {}).get("teacher")
+        if teacher in weights and not weights[teacher].issuperset(run.teacher_sha256 for run in result.runs):
+            problems.append(f"{file} holds a run that learned from weights that {teacher} no longer has. {again}")
         if (root / history).exists() and file_sha256(root / history) != result.history_sha256:
             problems.append(f"{history} is not the history that was written together with {file}. {again}")
         elif (root / history).exists():
@@ -97,16 +99,6 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
                 f"recorded version with `dvc checkout {file}`. If you ran the file's stage by hand, run `dvc commit`."
             )
     return problems
-
-
-def _taught_by_others(result: Result, weights: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Return a list with one message, which names the seeds whose teacher has other weights now; an empty list if there
-    are no such seeds. ``weights``: variant -> seed -> SHA-256."""
-    teacher = ((result.applied.get("distillation") or {}).get("teacher") or "").removeprefix(params.TEACHERS)
-    now = weights.get(teacher, {})
-    others = [str(run.seed) for run in result.runs if run.seed in now and run.teacher_sha256 != now[run.seed]]
-    said = f"holds runs (seed {', '.join(others)}) that learned from weights that {teacher} no longer has"
-    return [said] if others else []
 
 
 def _md5(path: Path) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import PipelineError
 from pipeline.processes import default_environment
@@ -85,13 +85,11 @@ class World:
         Whole tensors are on the host. They are gathered one by one, so a GPU holds only one whole tensor at a time.
         """
 
-        def gathered(leaf: Any) -> Any:
-            if not _is_part(leaf):
-                return leaf
-            found = whole(leaf)
+        def gathered(part: Any) -> torch.Tensor | None:
+            found = whole(part)
             return found.cpu() if self.is_main else None
 
-        return cast("T", tree_map(gathered, value))
+        return cast("T", tree_map_only(_is_part, gathered, value))
 
     def _sent(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Return a copy, on this rank's host, of rank ``source``'s ``tensor``; other ranks' values are ignored."""

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch._functorch.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Technique, explained
-
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 
 
 class Attention(Technique):
@@ -29,50 +17,36 @@ class Attention(Technique):
 
     name = "attention"
 
-    def __init__(self, plan: Plan, world: World) -> None:
-        super().__init__(plan, world)
-        kernel = plan.applied.attention
-        # A CPU has only one fused kernel. A memory prediction, which runs on the CPU, uses this kernel in place of any
-        # fused kernel of a GPU.
-        self._kernel = _KERNELS["flash" if world.device.type == "cpu" and kernel != "math" else kernel]
-
     @classmethod
     def prepare_process(cls) -> None:
         # The compiler's cache could return a graph that was compiled for another kernel.
         torch._functorch.config.enable_autograd_cache = False
 
     def change_model(self, setup: Setup) -> None:
-        if not _attends(setup):
-            raise ConfigError(
-                f"{self.where('attention')}, but {type(setup.model).__name__} does not call "
-                "scaled_dot_product_attention; allowed: 'auto', or a model that calls it, such as vit_b_16."
-            )
+        try:
+            with sdpa_kernel([]):  # forbids every kernel, so scaled_dot_product_attention fails
+                setup.outputs()
+        except RuntimeError as error:
+            if "scaled_dot_product_attention" in str(error):
+                return
+            raise
+        raise ConfigError(
+            f"{self.where('attention')}, but {type(setup.model).__name__} does not call scaled_dot_product_attention; "
+            "allowed: 'auto', or a model that calls it, such as vit_b_16."
+        )
 
     def change_step(self, setup: Setup) -> None:
-        step = setup.step
-        # All three parts are needed: a pipeline's schedule does not call ``backward``, and a trial step does not call
-        # ``whole``.
-        step.forward = self._alone()(step.forward)
-        step.backward = self._alone()(step.backward)
-        step.whole = self._alone()(step.whole)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+        kernel = self.plan.applied.attention
+        # A CPU has only one fused kernel. A memory prediction, which runs on the CPU, uses this kernel in place of any
+        # fused kernel of a GPU.
+        fused = "flash" if self.world.device.type == "cpu" else kernel
+        allowed = SDPBackend.MATH if kernel == "math" else getattr(SDPBackend, f"{fused.upper()}_ATTENTION")
         explanation = (
             f"{self.where('attention')}, but this kernel cannot compute the model's attention on this device "
             "(PyTorch's warnings above say why); allowed: 'auto', or another kernel."
         )
-        with explained("No available kernel", explanation), sdpa_kernel(self._kernel):
-            yield
-
-
-def _attends(setup: Setup) -> bool:
-    """Return whether the model calls scaled_dot_product_attention, which fails when every kernel is forbidden."""
-    try:
-        with sdpa_kernel([]):
-            setup.outputs()
-    except RuntimeError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        return True
-    return False
+        # All three parts are needed: a pipeline's schedule does not call ``backward``, and a trial step does not call
+        # ``whole``.
+        for name in ("forward", "backward", "whole"):
+            part = sdpa_kernel(allowed)(getattr(setup.step, name))
+            setattr(setup.step, name, explained("No available kernel", explanation)(part))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.errors import ConfigError
 from pipeline.techniques.base import Setup, Technique
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss(Technique):
@@ -36,9 +34,8 @@ class ChunkedLoss(Technique):
         found = head(setup)
         if found is None:
             raise ConfigError(
-                f"{self.where('loss_chunks')}, but {type(setup.model).__name__} does not return the outputs of an "
-                "nn.Linear that it calls only once; allowed: 1, or a model that calls its last linear layer once and "
-                "returns the layer's outputs unchanged."
+                f"{self.where('loss_chunks')}, but {type(setup.model).__name__} does not return the unchanged outputs "
+                "of an nn.Linear that it calls only once; allowed: 1, or a model that does."
             )
         self._head = found
         found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
@@ -51,15 +48,13 @@ class ChunkedLoss(Technique):
             weight, bias = self._head.weight, self._head.bias
             if isinstance(weight, DTensor):
                 raise ConfigError(
-                    f"{self.where('loss_chunks')}, but the model's last linear layer is in a block, and fsdp gathers a "
-                    "block's parameters only for its forward pass; allowed: 1, or a last layer that is outside of all "
-                    "blocks."
+                    f"{self.where('loss_chunks')}, but the last linear layer is in a block, and fsdp gathers a block's "
+                    "parameters only for its forward pass; allowed: 1, or a last layer outside of all blocks."
                 )
             if by_row:  # makes each row a sample
                 ones = [1] * (hidden.ndim - 2)
                 hidden, targets = hidden.reshape(-1, *ones, hidden.shape[-1]), targets.reshape(-1, *ones)
-            chunks = self.plan.applied.loss_chunks
-            loss: Tensor = _LossOfChunks.apply(hidden, weight, bias, targets, criterion, chunks)
+            loss: Tensor = _LossOfChunks.apply(hidden, weight, bias, targets, criterion, self.plan.applied.loss_chunks)
             return loss
 
         setup.step.criterion = chunked
@@ -77,17 +72,12 @@ def head(setup: Setup) -> nn.Linear | None:
 
     Returns None if there is no such layer, or if the model calls the layer more than once.
     """
-    seen: list[tuple[nn.Linear, Tensor]] = []
-    linears = [each for each in setup.model.modules() if type(each) is nn.Linear]
-    hooks = [each.register_forward_hook(lambda layer, _, output: seen.append((layer, output))) for each in linears]
-    try:
+    seen: dict[nn.Linear, list[Tensor]] = {each: [] for each in setup.model.modules() if type(each) is nn.Linear}
+    with ExitStack() as hooks:
+        for each in seen:
+            hooks.enter_context(each.register_forward_hook(lambda layer, _, output: seen[layer].append(output)))
         outputs = setup.outputs()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    layers = [layer for layer, _ in seen]
-    found = next((layer for layer, output in seen if output is outputs), None)
-    return found if found is not None and layers.count(found) == 1 else None
+    return next((layer for layer, found in seen.items() if len(found) == 1 and found[0] is outputs), None)
 
 
 class _LossOfChunks(torch.autograd.Function):
@@ -98,13 +88,7 @@ class _LossOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        criterion: Criterion,
-        chunks: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, criterion: Any, chunks: int
     ) -> Tensor:
         slope_of_hidden, slope_of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         slope_of_bias = None if bias is None else torch.zeros_like(bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from textwrap import shorten
 
 import torch
@@ -34,7 +33,14 @@ class Distillation(Technique):
         self._teacher = (made if device.type == "cpu" else made.to(device)).eval().requires_grad_(False)
         setup.kept_models.append(self._teacher)
         if setup.teacher is not None:
-            self._learn_from(setup.teacher)
+            try:
+                self._teacher.load_state_dict(setup.teacher)
+            except RuntimeError as error:
+                raise PipelineError(
+                    f"students.{self.plan.name}.distillation.teacher: the weights of {settings.teacher} do not fit the "
+                    f"model {settings.model}: {shorten(str(error), 250)} Name the model that has these weights: "
+                    "distillation: {model: ..., model_options: ...}."
+                ) from None
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
@@ -42,8 +48,7 @@ class Distillation(Technique):
         alpha, temperature = self._settings.alpha, self._settings.temperature
 
         def forward_both(inputs: Tensor, targets: Tensor) -> Tensor:
-            with torch.no_grad():
-                self._taught = self._teacher(inputs)
+            self._taught = self._teacher(inputs)  # keeps nothing for a backward pass: no parameter needs a gradient
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -52,13 +57,3 @@ class Distillation(Technique):
             return alpha * distance + (1 - alpha) * criterion(outputs, targets)
 
         step.forward, step.criterion = forward_both, loss
-
-    def _learn_from(self, weights: Mapping[str, Tensor]) -> None:
-        try:
-            self._teacher.load_state_dict(weights)
-        except RuntimeError as error:
-            raise PipelineError(
-                f"students.{self.plan.name}.distillation.teacher: the weights of {self._settings.teacher} do not fit "
-                f"the model {self._settings.model}: {shorten(str(error), 250)} Name the model that has these weights: "
-                "distillation: {model: ..., model_options: ...}."
-            ) from None

@@ -81,18 +81,14 @@ class Float8(BFloat16):
     def change_model(self, setup: Setup) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        model, last = setup.model, head(setup)
-        fitting = [
-            each
-            for each in model.modules()
-            if type(each) is nn.Linear and each is not last and not (each.in_features % 16 or each.out_features % 16)
-        ]
+        model, last, device = setup.model, head(setup), self.world.device
+        linears = [each for each in model.modules() if type(each) is nn.Linear and each is not last]
+        fitting = [each for each in linears if each.in_features % 16 == 0 and each.out_features % 16 == 0]
         if not fitting:
             raise ConfigError(
                 f"{self.where('precision')}, but {type(model).__name__} has no linear layer before its last layer "
                 "with input and output sizes that are multiples of 16; allowed: 'bf16'."
             )
-        gpu = self.world.device.type == "cuda"
-        native = gpu and torch.cuda.get_device_capability(self.world.device) >= (8, 9)
+        native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         config = Float8LinearConfig(emulate=not native, pad_inner_dim=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, _: layer in fitting)

@@ -14,8 +14,8 @@ import torch
 
 from pipeline import files, results
 from pipeline.distributed import World, whole
-from pipeline.errors import first_line
-from pipeline.params import catalogue
+from pipeline.errors import PipelineError, first_line
+from pipeline.params import Config, catalogue
 from pipeline.plans import Plan
 from pipeline.results import MODELS, Result, ResultError
 
@@ -111,9 +111,7 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
     retrain = results.train_again(result.variant, stage)
     expected = next(run.model_sha256 for run in result.runs if run.seed == seed)
     try:
-        with reading():
-            state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-            found = state_sha256(state)
+        state, found = _weights_in(path)
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; run `dvc repro {stage}@{result.variant}` first.") from None
     except Unreadable as error:
@@ -124,6 +122,33 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
             f"{found}. Train again: {retrain}."
         )
     return state
+
+
+def teacher_weights(config: Config, name: str, seed: int) -> dict[str, torch.Tensor] | None:
+    """Return the weights of the teacher of ``variants.<name>``, on the CPU; None if there is no teacher.
+
+    If the teacher is a variant, its weights of the same seed are returned. Raises PipelineError if the weights are
+    missing or damaged.
+    """
+    settings, teacher = config.variants[name].distillation, config.teacher_of(name)
+    if settings is None:
+        return None
+    if teacher:
+        return weights(results.read(results.result_file(teacher), config), seed)
+    try:
+        return _weights_in(Path(settings.teacher))[0]
+    except (FileNotFoundError, Unreadable) as error:
+        raise PipelineError(
+            f"students.{name}.distillation.teacher: {settings.teacher} cannot be read as weights, a state dict of "
+            f"tensors ({error}). Write it with torch.save(model.state_dict(), ...), or set the path of such a file."
+        ) from None
+
+
+def _weights_in(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the state dict in the file, on the CPU, and its digest. Raises Unreadable or FileNotFoundError."""
+    with reading():
+        state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state, state_sha256(state)
 
 
 def seed_random(seed: int, plan: Plan, world: World) -> None:

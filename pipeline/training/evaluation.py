@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -68,18 +67,17 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     (share, member), shares = divmod(world.rank, model_processes), world.size // model_processes
     batches = evaluation_batches(test, task, rank=share, world_size=shares, batch_size=batch_size)
     most = math.ceil(math.ceil(len(test) / shares) / batch_size)
+    not_counted = next(evaluation_batches(test[:1], task, rank=0, world_size=1, batch_size=1))
     world.broadcast_buffers_(model)
     training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # scores, samples, losses, scores out of bounds
     with torch.no_grad():
-        for _, batch in zip_longest(range(most), batches):
-            if batch is None:
-                model(next(evaluation_batches(test[:1], task, rank=0, world_size=1, batch_size=1))[0])
-                continue
+        for _ in range(most):
+            batch = next(batches, not_counted)
             inputs, targets = batch
             outputs = model(inputs).float()
-            if member:  # only the first rank of a group adds to the sums
+            if batch is not_counted or member:  # only the first rank of a group adds to the sums
                 continue
             scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:

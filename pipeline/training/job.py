@@ -29,7 +29,7 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import age_seconds, malloc
 from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit, summarise
-from pipeline.training import checkpoints, teachers
+from pipeline.training import checkpoints
 from pipeline.training.assembly import assembled, forget_last_run, planned
 from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
@@ -113,7 +113,7 @@ class Job:
             self.sampler.seed = seed
         forget_last_run(self.world)
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
-        taught_by = teachers.weights(self.config, self.plan.name, seed)
+        taught_by = checkpoints.teacher_weights(self.config, self.plan.name, seed)
         teacher_sha256 = checkpoints.state_sha256(taught_by) if taught_by else None
         identity = self._identity(seed, teacher_sha256)
         found = checkpoints.load(checkpoint, identity) if self.world.is_main else None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset
+from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, Train, Variant, requested
 from pipeline.plans import plan
 from pipeline.profiling import ledger
 from pipeline.techniques.attention import Attention
 from pipeline.training.loop import Training
-from tests.nets import ALONE, GPU, Attending, attending_net, changed, make_plan, task_of
+from tests.nets import ALONE, GPU, Attending, attending_net, changed, make_plan, make_step, setup_of, task_of
 from tests.test_training import make_training, rows_of
 
 HERE = environment.machine()
@@ -46,6 +48,28 @@ def training_of(digits: Dataset, attention: str = "auto", **applied: Any) -> Tra
     torch.manual_seed(0)
     few = replace(digits, train=digits.train[: 6 * BATCH], test=digits.test[:BATCH])
     return make_training(few, model=attending_net(**IMAGES), attention=attention, **applied)
+
+
+def within(attention: str, world: World, part: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``part`` as the technique leaves it if it is a part of a step."""
+    setup = setup_of(nn.Linear(1, 1))
+    setup.step = make_step(setup.model)
+    setup.step.forward = part
+    Attention(make_plan(attention=attention), world).change_step(setup)
+    return setup.step.forward
+
+
+@pytest.mark.parametrize("attention", ["flash", "efficient", "math", "cudnn"])
+def test_on_a_gpu_each_setting_allows_its_kernel_alone(attention: str) -> None:
+    allowed: dict[str, Callable[[], bool]] = {
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "math": torch.backends.cuda.math_sdp_enabled,
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    }
+    assert within(attention, GPU, lambda: [name for name, is_allowed in allowed.items() if is_allowed()])() == [
+        attention
+    ]
 
 
 @pytest.mark.parametrize(("attention", "found"), [("auto", FLASH), ("flash", FLASH), ("math", "softmax")])
@@ -102,10 +126,10 @@ def test_code_compiled_for_one_kernel_is_not_used_for_another() -> None:
         for attention in ("flash", "math"):
             torch._dynamo.reset()
             compiled = torch.compile(Attending(), fullgraph=True, dynamic=False)
-            with Attention(make_plan(attention=attention), ALONE)._alone():
-                compiled(images)
-                with torch.profiler.profile() as profile:
-                    compiled(images)
+            run = within(attention, ALONE, compiled)
+            run(images)
+            with torch.profiler.profile() as profile:
+                run(images)
             names = {each.key for each in profile.key_averages()}
             assert (f"aten::{FLASH}" in names) is (attention == "flash")
             Attention.prepare_process()
@@ -158,7 +182,7 @@ def test_a_report_names_the_kernel(attention: str, label: list[str]) -> None:
 )
 def test_a_gpu_runs_the_requested_kernel(attention: str, found: str) -> None:
     images = torch.randn(2, 64, 8, 8, device=GPU.device, dtype=torch.bfloat16, requires_grad=True)
-    with Kernels() as kernels, Attention(make_plan(attention=attention), GPU)._alone():
-        Attending()(images).sum().backward()
+    with Kernels() as kernels:
+        within(attention, GPU, lambda: Attending()(images).sum().backward())()
     assert kernels.seen
     assert all(found in name for name in kernels.seen), kernels.seen

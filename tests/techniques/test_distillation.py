@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Machine, Train, load, parse
 from pipeline.plans import plan
 from pipeline.profiling import flops, ledger
+from pipeline.techniques import Setup
 from pipeline.techniques.distillation import Distillation
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
@@ -164,13 +165,14 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
     with pytest.raises(PipelineError, match=r"results/baseline\.json is missing"):
         job.run(config, "taught", CPU_ONLY, PREPARED)
     job.run(config, "baseline", CPU_ONLY, PREPARED)  # possible although the student's job failed before
-    learn, learned = Distillation._learn_from, list[str]()
+    change, learned = Distillation.change_model, list[str]()
 
-    def noting(self: Distillation, weights: dict[str, Tensor]) -> None:
-        learned.append(state_sha256(weights))
-        learn(self, weights)
+    def noting(self: Distillation, setup: Setup) -> None:
+        change(self, setup)
+        if setup.teacher is not None:
+            learned.append(state_sha256(setup.kept_models[-1].state_dict()))
 
-    monkeypatch.setattr(Distillation, "_learn_from", noting)
+    monkeypatch.setattr(Distillation, "change_model", noting)
     job.run(config, "taught", CPU_ONLY, PREPARED)
     teacher, taught = (results.read(results.result_file(name), config) for name in config.variants)
     assert learned == [run.teacher_sha256 for run in taught.runs] == [run.model_sha256 for run in teacher.runs]
@@ -189,7 +191,11 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
     with pytest.raises(PipelineError, match=r"weights of given\.pt do not fit the model small_cnn: .* Missing key"):
         job.run(load(), "taught", CPU_ONLY, PREPARED)
     Path("given.pt").write_text("no weights")
-    with pytest.raises(PipelineError, match=r"taught\.distillation\.teacher: given\.pt cannot be read as weights"):
+    unread = r"taught\.distillation\.teacher: given\.pt cannot be read as weights"
+    with pytest.raises(PipelineError, match=unread):
+        job.run(load(), "taught", CPU_ONLY, PREPARED)
+    Path("given.pt").unlink()
+    with pytest.raises(PipelineError, match=f"{unread}.*No such file"):
         job.run(load(), "taught", CPU_ONLY, PREPARED)
 
 
