@@ -136,19 +136,6 @@ def test_code_compiled_for_one_kernel_is_not_used_for_another() -> None:
 
 
 @pytest.mark.parametrize("attention", ["flash", "efficient", "math", "cudnn"])
-def test_a_step_on_a_gpu_may_run_only_the_requested_kernel(attention: str) -> None:
-    allowed = torch.backends.cuda
-    with Attention(make_plan(attention=attention), GPU)._alone():
-        found = {
-            "flash": allowed.flash_sdp_enabled(),
-            "efficient": allowed.mem_efficient_sdp_enabled(),
-            "math": allowed.math_sdp_enabled(),
-            "cudnn": allowed.cudnn_sdp_enabled(),
-        }
-    assert [name for name, is_allowed in found.items() if is_allowed] == [attention]
-
-
-@pytest.mark.parametrize("attention", ["flash", "efficient", "math", "cudnn"])
 def test_a_memory_prediction_for_a_gpu_counts_what_math_keeps(digits: Dataset, attention: str) -> None:
     """For the backward pass, fused kernels keep a sum per token, and math keeps the weight of each pair of tokens."""
     machine = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True)
