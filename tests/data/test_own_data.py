@@ -412,7 +412,7 @@ def write_texts(folder: Path, count: int = 10) -> None:
 
 
 def test_text_is_its_bytes_and_whole_files_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "BLOCK_BYTES", 7)  # which cuts characters in two
+    monkeypatch.setattr(text, "BLOCK_CHARACTERS", 7)
     write_texts(tmp_path)
     dataset = packed(tmp_path, "text_folder", "texts", window=8)
     assert (dataset.vocabulary, dataset.shape, dataset.classes) == (257, (9,), ())
@@ -467,7 +467,7 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "texts").mkdir()
     for name in "abc":
         (tmp_path / f"texts/{name}.txt").write_text("one two\n two three\nother one\n" * 4, encoding="utf-8")
-    monkeypatch.setattr(text, "BLOCK_BYTES", 11)
+    monkeypatch.setattr(text, "BLOCK_CHARACTERS", 11)
     dataset = packed(tmp_path, "text_folder", "texts", window=24, tokenizer=str(tmp_path / "tokenizer.json"))
     assert dataset.train.inputs.tolist()[0] == [1, 2, 2, 7, 0, 1] * 4 + [8]
     assert (dataset.vocabulary, dataset.train.inputs.dtype) == (9, torch.uint16)
