@@ -38,7 +38,7 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
 def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
     needs_16_bits = on_gpu and variant.attention in ("flash", "cudnn")
     has_32_bits = variant.precision in ("fp32", "tf32") and variant.parameter_precision == "fp32"
-    return "on GPUs this kernel needs 16 bits, such as precision: bf16" if needs_16_bits and has_32_bits else None
+    return "on GPUs this kernel needs precision: bf16 or fp16" if needs_16_bits and has_32_bits else None
 
 
 class SpeedSettings(Section):
