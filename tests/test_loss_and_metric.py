@@ -162,8 +162,8 @@ def test_a_score_that_is_out_of_bounds_on_a_real_sample_alone_is_refused(digits:
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"loss": "focal"}, "train.loss: found 'focal'; expected cross_entropy, or module:name of your own, such as "),
-        ({"metric": "top2"}, "train.metric: found 'top2'; expected accuracy, or module:name of your own, such as "),
+        ({"loss": "focal"}, "train.loss: found 'focal'; expected cross_entropy, or module:name of your own."),
+        ({"metric": "top2"}, "train.metric: found 'top2'; expected accuracy, or module:name of your own."),
         ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes no options"),
         ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, which 'a:b' ignores"),
         (

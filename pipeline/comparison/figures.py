@@ -136,10 +136,7 @@ def another_model(result: Result, baseline: Result) -> str | None:
 
 
 def equal_time(
-    result: Result,
-    baseline: Result,
-    histories: Mapping[str, Sequence[HistoryRow]],
-    speeds: Mapping[str, float | None],
+    result: Result, baseline: Result, histories: Mapping[str, Sequence[HistoryRow]], speeds: Mapping[str, float | None]
 ) -> EqualTime | None:
     """Return the test accuracies of ``result`` and ``baseline`` at the time when the faster training ends.
 
@@ -150,15 +147,14 @@ def equal_time(
     if not all(rates):
         return None
     seconds = min(each.runs[0].steps / rate for each, rate in zip((result, baseline), rates, strict=True))
-
-    def accuracy(each: Result, rate: float) -> float | None:
+    accuracies = []
+    for each, rate in zip((result, baseline), rates, strict=True):
         rows = [row for row in histories[each.variant] if row.step <= seconds * rate * (1 + 1e-9)]
         last = {row.seed: row.test_accuracy for row in rows if row.test_accuracy is not None}
-        return statistics.fmean(last.values()) if len(last) == len(each.runs) else None
-
-    ours, theirs = (accuracy(each, rate) for each, rate in zip((result, baseline), rates, strict=True))
-    if ours is None or theirs is None:
-        return None
+        if len(last) < len(each.runs):
+            return None
+        accuracies.append(statistics.fmean(last.values()))
+    ours, theirs = accuracies
     return EqualTime(train_seconds=seconds, accuracy_fraction=ours, baseline_accuracy_fraction=theirs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import platform
 import sysconfig
@@ -18,6 +17,7 @@ from pipeline import factories
 from pipeline.data import LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.errors import count, first_line
+from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
 Tokens = npt.NDArray[Any]
@@ -25,7 +25,7 @@ Tokens = npt.NDArray[Any]
 END = 256
 """The token after each file's last token, if the tokens are bytes."""
 KEY = "prepare.tokenizer"
-BLOCK_BYTES = 1 << 20
+BLOCK_CHARACTERS = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
@@ -56,10 +56,8 @@ def files(fetch: Fetch) -> list[str]:
             elif not of_python:
                 raise DataError(f"fetch.{fetch.dataset}: {path} is empty; remove it.")
     if len(found) < 2:
-        raise DataError(
-            f"fetch.{fetch.dataset}: found {count(len(found), 'file')} in {top}; expected two or more, because "
-            "testing needs a file of its own."
-        )
+        there = f"found {count(len(found), 'file')} in {top}"
+        raise DataError(f"fetch.{fetch.dataset}: {there}; expected two or more, because testing needs its own file.")
     return found
 
 
@@ -140,20 +138,17 @@ def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfF
     """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a
     line, unless it contains no line end."""
     for name, expected in rows:
-        path, digest, utf8, left = top / name, hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
+        path, left = top / name, ""
+        if not path.is_file() or file_sha256(path) != expected:
+            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         try:
-            with path.open("rb") as file:
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
-                    left += utf8.decode(block)
+            with path.open(encoding="utf-8", newline="") as file:
+                while block := file.read(BLOCK_CHARACTERS):
+                    left += block
                     cut = left.rfind("\n") + 1 or len(left)
                     yield tokenizer.encode(left[:cut])
                     left = left[cut:]
-            yield tokenizer.encode(left + utf8.decode(b"", final=True))
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
-        if digest.hexdigest() != expected:
-            raise DataError(f"{path} is not the file that fetch listed: the files have changed; {AGAIN}")
+        yield tokenizer.encode(left)
         yield np.array([tokenizer.end], tokenizer.encode("").dtype)

@@ -83,14 +83,12 @@ def require(root: Path, effective: Config, config: Config) -> None:
     ``root``: the head's copy. ``config``: the present content of its params.yaml.
     """
     lacking = effective.variants.keys() - config.variants
-    variants = {name: effective.variants[name].model_dump(mode="json") for name in lacking}
     limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
-    if variants or any(getattr(config.bench, key) != value for key, value in limits.items()):
+    if lacking or any(getattr(config.bench, key) != value for key, value in limits.items()):
         values = read(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
-        students = {name for name in variants if effective.variants[name].distillation}
-        values["variants"] |= {name: each for name, each in variants.items() if name not in students}
-        if students:
-            values["students"] = values.get("students", {}) | {name: variants[name] for name in sorted(students)}
+        for name in sorted(lacking):
+            section = "students" if effective.variants[name].distillation else "variants"
+            values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")
         values["bench"] = {**values.get("bench", {}), **limits}
         (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 

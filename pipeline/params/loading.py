@@ -32,6 +32,7 @@ print them."""
 TEACHERS = "models/"
 """Prefix of a variant in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
 
+_OF_MODEL = {"model", "model_options"}
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """Regular expression that matches ``module:function``."""
 
@@ -62,9 +63,7 @@ class Config(Section):
     def train_of(self, name: str) -> Train:
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
         own = self.variants[name]
-        return self.train.model_copy(
-            update={"model": own.model, "model_options": own.model_options} if own.model else {}
-        )
+        return self.train.model_copy(update=own.model_dump(include=_OF_MODEL) if own.model else {})
 
     def with_train(self, **changes: Any) -> Config:
         """Return a copy with other values under ``train``; the values are not validated."""
@@ -75,7 +74,7 @@ def load(path: Path = PARAMS_FILE) -> Config:
     """Return the validated configuration in the file ``path``. Raises ConfigError, which names the wrong keys."""
     values = read(path)
     config = parse(values, str(path))
-    if problems := list(_misplaced_students(config, values)):
+    if problems := list(_misplaced(config, values)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     return config
 
@@ -117,41 +116,22 @@ def _with_students(config: Config) -> Config:
     """Return ``config`` with the students among its variants, and with each teacher's model filled in."""
     whole = config.model_copy(update={"variants": config.variants | config.students})
     for name, variant in whole.variants.items():
-        if variant.distillation and variant.distillation.model is None:
+        if (learns := variant.distillation) and learns.model is None:
             teacher = whole.teacher_of(name)
             job = whole.train_of(teacher) if teacher else whole.train
-            filled = variant.distillation.model_copy(update={"model": job.model, "model_options": job.model_options})
+            filled = learns.model_copy(update=job.model_dump(include=_OF_MODEL))
             whole.variants[name] = variant.model_copy(update={"distillation": filled})
     return whole
 
 
-def _misplaced_students(config: Config, values: dict[str, Any]) -> Iterator[str]:
-    """Yield the problems of students: duplicate names, wrong sections, unknown teachers and cycles of teachers."""
-    for name in values["variants"]:
-        if name in config.students:
-            yield f"students.{name}: a variant under variants has the same name; rename one of them."
-        elif config.variants[name].distillation:
-            yield f"variants.{name}.distillation: a variant that learns from a teacher belongs under students."
-    for name, variant in config.students.items():
-        if variant.distillation is None:
-            yield f"students.{name}: this variant has no distillation, so it belongs under variants; move it there."
-        elif variant.distillation.teacher in config.variants:
-            yield (
-                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}; the weights of this "
-                f"variant are {TEACHERS}{variant.distillation.teacher}."
-            )
-        elif variant.distillation.teacher.startswith(TEACHERS) and config.teacher_of(name) is None:
-            yield (
-                f"students.{name}.distillation.teacher: found {variant.distillation.teacher!r}, but no variant has "
-                f"this name; allowed: {', '.join(f'{TEACHERS}{each}' for each in config.variants if each != name)}, "
-                "or a file outside of models."
-            )
-        teachers, teacher = {name}, config.teacher_of(name)
-        while teacher and teacher not in teachers:
-            teachers.add(teacher)
-            teacher = config.teacher_of(teacher)
-        if teacher:
-            yield f"students.{name}.distillation.teacher: the chain of teachers returns to {teacher}."
+def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
+    """Yield the problems of variants that are in the wrong section, or in both sections."""
+    for name, variant in config.variants.items():
+        found = [section for section in ("variants", "students") if name in values.get(section, {})]
+        expected = "students" if variant.distillation else "variants"
+        if found != [expected]:
+            under = " and ".join(found)
+            yield f"{under}.{name}: expected under {expected} only (students are the variants with distillation)."
 
 
 def schema() -> str:
@@ -186,6 +166,14 @@ def _contradictions(config: Config) -> Iterator[str]:
         for name in names:
             if name not in config.variants:
                 yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
+    weights = [f"{TEACHERS}{each}" for each in config.variants]
+    for name, student in config.students.items():
+        teacher = student.distillation.teacher if student.distillation else ""
+        if teacher not in weights and (teacher.startswith(TEACHERS) or teacher in config.variants):
+            yield (
+                f"students.{name}.distillation.teacher: found {teacher!r}; allowed: {', '.join(weights)}, or a file "
+                "outside of models."
+            )
     dataset = config.fetch.dataset
     if getattr(config.fetch, dataset, "") is None:
         yield f"fetch.{dataset}: found null; dataset {dataset} needs the path of the data."
@@ -219,17 +207,10 @@ def _own_code(train: Train) -> Iterator[str]:
     named modules exist is not checked."""
     yield from _model_problems("train.model", train.model)
     loss, metric = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
-    for key, known, example in (
-        ("task", sections.TASKS, "my_tasks:Autoencoding"),
-        ("loss", [loss], "my_losses:focal"),
-        ("metric", [metric], "my_scores:top"),
-    ):
+    for key, known in {"task": [*sections.TASKS], "loss": [loss], "metric": [metric]}.items():
         found = getattr(train, key)
         if found not in known and not re.fullmatch(_FUNCTION, found):
-            yield (
-                f"train.{key}: found {found!r}; expected {', '.join(known)}, or module:name of your own, such as "
-                f"{example}."
-            )
+            yield f"train.{key}: found {found!r}; expected {', '.join(known)}, or module:name of your own."
     if train.loss == loss and train.loss_options:
         yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:

@@ -282,10 +282,7 @@ def remarks(each: Compared) -> list[str]:
     if each.another_model:
         found.append(f"This variant trains another model than the baseline: {each.another_model}.")
     if any(name.startswith("distillation=") for name in each.techniques):
-        found.append(
-            "This variant learns from a teacher. Its steps include the teacher's forward passes, but not the "
-            "teacher's training."
-        )
+        found.append("This variant has a teacher. Its steps include the teacher's forward pass, not its training.")
     if "dataloader" in each.techniques:
         found.append("Peak memory counts the training process only, not the DataLoader's worker processes (if any).")
     return found

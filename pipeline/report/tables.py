@@ -99,17 +99,16 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         found = each.equal_time
         if found is None:
             return Cell(DASH if each.variant == comparison.baseline else UNKNOWN)
+        time = f"after {formats.number(found.train_seconds, 's')}"
         theirs = f"{comparison.baseline} {formats.percent(found.baseline_accuracy_fraction)}"
-        return Cell(
-            formats.percent(found.accuracy_fraction), (f"after {formats.number(found.train_seconds, 's')}", theirs)
-        )
+        return Cell(formats.percent(found.accuracy_fraction), (time, theirs))
 
     equal_times = Column(
         "At equal time",
-        "Only for a variant with another model or a teacher: the scores of the variant and of the baseline at the same "
-        "training time. At this time, the faster of the two trainings ends, by the bench's throughputs. Each score is "
-        "from the last evaluation up to this time, mean over seeds. The slower training has not finished its "
-        "learning-rate schedule then. To finish both trainings in equal time, give the slower variant fewer epochs.",
+        "Only for a variant with another model or a teacher: its score and the baseline's at the time when the faster "
+        "of the two trainings ends, by the bench's throughputs, from the last evaluation up to then; mean over seeds. "
+        "The slower training has not finished its learning-rate schedule then. To finish both in equal time, give it "
+        "fewer epochs.",
         alongside,
     )
     energies = Column(

@@ -45,8 +45,7 @@ MODELS: tuple[Entry, ...] = (
         setting="model: small_cnn",
         searched_for=("student", "smaller model", "model_options", "architecture"),
         does="The variant trains this model instead of train.model",
-        pays="when a smaller or faster model is accurate enough; also to train the student's model without the "
-        "teacher, which shows what the teacher adds",
+        pays="when a smaller or faster model is accurate enough; also to show what a teacher adds to this model",
         costs="the comparison is then between models, not only between techniques; the report says so",
         source="not a technique; a comparison of models",
         changes="statistics",
@@ -58,9 +57,8 @@ MODELS: tuple[Entry, ...] = (
         name="distillation",
         setting="distillation: {teacher: models/baseline}",
         searched_for=("knowledge distillation", "teacher", "student", "soft targets", "KD", "temperature"),
-        does="A trained teacher sees each batch too, and a part of the loss is the distance between the outputs of "
-        "model and teacher. The distance is the Kullback-Leibler divergence at a temperature for logits, and the mean "
-        "squared difference for other outputs",
+        does="A part of the loss is the distance between the outputs of the model and of a trained teacher: for logits "
+        "the Kullback-Leibler divergence at a temperature, for other outputs the mean squared difference",
         pays="when a small model is to be deployed, and a larger one is trained anyway",
         costs="a forward pass of the teacher in each step, and its weights in the memory of every process. Other "
         "techniques neither split nor compile the teacher, but it computes in the variant's precision",

@@ -50,10 +50,7 @@ PARALLELISM: tuple[Entry, ...] = (
         implementation="data_parallel.DataParallel",
         needs_measuring=True,
         excludes={
-            **dict.fromkeys(
-                ("bf16", "float8"),
-                "DataParallel's threads do not inherit autocast's number format, and would compute in float16",
-            ),
+            "bf16": "DataParallel's threads do not inherit autocast's number format, and would compute in float16",
             "activation_checkpointing": "checkpointing replaces the blocks' forward methods, and the copies on other "
             "GPUs would run the first GPU's methods",
             "activation_offload": "DataParallel's threads do not inherit the hooks that move activations",

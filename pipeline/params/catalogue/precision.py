@@ -14,9 +14,7 @@ def _why_no_tf32(machine: Machine, on_gpu: bool) -> str | None:
 
 
 def _without_float8(machine: Machine, on_gpu: bool) -> str | None:
-    if on_gpu and machine.gpu_float8:
-        return None
-    return "only GPUs from compute capability 8.9 multiply in float8; other devices would multiply in float32"
+    return None if on_gpu and machine.gpu_float8 else "only GPUs from compute capability 8.9 multiply in float8"
 
 
 class PrecisionSettings(Section):
@@ -75,11 +73,9 @@ PRECISION: tuple[Entry, ...] = (
         name="float8",
         setting="precision: float8",
         searched_for=("FP8", "e4m3", "e5m2", "torchao.float8", "Float8Linear", "Transformer Engine"),
-        does="All linear layers except the last multiply in float8, with a scale per tensor: in the format e4m3 in the "
-        "forward pass, and in e5m2 for gradients in the backward pass. Everything else runs as with bf16, and "
-        "parameters stay float32",
-        pays="on GPUs from compute capability 8.9, together with compile, for transformers whose linear layers are "
-        "wide (4,096 and more)",
+        does="All linear layers except the last multiply in float8 (e4m3, and e5m2 for gradients), with a scale per "
+        "tensor. Everything else runs as with bf16, and parameters stay float32",
+        pays="with compile, on GPUs from compute capability 8.9, for linear layers that are wide (4,096 and more)",
         costs="factors keep 3 bits of mantissa, gradients 2 bits; each factor is read once more to compute its scale, "
         "unless compile fuses this. Layers whose sides are not multiples of 16 stay in bf16",
         source="Micikevicius et al., FP8 Formats for Deep Learning, 2022; torchao documentation: torchao.float8",
@@ -92,6 +88,7 @@ PRECISION: tuple[Entry, ...] = (
         emulated=_without_float8,
         relies_on=("torchao",),
         excludes={
+            "data_parallel": "DataParallel's threads do not inherit autocast's number format",
             "tensor": "tensor cuts the layers, and each part would have its own scale",
             "pipeline": "pipeline records the model as a chain, but cannot record layers that scale their factors",
             "parameter_precision": "the factors would be rounded twice, to bfloat16 and to float8",

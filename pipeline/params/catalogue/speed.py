@@ -36,11 +36,9 @@ def _loses_gradients(variant: Variant, on_gpu: bool) -> str | None:
 
 
 def _needs_16_bits(variant: Variant, on_gpu: bool) -> str | None:
-    if not on_gpu or variant.attention not in ("flash", "cudnn"):
-        return None
-    if variant.precision in ("bf16", "fp16", "float8") or variant.parameter_precision == "bf16":
-        return None
-    return "on GPUs this kernel computes in 16 bits only, and needs precision: bf16 or fp16"
+    needs_16_bits = on_gpu and variant.attention in ("flash", "cudnn")
+    has_32_bits = variant.precision in ("fp32", "tf32") and variant.parameter_precision == "fp32"
+    return "on GPUs this kernel needs precision: bf16 or fp16" if needs_16_bits and has_32_bits else None
 
 
 class SpeedSettings(Section):
@@ -58,22 +56,13 @@ SPEED: tuple[Entry, ...] = (
     Entry(
         name="attention",
         setting="attention: math",
-        searched_for=(
-            "scaled_dot_product_attention",
-            "SDPA",
-            "sdpa_kernel",
-            "FlashAttention",
-            "memory-efficient attention",
-            "cuDNN attention",
-        ),
+        searched_for=("scaled_dot_product_attention", "sdpa_kernel", "FlashAttention", "memory-efficient", "cuDNN"),
         does="The named kernel computes a step's attention, instead of PyTorch's choice: `flash`, `efficient` and "
         "`cudnn` fuse products and softmax, and `math` computes them one by one",
-        pays="for transformers with long sequences, whose fastest kernel depends on device and shapes; math shows what "
-        "the fused kernels save",
+        pays="for long sequences, whose fastest kernel depends on device and shapes; math shows what fusing saves",
         costs="math keeps, for each head, a value for each pair of tokens. On GPUs flash and cudnn need bf16 or fp16, "
         "and cudnn needs train.deterministic: false",
-        source="Dao et al., FlashAttention, NeurIPS 2022; Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, "
-        "2021; PyTorch documentation: torch.nn.attention.sdpa_kernel",
+        source="Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021",
         changes="rounding",
         layer="model",
         implementation="attention.Attention",

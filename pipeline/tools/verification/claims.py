@@ -312,16 +312,13 @@ class Verifier:
         """Yield the claim that the final weights stay the same if the techniques that should change nothing are left
         out. For each technique that can be set to have no effect, yield the claim that it then changes nothing."""
         after = f"weights after {self.steps} steps"
-        claims: list[tuple[str, Variant, list[Entry]]] = []
-        if exact := [each for each in entries if each.changes == "nothing"]:
-            claims.append(
-                (f"{after}: equal to those without {', '.join(each.name for each in exact)}", plan.applied, exact)
-            )
+        exact = [each for each in entries if each.changes == "nothing"]
+        without = f"{after}: equal to those without {', '.join(each.name for each in exact)}"
+        claims = [(without, plan.applied, exact)] if exact else []
         for each in entries:
             if each.without_effect:
                 idle = plan.applied.model_copy(update=each.without_effect(plan.applied))
-                claim = f"{after}, if {each.name} has no effect: equal to those without it"
-                claims.append((claim, idle, [each]))
+                claims.append((f"{after}, if {each.name} has no effect: equal to those without it", idle, [each]))
         for claim, applied, left_out in claims:
             try:
                 tried = plan if applied is plan.applied else self._planned(plan.name, applied)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +20,7 @@ from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
+from pipeline.files import json_sha256
 from pipeline.params import Train
 from pipeline.plans import Plan
 from pipeline.tools.verification.natures import make_per_sample
@@ -185,8 +184,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
 def statistics_file(train: Train) -> str:
     """Return the name of the file with the statistics that make the job's model per-sample. The file is in the folder
     of the trainings' files, and all trainings of this model use it."""
-    model = json.dumps([train.model, train.model_options], sort_keys=True)
-    return f"statistics-{hashlib.sha256(model.encode()).hexdigest()[:16]}.pt"
+    return f"statistics-{json_sha256([train.model, train.model_options])[:16]}.pt"
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:
