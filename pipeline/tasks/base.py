@@ -43,6 +43,8 @@ class Task(ABC):
 
     arrays: ClassVar[tuple[str, ...]] = ("inputs", "targets")
     """Names of the data set's arrays that the task takes, the array with the inputs first."""
+    needs: ClassVar[str] = ""
+    """What the data set must have: "labels", "tokens" or "float targets". Empty for a task that takes any arrays."""
     unit: ClassVar[str] = "samples"
     """Unit of the throughput. A sample has ``units_per_sample`` units."""
     loss_by_row: ClassVar[bool] = False
@@ -53,7 +55,8 @@ class Task(ABC):
     """Name of each figure that ``findings`` returns -> whether higher or lower values are better."""
 
     def __post_init__(self) -> None:  # noqa: B027
-        """Raise TaskError if the data set or the settings do not fit the task."""
+        """Raise TaskError if the settings do not fit the task, or the data set does not fit for other reasons than
+        ``arrays`` and ``needs``."""
 
     def on(self, device: torch.device) -> Self:
         """Return the same task on another device."""
@@ -166,7 +169,18 @@ class Task(ABC):
 
 
 class LogitsTask(Task):
-    """A task whose outputs are logits [b, ..., classes]."""
+    """A task whose outputs are logits [b, ..., classes], and whose targets are the right classes [b, ...].
+
+    The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
+    """
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=self.train.label_smoothing)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the samples' losses, without label smoothing."""
+        each = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return each.view(len(targets), -1).double().mean(1).sum()
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
         """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.
