@@ -270,7 +270,7 @@ def test_what_transformers_cannot_make_of_a_configuration_is_said(
     for family, changes, message in (
         ("nonesuch", {}, r"config\.json', from which transformers cannot make a causal language model: .*nonesuch"),
         ("t5", {}, "from which transformers cannot make a causal language model"),
-        ("llama", {"max_position_embeddings": 8}, "positions for 8 tokens, but prepare.window is 12"),
+        ("llama", {"max_position_embeddings": 8}, r"config\.json', for 8 tokens; reduce prepare.window, now 12, to 8"),
     ):
         configured(family, **changes)
         with pytest.raises(PipelineError, match=message):
