@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 from array import array
@@ -63,8 +62,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
-        text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
-        (work / DESCRIPTION).write_text(text, encoding="utf-8")
+        (work / DESCRIPTION).write_text(description.model_dump_json(indent=2) + "\n", encoding="utf-8")
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
         f"samples of {_named(forms)}; {description.test_in_train_count:,} test inputs are also training inputs, "

@@ -112,9 +112,11 @@ class Reader:
                 torch.cuda.set_device(self._device)  # without this, a new thread would open a context on device 0
             with ExitStack() as stack:
                 opened = [stack.enter_context(OpenRows(array)) if array is not None else None for array in self._large]
-                _announce(opened, self._order[:1])
+                for file in filter(None, opened):
+                    file.announce(self._order[:1])
                 for index, rows in enumerate(self._order):
-                    _announce(opened, self._order[index + 1 : index + 2])
+                    for file in filter(None, opened):
+                        file.announce(self._order[index + 1 : index + 2])
                     self._room.acquire()
                     self._may_go.wait()
                     if self._stopped:
@@ -135,9 +137,3 @@ class Reader:
             with torch.cuda.stream(self._stream):  # does nothing on the CPU
                 loaded.append(gathered.to(self._device, non_blocking=True))
         return loaded, None if self._stream is None else self._stream.record_event()
-
-
-def _announce(opened: Sequence[OpenRows | None], rows: Tensor) -> None:
-    for file in opened:
-        if file:
-            file.announce(rows)

@@ -30,7 +30,7 @@ def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
     task = find(train.task)(train, dataset, device)
     if not isinstance(task, Task):
         raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
-    if task.needs and not has[task.needs]:
+    if task.needs and not has.get(task.needs):
         fitting = [name for name, own in _OWN.items() if has[own.needs]]
         raise TaskError(
             f"train.task: {train.task} needs {task.needs}, and {dataset.name} has none; allowed: "

@@ -75,8 +75,7 @@ class Task(ABC):
     @cached_property
     def preprocess(self) -> nn.Module:
         """The module that turns raw inputs into the model's inputs. It is a part of the deployed model."""
-        inputs = self.dataset.train.inputs
-        return Normalise(self.dataset.statistics["inputs"], inputs.dtype, inputs.ndim).to(self.device)
+        return Normalise(self.dataset.statistics["inputs"], self.dataset.train.inputs).to(self.device)
 
     @cached_property
     def postprocess(self) -> nn.Module:
@@ -207,20 +206,21 @@ class Normalise(nn.Module):
     """Computes (x - mean) / std in float32, per channel (the first dimension of a sample).
 
     uint8 is first divided by 255. The operations and their order are the same as in torchvision's ToTensor and
-    Normalize. Raises ValueError if the inputs have another number of channels than the statistics.
+    Normalize. The inputs are like the rows ``like`` [N, ...], in type and dimensions. Raises ValueError if the inputs
+    have another number of channels than the statistics.
     """
 
     mean: Tensor
     std: Tensor
     scale: Tensor
 
-    def __init__(self, statistics: Statistics, dtype: torch.dtype, dimensions: int) -> None:
+    def __init__(self, statistics: Statistics, like: Tensor) -> None:
         super().__init__()
-        shape = (1, -1, *[1] * (dimensions - 2)) if dimensions > 1 else (-1,)
+        shape = (1, -1, *[1] * (like.ndim - 2)) if like.ndim > 1 else (-1,)
         self.register_buffer("mean", torch.tensor(statistics.mean, dtype=torch.float32).view(shape))
         self.register_buffer("std", torch.tensor(statistics.std, dtype=torch.float32).view(shape))
         # A tensor, because on CUDA division by a number becomes multiplication by its rounded reciprocal.
-        self.register_buffer("scale", torch.tensor(255.0 if dtype == torch.uint8 else 1.0), persistent=False)
+        self.register_buffer("scale", torch.tensor(255.0 if like.dtype == torch.uint8 else 1.0), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         mean = self.mean  # looked up once, because the lookup of a buffer costs about a microsecond

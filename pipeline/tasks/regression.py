@@ -37,8 +37,7 @@ class Regression(Task):
 
     @cached_property
     def postprocess(self) -> Restored:
-        targets = self.dataset.train.targets
-        return Restored(self.dataset.statistics["targets"], targets.dtype, targets.ndim).to(self.device)
+        return Restored(self.dataset.statistics["targets"], self.dataset.train.targets).to(self.device)
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         inputs, targets = rows
