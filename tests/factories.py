@@ -15,7 +15,7 @@ import yaml
 
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
-from pipeline.data.prepared import Description, Form, Statistics
+from pipeline.data.prepared import Description, Statistics
 from pipeline.environment import hash_of
 from pipeline.params import Bench as BenchSettings
 from pipeline.params import Compare, Config, Entry, Train, Variant, parse, techniques
@@ -46,7 +46,7 @@ ENVIRONMENT["hash"] = hash_of(ENVIRONMENT, "variants")
 
 DESCRIBED = Description(
     name="fashion_mnist", classes=tuple("0123456789"), vocabulary=None,
-    arrays={"inputs": Form(dtype="uint8", shape=(1, 8, 8)), "targets": Form(dtype="int64", shape=())},
+    arrays={"inputs": "uint8 [1, 8, 8]", "targets": "int64 []"},
     train_count=60_000, test_count=10_000, train_class_counts=(6_000,) * 10, test_class_counts=(1_000,) * 10,
     statistics={"inputs": Statistics(mean=(0.3,), std=(0.4,))}, files={},
 )  # fmt: skip

@@ -232,7 +232,7 @@ def test_bytes_are_those_of_the_weights() -> None:
     twice = nn.Sequential(tied, nn.Linear(4, 4, bias=False))
     twice[1].weight = tied.weight
     assert bytes_of(twice) == 64
-    known = Normalise(Statistics(mean=(0.5,), std=(0.5,)), torch.uint8, dimensions=4)
+    known = Normalise(Statistics(mean=(0.5,), std=(0.5,)), torch.empty(0, 1, 1, 1, dtype=torch.uint8))
     assert bytes_of(nn.Sequential(known, tied)) == 64 + 12
 
 

@@ -327,7 +327,7 @@ def test_a_module_that_cannot_import_what_it_needs_is_named(my_nets: Path) -> No
 
 
 def normalise(mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.uint8) -> Normalise:
-    return Normalise(Statistics(mean=mean, std=std), dtype, dimensions=4)
+    return Normalise(Statistics(mean=mean, std=std), torch.empty(0, 1, 1, 1, dtype=dtype))
 
 
 def test_a_classifier_normalises_floats_and_sees_pixels_as_training_does_to_the_last_bit() -> None:

@@ -140,7 +140,7 @@ PARSERS = {
     "npy": of_file(
         "images.npy",
         saved(lambda out: np.save(out, np.zeros((3, 1, 2, 2), np.uint8))),
-        lambda path: prepared._open(path, "uint8", (3, 1, 2, 2)),
+        lambda path: prepared._open(path, "uint8 [1, 2, 2]", 3),
     ),
     "dataset.json": Parser("dataset.json", DESCRIBED.model_dump_json().encode(), prepared.described),
     "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),

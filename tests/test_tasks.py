@@ -173,6 +173,18 @@ def test_regression_counts_in_standard_deviations_of_the_training_targets() -> N
     torch.testing.assert_close(task.postprocess(targets).squeeze(1), split.targets)
 
 
+def test_targets_of_several_channels_are_standardised_by_channel_and_restored() -> None:
+    rows = torch.randn(20, 2, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([[5.0], [0.1]]) + 7
+    split = Split({"inputs": table(20).inputs, "targets": rows})
+    known = Statistics(mean=(7.0, 6.9), std=(5.0, 0.1))
+    dataset = replace(DATA["regression"], statistics={"inputs": KNOWN, "targets": known}, train=split, test=split)
+    task = task_of(dataset, settings_of("regression"))
+    _, targets = task.batch([split.inputs, split.targets])
+    mean, std = torch.tensor([known.mean, known.std]).unsqueeze(-1)
+    assert torch.equal(targets, ((rows - mean) / std).flatten(1))
+    torch.testing.assert_close(task.postprocess(targets), rows.flatten(1))
+
+
 @both
 def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
     training = training_on(name)
@@ -281,7 +293,7 @@ def test_what_transformers_cannot_make_of_a_configuration_is_said(
     for family, changes, message in (
         ("nonesuch", {}, r"config\.json', from which transformers cannot make a causal language model: .*nonesuch"),
         ("t5", {}, "from which transformers cannot make a causal language model"),
-        ("llama", {"max_position_embeddings": 8}, "positions for 8 tokens, but prepare.window is 12"),
+        ("llama", {"max_position_embeddings": 8}, r"config\.json', for 8 tokens; reduce prepare.window, now 12, to 8"),
     ):
         configured(family, **changes)
         with pytest.raises(PipelineError, match=message):
@@ -444,12 +456,12 @@ def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
 
 def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
     for name, other, message in (
-        ("language_model", "regression", "has no tokens"),
-        ("regression", "language_model", "has no targets that are floats; allowed: language_model"),
+        ("language_model", "regression", "language_model needs tokens, and table has none; allowed: regression, mod"),
+        ("regression", "language_model", "regression needs float targets, and steps has none; allowed: language_model"),
     ):
         with pytest.raises(TaskError, match=message):
             task_of(DATA[other], settings_of(name))
-    with pytest.raises(TaskError, match="has no labels; allowed: regression"):
+    with pytest.raises(TaskError, match="classification needs labels, and table has none; allowed: regression"):
         task_of(DATA["regression"])
     split = Split({**DATA["regression"].train.arrays, "weight": torch.ones(1)})
     with pytest.raises(TaskError, match="has the arrays inputs, targets, weight, but regression takes inputs, targets"):

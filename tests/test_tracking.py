@@ -63,7 +63,8 @@ pytestmark = [  # warnings of MLflow's own modules during their import
 PROJECT = Path(__file__).parents[1]
 SEEDS = (0, 1)
 VARIANTS = ("baseline", "ddp")
-SIDE = DESCRIBED.arrays["inputs"].shape[-1]
+SIDE = 8
+"""Side of the images of ``DESCRIBED``."""
 
 
 def config_of(*, models: bool = False, **sections: Any) -> Config:
@@ -132,10 +133,10 @@ def write_models(root: Path) -> None:
         write_result(root, variant)
     (root / "data/prepared").mkdir(parents=True)
     for split, count in (("train", DESCRIBED.train_count), ("test", DESCRIBED.test_count)):
-        for name, form in DESCRIBED.arrays.items():
+        for name, dtype, shape in (("inputs", np.uint8, (1, SIDE, SIDE)), ("targets", np.int64, ())):
             file = root / f"data/prepared/{split}_{name}.npy"
-            rows = np.lib.format.open_memmap(file, "w+", np.dtype(form.dtype), (count, *form.shape))
-            rows[:5] = np.random.default_rng(0).integers(0, 10, (5, *form.shape))
+            rows = np.lib.format.open_memmap(file, "w+", np.dtype(dtype), (count, *shape))
+            rows[:5] = np.random.default_rng(0).integers(0, 10, (5, *shape))
     (root / "data/prepared/dataset.json").write_text(DESCRIBED.model_dump_json())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 import psutil
 import torch
@@ -43,9 +43,8 @@ class Batching(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays from which batches are made, the inputs first."""
+    arrays: ClassVar[tuple[str, ...]]
+    """Names of the arrays from which batches are made, the inputs first."""
 
     def batch(self, rows: Sequence[Tensor]) -> Batch:
         """Make inputs and targets from the same rows of each of ``arrays``. All tensors are on the task's device."""
@@ -92,8 +91,8 @@ class TrainBatches:
         self._sides = arrays[0].shape[2:] if arrays[0].ndim == 4 else None
         if augment != Augment() and self._sides is None:
             raise ConfigError(
-                f"train.augment: found {augment}, but augmentation needs images [channels, height, width], and the "
-                f"inputs of {dataset.name} have the shape {list(arrays[0].shape[1:])}; allowed: no augmentation."
+                f"train.augment: found {augment}, but the inputs of {dataset.name}, of shape "
+                f"{list(arrays[0].shape[1:])}, are no images [channels, height, width]; remove it."
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -107,7 +106,6 @@ class TrainBatches:
         self._task = task
         # On the CPU, resident arrays stay memory-mapped: a page that was read once stays in memory for all processes.
         self._arrays = [array.to(device) for array in arrays] if self.placement == "resident" else arrays
-        self._files = [dataset.train.files.get(name) for name in task.arrays]
         task.batch([array[:1].to(device) for array in arrays])  # copies the task's constants to the device
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
@@ -137,7 +135,7 @@ class TrainBatches:
             for index in range(len(draws.order)):
                 yield self._batch([array.index_select(0, draws.order[index]) for array in self._arrays], draws, index)
             return
-        reader = Reader(self._arrays, self._files, host.order, self._device)
+        reader = Reader(self._task.dataset.train, self._task.arrays, host.order, self._device)
         self._readers.add(reader)
         try:
             for index in range(len(draws.order)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 from array import array
@@ -19,7 +18,7 @@ from pipeline.data import DataError
 from pipeline.data.array_files import GrowingArray
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk
-from pipeline.data.prepared import DESCRIPTION, Description, Form, Statistics
+from pipeline.data.prepared import DESCRIPTION, Description, MemoryMap, Statistics, form_of
 from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
 
@@ -39,40 +38,34 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     """
     decoded = decode(config, raw)
     with whole_directory(out) as work:
-        arrays, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
-        test_arrays, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
-        if test_arrays != arrays:
-            raise DataError(
-                f"the rows of the test split are {_named(test_arrays)}, but those of the train split are "
-                f"{_named(arrays)}; make them equal."
-            )
-        train = {name: np.load(work / f"train_{name}.npy", mmap_mode="r") for name in arrays}
-        counts = [_class_counts(work / f"{split}_targets.npy", decoded.classes) for split in ("train", "test")]
-        if np.count_nonzero(counts[0]) == 1:
-            raise DataError(
-                f"all training labels are {np.argmax(counts[0])}; classification needs two classes or more."
-            )
-        numbers = {name for name, coded in (("inputs", decoded.vocabulary), ("targets", decoded.classes)) if not coded}
+        train, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
+        test, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
+        forms, tested = ({name: form_of(rows) for name, rows in split.items()} for split in (train, test))
+        if tested != forms:
+            raise DataError(f"training rows are {_named(forms)}, but test rows are {_named(tested)}; make them equal.")
+        train_counts, test_counts = (_class_counts(split, decoded.classes) for split in (train, test))
+        if np.count_nonzero(train_counts) == 1:
+            raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
+        coded = {"inputs": decoded.vocabulary, "targets": decoded.classes}
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
             classes=decoded.classes,
             vocabulary=decoded.vocabulary,
-            arrays=arrays,
+            arrays=forms,
             train_count=len(train_digests),
             test_count=len(test_digests),
-            train_class_counts=counts[0],
-            test_class_counts=counts[1],
+            train_class_counts=train_counts,
+            test_class_counts=test_counts,
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
-            statistics={name: statistics(name, train[name]) for name in arrays if name in numbers},
+            statistics={name: statistics(name, train[name]) for name in coded if name in train and not coded[name]},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
-        text = json.dumps(description.model_dump(mode="json"), indent=2) + "\n"
-        (work / DESCRIPTION).write_text(text, encoding="utf-8")
+        (work / DESCRIPTION).write_text(description.model_dump_json(indent=2) + "\n", encoding="utf-8")
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
-        f"samples of {_named(arrays)}; {description.test_in_train_count:,} test inputs are also training inputs, "
+        f"samples of {_named(forms)}; {description.test_in_train_count:,} test inputs are also training inputs, "
         f"and {description.test_repeated_count:,} repeat another test input",
         file=sys.stderr,
     )
@@ -83,30 +76,27 @@ def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:
 
     Raises DataError for a constant channel, which cannot be normalised.
     """
-    channels = rows.reshape(len(rows), 1) if rows.ndim == 1 else rows
+    channels = rows.reshape(len(rows), rows.shape[1] if rows.ndim > 1 else 1, -1)
     mean, std = pixel_statistics(channels) if rows.dtype == np.uint8 else _moments(channels)
     if 0.0 in std:
         raise DataError(
-            f"channel {std.index(0.0)} of the training {name} is constant (a channel of a table is a column; the first "
-            "is 0), so it cannot be normalised; leave it out or, if it is the only one, check the data."
+            f"channel {std.index(0.0)} (of a table: column; first: 0) of the training {name} is constant; drop it."
         )
     return Statistics(mean=mean, std=std)
 
 
 def _moments(rows: npt.NDArray[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and population standard deviation of each channel of floats [N, C, ...].
+    """Return the mean and population standard deviation of each channel of floats [N, C, V].
 
     They are computed in float64, in two passes. The results are rounded to float32, the type in which training uses
     them. The rounding hides most differences between CPUs, which add up values in different orders.
     """
-    axes = (0, *range(2, rows.ndim))
-    shape = (1, -1, *[1] * (rows.ndim - 2))
     step = max(1, STATISTICS_CHUNK_BYTES // (rows[0].nbytes or 1))
-    chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
+    chunks = [rows[start : start + step] for start in range(0, len(rows), step)]
     values = rows.size // rows.shape[1]
     zeros = np.zeros(rows.shape[1])
-    mean = sum((rows[chunk].sum(axes, dtype=np.float64) for chunk in chunks), zeros) / values
-    squares = sum((((rows[chunk] - mean.reshape(shape)) ** 2).sum(axes) for chunk in chunks), zeros)
+    mean = sum((chunk.sum((0, 2), dtype=np.float64) for chunk in chunks), zeros) / values
+    squares = sum((((chunk - mean[:, None]) ** 2).sum((0, 2)) for chunk in chunks), zeros)
     std = np.sqrt(squares / values)
     return tuple(mean.astype(np.float32).tolist()), tuple(std.astype(np.float32).tolist())
 
@@ -132,8 +122,9 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
 
 def _write_split(
     directory: Path, split: str, names: Sequence[str], chunks: Iterable[Chunk]
-) -> tuple[dict[str, Form], Digests]:
-    """Write one file per array. Returns each array's ``Form``, and the first 8 bytes of each input's SHA-256, sorted.
+) -> tuple[dict[str, MemoryMap], Digests]:
+    """Write one file per array. Returns the arrays, memory-mapped, and the first 8 bytes of each input's SHA-256,
+    sorted.
 
     Raises DataError for an empty split, and for NaN or infinite values.
     """
@@ -147,16 +138,14 @@ def _write_split(
                     opened.callback(files[name].close)
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():
                     row = len(digests) + int(np.argwhere(~np.isfinite(rows))[0, 0])
-                    raise DataError(
-                        f"row {row} of the {split} {name} has a NaN or infinite value; repair or leave out such rows."
-                    )
+                    raise DataError(f"row {row} of the {split} {name} has a NaN or infinite value; repair or drop it.")
                 files[name].append(rows)
             digests.extend(int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8]) for row in chunk[0])
     if not digests:
         raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
     found = np.frombuffer(digests, np.uint64)
     found.sort()
-    return {name: Form(dtype=str(each.dtype), shape=each.shape) for name, each in files.items()}, found
+    return {name: np.load(directory / f"{split}_{name}.npy", mmap_mode="r") for name in files}, found
 
 
 def _count_known(known: Digests, digests: Digests) -> int:
@@ -165,10 +154,10 @@ def _count_known(known: Digests, digests: Digests) -> int:
     return int(np.count_nonzero(known[places] == digests))
 
 
-def _class_counts(labels: Path, classes: Sequence[str]) -> tuple[int, ...]:
+def _class_counts(split: Mapping[str, MemoryMap], classes: Sequence[str]) -> tuple[int, ...]:
     """Return the number of samples of each class; () without classes."""
-    return tuple(np.bincount(np.load(labels), minlength=len(classes)).tolist()) if classes else ()
+    return tuple(np.bincount(split["targets"], minlength=len(classes)).tolist()) if classes else ()
 
 
-def _named(forms: Mapping[str, Form]) -> str:
+def _named(forms: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {form}" for name, form in forms.items())

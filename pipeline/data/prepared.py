@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # packing imports this module without torch, and publish impo
     import numpy as np
     from torch import Tensor
 
+MemoryMap: TypeAlias = "np.memmap[Any, np.dtype[Any]]"
+
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
 """The page cache might not keep an array that is larger than this share of the memory. Rows are read in random order,
@@ -38,22 +40,12 @@ _AGAIN = "run `dvc repro --force prepare`."
 
 
 @dataclass(frozen=True)
-class RowFile:
-    """The place of an array's rows in its file."""
-
-    path: Path
-    offset: int
-    """Number of bytes before the first row."""
-    row_bytes: int
-
-
-@dataclass(frozen=True)
 class Split:
     """Named tensors with one row per sample, memory-mapped: pages are read on first access and shared by processes."""
 
     arrays: Mapping[str, Tensor]
-    files: Mapping[str, RowFile] = field(default_factory=dict)
-    """Name -> file, for arrays larger than ``CACHED_FRACTION`` of the memory; empty on a system without
+    beyond_cache: Mapping[str, MemoryMap] = field(default_factory=dict)
+    """Name -> numpy's memory map, for arrays larger than ``CACHED_FRACTION`` of the memory; empty on a system without
     posix_fadvise."""
 
     @property
@@ -107,30 +99,18 @@ class Dataset:
         return tuple(self.train.inputs.shape[1:])
 
 
-class Form(BaseModel):
-    """Type and shape of an array's rows."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    dtype: str
-    """numpy's name of the type."""
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
 class Description(BaseModel):
     """Content of ``dataset.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[2] = 2
-    """Version 1 held images and labels only."""
+    schema_version: Literal[3] = 3
+    """Version 1 held images and labels only. Version 2 held the type and shape of an array's rows as two fields."""
     name: str
     classes: tuple[str, ...]
     vocabulary: int | None
-    arrays: dict[str, Form]
+    arrays: dict[str, str]
+    """Name -> type and shape of a row, such as "uint8 [1, 28, 28]"."""
     train_count: int
     test_count: int
     train_class_counts: tuple[int, ...]
@@ -168,19 +148,13 @@ def read(directory: Path) -> Dataset:
 
     def split(name: str, count: int) -> Split:
         opened = {
-            array: _open(directory / f"{name}_{array}.npy", form.dtype, (count, *form.shape))
-            for array, form in description.arrays.items()
+            array: _open(directory / f"{name}_{array}.npy", form, count) for array, form in description.arrays.items()
         }
-        files = {
-            array: RowFile(directory / f"{name}_{array}.npy", rows.offset, rows.nbytes // len(rows))
-            for array, rows in opened.items()
-            if hasattr(os, "posix_fadvise") and rows.nbytes > cached
-        }
-        for array in files:
-            memory = opened[array].base
-            assert isinstance(memory, mmap.mmap)
-            memory.madvise(mmap.MADV_RANDOM)
-        return Split({array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()}, files)
+        large = {array: rows for array, rows in opened.items() if hasattr(os, "posix_fadvise") and rows.nbytes > cached}
+        for rows in large.values():
+            assert isinstance(rows.base, mmap.mmap)
+            rows.base.madvise(mmap.MADV_RANDOM)
+        return Split({array: torch.from_numpy(np.asarray(rows)) for array, rows in opened.items()}, large)
 
     return Dataset(
         name=description.name,
@@ -239,14 +213,19 @@ def described(directory: Path) -> Description:
     return description
 
 
-def _open(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, np.dtype[Any]]:
+def form_of(rows: MemoryMap) -> str:
+    """Return the type and shape of a row of ``rows`` [N, ...], such as "uint8 [1, 28, 28]"."""
+    return f"{rows.dtype} {list(rows.shape[1:])}"
+
+
+def _open(path: Path, form: str, count: int) -> MemoryMap:
     from numpy.lib.format import open_memmap
 
     try:
         # "c": copy on write. Read-only memory would make torch warn, and a stray write must not reach the file.
-        array: np.memmap[Any, np.dtype[Any]] = open_memmap(path, mode="c")
+        rows: MemoryMap = open_memmap(path, mode="c")
     except Exception as error:  # a damaged header can raise exceptions of many types
         raise DataError(f"{path} cannot be read ({first_line(error)}); {_AGAIN}") from None
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise DataError(f"{path} holds {array.dtype} {array.shape}, but {DESCRIPTION} says {dtype} {shape}; {_AGAIN}")
-    return array
+    if rows.shape[:1] != (count,) or form_of(rows) != form or not rows.flags.c_contiguous:
+        raise DataError(f"{path} holds {rows.dtype} {rows.shape}, but {DESCRIPTION} says {count} x {form}; {_AGAIN}")
+    return rows

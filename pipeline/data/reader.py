@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import threading
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from pipeline.data.prepared import RowFile
+from pipeline.data.prepared import MemoryMap, Split
 
 READ_AHEAD = 4
 """Largest number of micro-batches that the background thread reads ahead."""
@@ -20,51 +21,48 @@ _Loaded = tuple[list[Tensor], torch.cuda.Event | None]
 """The rows of each array, and the event that marks the end of their copies to the GPU (None on the CPU)."""
 
 
-class OpenRows:
-    """Reads rows from the open file of an array that the page cache might not keep.
+class OpenRows(io.FileIO):
+    """The open file of an array that the page cache might not keep.
 
     Reading a row takes less processor time than mapping its pages, which would be used once and then unmapped.
     """
 
-    def __init__(self, file: RowFile, descriptor: int) -> None:
-        self._file, self._descriptor = file, descriptor
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    def __init__(self, array: MemoryMap) -> None:
+        super().__init__(str(array.filename))
+        self._offset, self._row_bytes = array.offset, array.strides[0]
+        os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def announce(self, rows: Tensor) -> None:
         """Tell the system which rows come next, so that it reads many of them from the disk at once.
 
         Otherwise the system would read each row only when it is requested, one row after another.
         """
-        size = self._file.row_bytes
         for row in rows.flatten().tolist():
-            os.posix_fadvise(self._descriptor, self._file.offset + row * size, size, os.POSIX_FADV_WILLNEED)
+            place = self._offset + row * self._row_bytes
+            os.posix_fadvise(self.fileno(), place, self._row_bytes, os.POSIX_FADV_WILLNEED)
 
-    def read(self, rows: Tensor, out: Tensor) -> None:
+    def fill(self, out: Tensor, rows: Tensor) -> None:
         """Read ``rows`` [b] into ``out`` [b, ...]. Raises OSError if the file has become shorter."""
-        size = self._file.row_bytes
-        buffer = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        for index, row in enumerate(rows.tolist()):
-            place = buffer[index * size : (index + 1) * size]
-            if os.preadv(self._descriptor, [place], self._file.offset + row * size) != size:
-                raise OSError(f"{self._file.path}: row {row} cannot be read whole; run `dvc repro --force prepare`")
+        for row, values in zip(rows.tolist(), out.view(len(rows), -1).view(torch.uint8).numpy(), strict=True):
+            if os.preadv(self.fileno(), [values], self._offset + row * self._row_bytes) != self._row_bytes:
+                raise OSError(f"{self.name}: row {row} cannot be read whole; run `dvc repro --force prepare`")
 
 
 class Reader:
-    """Gathers rows of ``arrays`` in a background thread, at most ``READ_AHEAD`` micro-batches ahead.
+    """Gathers rows of the arrays ``names`` of ``split`` in a background thread, at most ``READ_AHEAD`` micro-batches
+    ahead.
 
-    ``order`` [m, b] has the indices of each micro-batch's rows. The rows of ``arrays[i]`` come from ``files[i]`` or, if
-    that is None, from the array's memory map.
+    ``order`` [m, b] has the indices of each micro-batch's rows. Rows of an array in ``split.beyond_cache`` are read
+    from its file, all others from the array's memory map.
 
     On CUDA, rows go through pinned memory and are copied on a separate stream. torch's caching host allocator
     reuses a pinned buffer only after its copy has ended. ``record_stream`` makes torch reuse the rows' memory on the
     device only after the training stream has used these rows.
     """
 
-    def __init__(
-        self, arrays: Sequence[Tensor], files: Sequence[RowFile | None], order: Tensor, device: torch.device
-    ) -> None:
-        self._arrays = arrays
-        self._files = files
+    def __init__(self, split: Split, names: Sequence[str], order: Tensor, device: torch.device) -> None:
+        self._arrays = [split.arrays[name] for name in names]
+        self._large = [split.beyond_cache.get(name) for name in names]
         self._order = order
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -113,13 +111,12 @@ class Reader:
             if self._stream is not None:
                 torch.cuda.set_device(self._device)  # without this, a new thread would open a context on device 0
             with ExitStack() as stack:
-                opened = [
-                    OpenRows(file, stack.enter_context(file.path.open("rb", buffering=0)).fileno()) if file else None
-                    for file in self._files
-                ]
-                _announce(opened, self._order[:1])
+                opened = [stack.enter_context(OpenRows(array)) if array is not None else None for array in self._large]
+                for file in filter(None, opened):
+                    file.announce(self._order[:1])
                 for index, rows in enumerate(self._order):
-                    _announce(opened, self._order[index + 1 : index + 2])
+                    for file in filter(None, opened):
+                        file.announce(self._order[index + 1 : index + 2])
                     self._room.acquire()
                     self._may_go.wait()
                     if self._stopped:
@@ -136,13 +133,7 @@ class Reader:
             if file is None:
                 torch.index_select(array, 0, rows, out=gathered)
             else:
-                file.read(rows, gathered)
+                file.fill(gathered, rows)
             with torch.cuda.stream(self._stream):  # does nothing on the CPU
                 loaded.append(gathered.to(self._device, non_blocking=True))
         return loaded, None if self._stream is None else self._stream.record_event()
-
-
-def _announce(opened: Sequence[OpenRows | None], rows: Tensor) -> None:
-    for file in opened:
-        if file:
-            file.announce(rows)

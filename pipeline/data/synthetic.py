@@ -40,9 +40,8 @@ def chunks(requested: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
         indices = np.arange(start, min(start + length, count))
         noise = _bytes(requested.seed, split, start, len(indices), tuple(requested.shape))
         if requested.targets == "tokens":
-            steps = (noise & 1) + np.ones(1, np.int64)
-            steps[:, 0] += noise[:, 0]
-            yield ((steps.cumsum(1) % requested.classes).astype(np.uint16),)
+            rises = np.cumsum((noise & 1) + 1, 1, dtype=np.int64)
+            yield (((noise[:, :1] + rises) % requested.classes).astype(np.uint16),)
             continue
         targets: npt.NDArray[Any] = indices % requested.classes
         if requested.targets == "labels":

@@ -151,13 +151,7 @@ class _Scale(nn.Module):
         return logits * self.factor
 
 
-_OWN: dict[str, Callable[..., nn.Module]] = {
-    "small_cnn": small_cnn,
-    "resnet9": resnet9,
-    "mlp": mlp,
-    "gpt": GPT,
-    "transformers": FromConfig,
-}
+_OWN: dict[str, Any] = {"small_cnn": small_cnn, "resnet9": resnet9, "mlp": mlp, "gpt": GPT, "transformers": FromConfig}
 
 
 def torchvision_model(name: str, *, channels: int, height: int, width: int, classes: int, **options: Any) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +24,28 @@ class FromConfig(nn.Module):
     def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:
         super().__init__()
         where = f"train.model_options.config: found {config!r}"
-        load()
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+        configurations, models = load()
         try:
             values = json.loads(Path(config).read_text(encoding="utf-8"))
             # There are no special tokens, because a padding token's embedding would not be trained. The model is a
             # decoder, because in an encoder a token would attend to later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-            found = AutoConfig.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
-            self.net = AutoModelForCausalLM.from_config(found, dtype=torch.float32).train()
+            found = configurations.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
+            self.net = models.from_config(found, dtype=torch.float32).train()
         except Exception as error:
             raise PipelineError(
                 f"{where}, from which transformers cannot make a causal language model: {first_line(error)}"
             ) from error
         longest = getattr(found, "max_position_embeddings", length)
         if longest < length:
-            raise PipelineError(
-                f"{where}, with positions for {longest} tokens, but prepare.window is {length}; set prepare.window to "
-                f"at most {longest}, or take a configuration with more positions."
-            )
+            raise PipelineError(f"{where}, for {longest} tokens; reduce prepare.window, now {length}, to {longest}.")
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
         return logits
 
 
-def load() -> None:
-    """Import the library ``transformers``. Raises PipelineError if it is missing."""
-    factories.library("transformers", "train.model: found 'transformers'", PipelineError)
-    import transformers.models.auto.modeling_auto  # noqa: F401
+def load() -> tuple[Any, Any]:
+    """Import and return AutoConfig and AutoModelForCausalLM. Raises PipelineError if ``transformers`` is missing."""
+    transformers = factories.library("transformers", "train.model: found 'transformers'", PipelineError)
+    return transformers.AutoConfig, transformers.AutoModelForCausalLM

@@ -22,10 +22,7 @@ class GPT(nn.Sequential):
         self, *, vocabulary: int, length: int, width: int = 128, depth: int = 4, heads: int = 4, tied: bool = True
     ) -> None:
         if width % (2 * heads):
-            raise PipelineError(
-                f"train.model_options: found width {width} with {heads} heads; expected a width that is a multiple "
-                f"of {2 * heads}."
-            )
+            raise PipelineError(f"train.model_options: width {width} is not a multiple of 2 x heads, {2 * heads}.")
         embedding = nn.Embedding(vocabulary, width)
         head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -61,8 +58,7 @@ class Attention(nn.Module):
     The rows of ``query_key_value`` are ordered by head, so that tensor parallelism can split the layer between heads.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos_and_sin: Tensor
     tensor_pair = ("query_key_value", "out")
 
     def __init__(self, width: int, heads: int, length: int) -> None:
@@ -71,14 +67,12 @@ class Attention(nn.Module):
         self.heads, self.head_width = heads, width // heads
         rates = 10_000.0 ** -torch.linspace(0, 1, self.head_width // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(length), rates)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos_and_sin", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.shape[1]
         parts = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_width))  # [b, t, heads, 3, d]
         query, key, value = parts.permute(3, 0, 2, 1, 4).unbind()
-        cos, sin = self.cos[:tokens].to(query.dtype), self.sin[:tokens].to(query.dtype)
+        cos, sin = self.cos_and_sin[:, : hidden.shape[1]].to(query.dtype)
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))

@@ -26,9 +26,16 @@ def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
     Raises TaskError if the task does not fit the data set. It also raises TaskError for an array, other than ``inputs``
     and ``targets``, that the task does not take, because the array's name may be misspelled.
     """
+    has = {"labels": dataset.classes, "tokens": dataset.vocabulary, "float targets": "targets" in dataset.statistics}
     task = find(train.task)(train, dataset, device)
     if not isinstance(task, Task):
         raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
+    if task.needs and not has.get(task.needs):
+        fitting = [name for name, own in _OWN.items() if has[own.needs]]
+        raise TaskError(
+            f"train.task: {train.task} needs {task.needs}, and {dataset.name} has none; allowed: "
+            f"{', '.join([*fitting, 'module:class of your own'])}."
+        )
     found, takes = set(dataset.train.arrays), set(task.arrays)
     if takes - found or found - takes - {"inputs", "targets"}:
         raise TaskError(

@@ -43,6 +43,8 @@ class Task(ABC):
 
     arrays: ClassVar[tuple[str, ...]] = ("inputs", "targets")
     """Names of the data set's arrays that the task takes, the array with the inputs first."""
+    needs: ClassVar[str] = ""
+    """What the data set must have: "labels", "tokens" or "float targets". Empty for a task that takes any arrays."""
     unit: ClassVar[str] = "samples"
     """Unit of the throughput. A sample has ``units_per_sample`` units."""
     loss_by_row: ClassVar[bool] = False
@@ -53,7 +55,8 @@ class Task(ABC):
     """Name of each figure that ``findings`` returns -> whether higher or lower values are better."""
 
     def __post_init__(self) -> None:  # noqa: B027
-        """Raise TaskError if the data set or the settings do not fit the task."""
+        """Raise TaskError if the settings do not fit the task, or the data set does not fit for other reasons than
+        ``arrays`` and ``needs``."""
 
     def on(self, device: torch.device) -> Self:
         """Return the same task on another device."""
@@ -72,8 +75,7 @@ class Task(ABC):
     @cached_property
     def preprocess(self) -> nn.Module:
         """The module that turns raw inputs into the model's inputs. It is a part of the deployed model."""
-        inputs = self.dataset.train.inputs
-        return Normalise(self.dataset.statistics["inputs"], inputs.dtype, inputs.ndim).to(self.device)
+        return Normalise(self.dataset.statistics["inputs"], self.dataset.train.inputs).to(self.device)
 
     @cached_property
     def postprocess(self) -> nn.Module:
@@ -166,7 +168,18 @@ class Task(ABC):
 
 
 class LogitsTask(Task):
-    """A task whose outputs are logits [b, ..., classes]."""
+    """A task whose outputs are logits [b, ..., classes], and whose targets are the right classes [b, ...].
+
+    The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
+    """
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=self.train.label_smoothing)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the samples' losses, without label smoothing."""
+        each = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return each.view(len(targets), -1).double().mean(1).sum()
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
         """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.
@@ -193,20 +206,21 @@ class Normalise(nn.Module):
     """Computes (x - mean) / std in float32, per channel (the first dimension of a sample).
 
     uint8 is first divided by 255. The operations and their order are the same as in torchvision's ToTensor and
-    Normalize. Raises ValueError if the inputs have another number of channels than the statistics.
+    Normalize. The inputs are like the rows ``like`` [N, ...], in type and dimensions. Raises ValueError if the inputs
+    have another number of channels than the statistics.
     """
 
     mean: Tensor
     std: Tensor
     scale: Tensor
 
-    def __init__(self, statistics: Statistics, dtype: torch.dtype, dimensions: int) -> None:
+    def __init__(self, statistics: Statistics, like: Tensor) -> None:
         super().__init__()
-        shape = (1, -1, *[1] * (dimensions - 2)) if dimensions > 1 else (-1,)
+        shape = (1, -1, *[1] * (like.ndim - 2)) if like.ndim > 1 else (-1,)
         self.register_buffer("mean", torch.tensor(statistics.mean, dtype=torch.float32).view(shape))
         self.register_buffer("std", torch.tensor(statistics.std, dtype=torch.float32).view(shape))
         # A tensor, because on CUDA division by a number becomes multiplication by its rounded reciprocal.
-        self.register_buffer("scale", torch.tensor(255.0 if dtype == torch.uint8 else 1.0), persistent=False)
+        self.register_buffer("scale", torch.tensor(255.0 if like.dtype == torch.uint8 else 1.0), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         mean = self.mean  # looked up once, because the lookup of a buffer costs about a microsecond

@@ -8,11 +8,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.data.batches import Batch
-from pipeline.tasks.base import LogitsTask, TaskError
+from pipeline.tasks.base import LogitsTask
 
 
 class LanguageModel(LogitsTask):
@@ -22,25 +21,15 @@ class LanguageModel(LogitsTask):
     """
 
     arrays = ("inputs",)
+    needs = "tokens"
     unit = "tokens"
     loss_by_row = True
     directions: ClassVar = {"perplexity": "lower is better"}
 
-    def __post_init__(self) -> None:
-        if self.dataset.vocabulary is None:
-            raise TaskError(
-                f"train.task: found 'language_model', but {self.dataset.name} has no tokens; allowed: a data set of "
-                "text, arrays of integer inputs [N, length + 1] without targets, or another task."
-            )
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that a sample predicts."""
-        return self.dataset.train.inputs.shape[1] - 1
-
     @property
     def units_per_sample(self) -> int:
-        return self.length
+        """Number of tokens that a sample predicts."""
+        return self.dataset.train.inputs.shape[1] - 1
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         (windows,) = rows
@@ -51,22 +40,14 @@ class LanguageModel(LogitsTask):
         return _AsIndices()
 
     def input_arguments(self) -> dict[str, Any]:
-        return {"length": self.length}
+        return {"length": self.units_per_sample}
 
     def output_arguments(self) -> dict[str, int]:
         assert self.dataset.vocabulary is not None
         return {"vocabulary": self.dataset.vocabulary}
 
     def output_shape(self) -> tuple[int, ...]:
-        return (self.length, *self.output_arguments().values())
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=self.train.label_smoothing)
-
-    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over the windows of the tokens' mean cross-entropy, without label smoothing."""
-        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-        return each.view_as(targets).double().mean(1).sum()
+        return (self.units_per_sample, *self.output_arguments().values())
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the share of a window's tokens for which the next token has the largest logit, [b]."""

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.data.batches import Batch
-from pipeline.tasks.base import Task, TaskError
+from pipeline.tasks.base import Normalise, Task, TaskError
 
 
 class Regression(Task):
@@ -21,14 +20,10 @@ class Regression(Task):
     largest error that counts as near (0.5 by default).
     """
 
+    needs = "float targets"
     directions: ClassVar = {"explained_variance_fraction": "higher is better"}
 
     def __post_init__(self) -> None:
-        if "targets" not in self.dataset.statistics:
-            raise TaskError(
-                f"train.task: found 'regression', but {self.dataset.name} has no targets that are floats; allowed: "
-                f"{'language_model' if self.dataset.vocabulary else 'classification'}, or module:class of your own."
-            )
         unknown, found = set(self.train.task_options) - {"tolerance"}, self.tolerance
         if unknown or not isinstance(found, int | float) or not found > 0:
             raise TaskError(
@@ -41,16 +36,13 @@ class Regression(Task):
         return found
 
     @cached_property
-    def postprocess(self) -> nn.Module:
-        return Standardised(self, inverse=True).to(self.device)
-
-    @cached_property
-    def _standardise(self) -> nn.Module:
-        return Standardised(self).to(self.device)
+    def postprocess(self) -> Restored:
+        return Restored(self.dataset.statistics["targets"], self.dataset.train.targets).to(self.device)
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         inputs, targets = rows
-        return inputs, self._standardise(targets.flatten(1) if targets.ndim > 1 else targets.unsqueeze(1))
+        known = self.postprocess
+        return inputs, ((targets - known.mean) / known.std).unsqueeze(-1).flatten(1)
 
     def output_arguments(self) -> dict[str, int]:
         return {"outputs": self.dataset.train.targets[0].numel()}
@@ -76,21 +68,10 @@ class Regression(Task):
         return {} if ":" in self.train.loss else {"explained_variance_fraction": 1.0 - test_loss}
 
 
-class Standardised(nn.Module):
-    """Maps x [b, outputs] to (x - mean) / std or, if ``inverse``, to x * std + mean. Mean and std are the mean and
-    standard deviation of the training targets."""
+class Restored(Normalise):
+    """Maps outputs x [b, outputs] to x * std + mean, with the mean and standard deviation of the training targets."""
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, task: Task, *, inverse: bool = False) -> None:
-        super().__init__()
-        found, row = task.dataset.statistics["targets"], task.dataset.train.targets[:1]
-        shape = (-1, *[1] * (row.ndim - 2))
-        for name, values in (("mean", found.mean), ("std", found.std)):
-            each = torch.tensor(values, dtype=torch.float32).view(shape).expand(row.shape[1:] or (1,))
-            self.register_buffer(name, each.flatten())
-        self.inverse = inverse
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values * self.std + self.mean if self.inverse else (values - self.mean) / self.std
+    def forward(self, outputs: Tensor) -> Tensor:
+        mean, std = self.mean.view(-1, 1), self.std.view(-1, 1)
+        by_channel: Tensor = outputs.unflatten(1, (len(mean), -1))
+        return (by_channel * std + mean).flatten(1)

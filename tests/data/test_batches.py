@@ -24,7 +24,7 @@ from torchvision.transforms import functional as reference
 from pipeline import environment
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
-from pipeline.data.prepared import Dataset, RowFile, read
+from pipeline.data.prepared import Dataset, read
 from pipeline.data.reader import READ_AHEAD, OpenRows, Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
@@ -261,7 +261,7 @@ def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
     monkeypatch.setattr(environment, "memory_limits", lambda: [150_000])
     beyond = read(digits_folder)
-    assert set(beyond.train.files) == {"inputs"}, "92,032 bytes are more than half of 150,000"
+    assert set(beyond.train.beyond_cache) == {"inputs"}, "92,032 bytes are more than half of 150,000"
     beyond.train.inputs.fill_(0)  # does not reach the file
     epoch = make(beyond, placement="streamed").epoch(0)
     first = next(epoch)
@@ -282,15 +282,13 @@ def test_rows_of_any_type_are_read_from_a_file(dtype: str, shape: tuple[int, ...
     np.save(path, values)
     rows = torch.tensor([19, 0, 7, 7])
     found = torch.empty((4, *shape), dtype=torch.from_numpy(values).dtype)
-    row_bytes = values.nbytes // 20
-    with path.open("rb", buffering=0) as file:
-        opened = OpenRows(RowFile(path, path.stat().st_size - values.nbytes, row_bytes), file.fileno())
+    with OpenRows(np.load(path, mmap_mode="r")) as opened:
         opened.announce(rows)
-        opened.read(rows, found)
+        opened.fill(found, rows)
         np.testing.assert_array_equal(found.numpy(), values[rows])
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(OSError, match=r"rows\.npy: row 19 cannot be read whole; run `dvc repro --force prepare`"):
-            opened.read(rows, found)
+            opened.fill(found, rows)
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(

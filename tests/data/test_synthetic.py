@@ -35,7 +35,7 @@ def test_samples_are_the_same_on_every_machine_and_fetch_writes_only_their_descr
     furnish(config(SMALL))
     assert [path.name for path in RAW.rglob("*") if path.is_file()] == [SYNTHETIC_DESCRIPTION]
     dataset = prepared.read(PREPARED)
-    assert dataset.sha256 == "c0b254ae3c627a7f2f0ffc66e70a73089b8a0c2ea26b48bb9a9aef6b85e817f1"
+    assert dataset.sha256 == "eb963e034cb12752f1d6bf7e9d56ef60e42ed89c14a0b6bae7f85d8a6f1a4147"
     assert (dataset.shape, dataset.classes) == ((3, 9, 11), ("0", "1", "2", "3"))
     assert dataset.train.targets.bincount().tolist() == [5] * 4
 
