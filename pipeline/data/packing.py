@@ -6,16 +6,14 @@ import hashlib
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data import DataError
-from pipeline.data.array_files import GrowingArray
+from pipeline.data import DataError, array_files
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk
 from pipeline.data.prepared import DESCRIPTION, Description, MemoryMap, Statistics, form_of
@@ -128,24 +126,25 @@ def _write_split(
 
     Raises DataError for an empty split, and for NaN or infinite values.
     """
-    files: dict[str, GrowingArray] = {}
     digests = array("Q")
-    with ExitStack() as opened:
+
+    def checked() -> Iterator[dict[str, npt.NDArray[Any]]]:
         for chunk in chunks:
-            for name, rows in zip(names, chunk, strict=False):
-                if name not in files:
-                    files[name] = GrowingArray(directory / f"{split}_{name}.npy")
-                    opened.callback(files[name].close)
+            named = dict(zip(names, chunk, strict=False))
+            for name, rows in named.items():
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():
                     row = len(digests) + int(np.argwhere(~np.isfinite(rows))[0, 0])
                     raise DataError(f"row {row} of the {split} {name} has a NaN or infinite value; repair or drop it.")
-                files[name].append(rows)
             digests.extend(int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8]) for row in chunk[0])
+            yield named
+
+    array_files.write(checked(), f"the {split} split", directory, f"{split}_")
     if not digests:
         raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
     found = np.frombuffer(digests, np.uint64)
     found.sort()
-    return {name: np.load(directory / f"{split}_{name}.npy", mmap_mode="r") for name in files}, found
+    written = {name: directory / f"{split}_{name}.npy" for name in names}
+    return {name: np.load(path, mmap_mode="r") for name, path in written.items() if path.is_file()}, found
 
 
 def _count_known(known: Digests, digests: Digests) -> int:
