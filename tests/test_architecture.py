@@ -57,7 +57,10 @@ def test_no_module_outside_the_tasks_names_a_task() -> None:
         if unit(module) != "tasks":
             assert not {f"pipeline.tasks.{name}" for name in names} & imported(tree(module), module), module
             compared = [
-                each for node in ast.walk(tree(module)) if isinstance(node, ast.Compare) for each in ast.walk(node)
+                each
+                for node in ast.walk(tree(module))
+                if isinstance(node, ast.Compare | ast.MatchValue)
+                for each in ast.walk(node)
             ]
             assert not names & {each.value for each in compared if isinstance(each, ast.Constant)}, module
 

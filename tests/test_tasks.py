@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import plans, results, tasks
-from pipeline.data.batches import TrainBatches
+from pipeline.data.batches import TrainBatches, evaluation_batches
 from pipeline.data.prepared import Dataset, Split, Statistics, read
 from pipeline.distributed import World
 from pipeline.environment import code
@@ -33,6 +33,7 @@ from pipeline.models import ModelError
 from pipeline.params import Augment, Config, Machine, Train, parse
 from pipeline.plans import plan
 from pipeline.profiling import flops, ledger
+from pipeline.results import Unit
 from pipeline.tasks import TaskError
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
@@ -50,9 +51,12 @@ from tests.workspaces import PREPARED, enter
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"torchao"}))
 LENGTH, VOCABULARY, FEATURES = 12, 32, 5
 OWN = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "Autoencoding" in code)
+exec(OWN)  # the docs' task and its model, by the names of this module
+OWN_TASK = "tests.test_tasks:Autoencoding"
 TRAIN: dict[str, dict[str, Any]] = {
     "language_model": {"model": "gpt", "model_options": {"width": 16, "depth": 2, "heads": 2}, "optimizer": "adamw"},
     "regression": {"model": "mlp", "model_options": {"width": 8}, "learning_rate": 0.1},
+    OWN_TASK: {"model": "tests.test_tasks:net", "optimizer": "adamw"},
 }
 
 
@@ -68,12 +72,21 @@ def table(count: int) -> Split:
     return Split({"inputs": inputs, "targets": 100 + 3 * inputs.sum(1)})
 
 
+def images(count: int) -> Split:
+    """Return images without targets. All pixels of an image are equal."""
+    shades = torch.randint(256, (count, 1, 1, 1), generator=torch.Generator().manual_seed(count))
+    return Split({"inputs": shades.expand(-1, 1, 16, 16).to(torch.uint8)})
+
+
 KNOWN = Statistics(mean=(0.0,) * FEATURES, std=(1.0,) * FEATURES)
 DATA = {
     "language_model": Dataset("steps", "0" * 64, (), VOCABULARY, {}, tokens(200), tokens(37)),
     "regression": Dataset(
         "table", "0" * 64, (), None, {"inputs": KNOWN, "targets": Statistics(mean=(100.0,), std=(6.7,))}, table(200),
         table(37),
+    ),
+    OWN_TASK: Dataset(
+        "shades", "0" * 64, (), None, {"inputs": Statistics(mean=(0.5,), std=(0.3,))}, images(200), images(37)
     ),
 }  # fmt: skip
 
@@ -91,19 +104,24 @@ def training_on(name: str, joined: World = ALONE, **applied: Any) -> Training:
     return training_of(made, task.model(), task, batches_of(DATA[name], made, joined), joined, 0)
 
 
-both = pytest.mark.parametrize("name", TRAIN)
+each_task = pytest.mark.parametrize("name", TRAIN)
 
 
 @given(
     shape=st.lists(st.integers(1, 4), max_size=3),
-    dtype=st.sampled_from([torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.float32]),
+    dtype=st.sampled_from(
+        [
+            *(torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32, torch.int64),
+            *(torch.float16, torch.float32, torch.float64),
+        ]
+    ),
     split_into=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)),
     left_over=st.integers(0, 20),
     steps=st.tuples(st.integers(0, 4), st.integers(1, 4)),
     placement=st.sampled_from(["resident", "streamed", "dataloader"]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_arrays_make_the_same_global_batches_for_any_world(
     shape: list[int], dtype: torch.dtype, split_into: tuple[int, int, int], left_over: int, steps: tuple[int, int],
     placement: Any, seed: int,
@@ -139,6 +157,12 @@ def test_any_arrays_make_the_same_global_batches_for_any_world(
             assert torch.equal(weights, -targets)
         numbers = torch.cat([micro[1] for micro in micros])[:, 0]
         assert torch.equal(numbers, expected[(start + step) * batch_size :][:batch_size])
+    evaluated = [
+        evaluation_batches(split, task, rank=rank, world_size=world_size, batch_size=3) for rank in range(world_size)
+    ]
+    tested = [(inputs, weighted[:, 0]) for share in evaluated for inputs, weighted in share]
+    assert torch.equal(torch.cat([numbers for _, numbers in tested]), torch.arange(count))
+    assert all(torch.equal(inputs, rows[numbers]) for inputs, numbers in tested)
 
 
 def test_a_language_model_predicts_the_next_token() -> None:
@@ -185,7 +209,7 @@ def test_targets_of_several_channels_are_standardised_by_channel_and_restored() 
     torch.testing.assert_close(task.postprocess(targets), rows.flatten(1))
 
 
-@both
+@each_task
 def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
     training = training_on(name)
     rows = [row for row in training.run() if row]
@@ -197,6 +221,23 @@ def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
     assert found.activations_bytes > 0
     counted = flops.counted(training.plan, task_of(DATA[name], training.train), "Some CPU")
     assert counted.model_per_sample == counted.executed_per_sample > 0
+
+
+def squashed(**shape: int) -> torch.nn.Module:
+    """The docs' model with outputs from 0 to 1."""
+    return torch.nn.Sequential(net(**shape), torch.nn.Sigmoid())  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("loss", ["MSELoss", "SmoothL1Loss", "SoftMarginLoss", "BCELoss", "HuberLoss"])
+def test_the_memory_that_a_loss_keeps_is_foreseen(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"model": "tests.test_tasks:squashed", "loss": f"torch.nn:{loss}"}
+    monkeypatch.setitem(TRAIN, OWN_TASK, TRAIN[OWN_TASK] | changes)
+    training = training_on(OWN_TASK)
+    training.advance(1)
+    measured = ledger.measured(training, 10**9)
+    assert measured is not None
+    foreseen = ledger.predicted(training.plan, task_of(DATA[OWN_TASK], training.train))
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("asked", "repeats"), [(True, True), ("selective", False), (0.5, True)])
@@ -325,7 +366,7 @@ def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score |
     return {key: value.clone() for key, value in training.model_state.read().items()}, training.score
 
 
-@both
+@each_task
 def test_two_processes_train_and_evaluate_as_one(name: str) -> None:
     alone, score = _trained(ALONE, name)
     (found, theirs), (_, others) = run_ranks(_trained, name, size=2)
@@ -347,7 +388,7 @@ def _resumed_and_whole(joined: World, name: str, parallelism: str) -> list[tuple
     return [(state_sha256(each.model_state.read()), each.score) for each in (whole, resumed)]
 
 
-@both
+@each_task
 def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
     whole, resumed = _resumed_and_whole(ALONE, name, "none")
     assert whole == resumed
@@ -366,6 +407,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "language_model": {"fetch": {"dataset": "text_folder", "text_folder": "texts"}, "prepare": {"window": 16}},
     "regression": {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}},
     "my_tasks:Autoencoding": {"fetch": {"dataset": "digits"}, "prepare": {"train_limit": 400, "test_limit": 37}},
+}
+UNITS: dict[str, tuple[Unit, dict[str, str]]] = {
+    "language_model": (Unit(name="tokens", per_sample=16), {"perplexity": "lower is better"}),
+    "regression": (Unit(), {"explained_variance_fraction": "higher is better"}),
 }
 VARIANTS = {"baseline": {}, "stack": {"parallelism": "ddp", "gradient_accumulation": 2, "precision": "bf16"}}
 OF_GPT: dict[str, dict[str, Any]] = {
@@ -408,8 +453,13 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
         job.run(config, variant, CPU_ONLY, PREPARED)
         found = results.read(results.result_file(variant), config)
         assert found.score.name == config.train.metric
-        assert found.runs[0].test_count == found.dataset.test_count > 0
-    assert 0 <= found.runs[0].test_accuracy <= 1
+        (run,) = found.runs
+        assert run.test_count == found.dataset.test_count > 0
+        assert (found.unit, found.directions) == UNITS.get(config.train.task, (Unit(), {}))
+        assert found.directions.keys() <= run.findings.keys()
+    assert 0 <= run.test_accuracy <= 1
+    if "perplexity" in run.findings:
+        assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss))
     ledger.show(config, CPU_ONLY, ["baseline"], PREPARED)
     said = capfd.readouterr().out
     expected = {

@@ -26,7 +26,12 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 def speed(samples_per_second: float | None, unit: Unit) -> str:
     """Return a throughput in the task's unit, such as "51,200 tokens/s"."""
-    return number(samples_per_second and samples_per_second * unit.per_sample, f"{unit.name}/s")
+    return number(per_second(samples_per_second, unit), f"{unit.name}/s")
+
+
+def per_second(samples_per_second: float | None, unit: Unit) -> float | None:
+    """Return a throughput as a number in the task's unit."""
+    return samples_per_second and samples_per_second * unit.per_sample
 
 
 def size(value: float | None) -> str:

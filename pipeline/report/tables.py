@@ -299,7 +299,8 @@ def grids(comparison: Comparison) -> list[Grid]:
 def sessions(comparison: Comparison) -> Grid:
     """Return the machine's state in each session, the baseline's speed and A/A ratio, and each variant's ratios."""
     others = comparison.variants[1:]
-    headings = ("Session (UTC)", "Boot", "Load", "CPU time stolen", "Rounds", "Baseline samples/s", "A/A")
+    speed = f"Baseline {comparison.unit.name}/s"
+    headings = ("Session (UTC)", "Boot", "Load", "CPU time stolen", "Rounds", speed, "A/A")
     rows = [(*headings, *(f"{each.variant}: throughput / memory" for each in others))]
     for each in comparison.sessions:
         ratios = (
@@ -313,7 +314,7 @@ def sessions(comparison: Comparison) -> Grid:
                 f"{each.load_average:.1f}",
                 formats.percent(each.steal_fraction, 1),
                 str(each.rounds),
-                formats.number(each.baseline_samples_per_second),
+                formats.number(formats.per_second(each.baseline_samples_per_second, comparison.unit)),
                 formats.text(each.noise_throughput),
                 *ratios,
             )
@@ -330,8 +331,8 @@ def _of_session(ratio: Ratio | None, start: str) -> str:
 
 def _runs(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return one row per variant and seed."""
-    reached = f"Steps to {sentences.target(comparison)}"
-    columns = ("Variant", "Seed", "Correct", f"Points against {comparison.baseline}", "Samples/s", "Step p50")
+    reached, speed = f"Steps to {sentences.target(comparison)}", f"{formats.heading(comparison.unit.name)}/s"
+    columns = ("Variant", "Seed", "Correct", f"Points against {comparison.baseline}", speed, "Step p50")
     rows: list[tuple[str, ...]] = [(*columns, "Peak memory", "Training", reached, "Model SHA-256")]
     for each in comparison.variants:
         paired = each.accuracy_difference.seeds if each.accuracy_difference else ()
@@ -343,7 +344,7 @@ def _runs(comparison: Comparison) -> list[tuple[str, ...]]:
                 str(run.seed),
                 f"{run.test_correct:,.10g} of {run.test_count:,}",
                 differences.get(run.seed, DASH),
-                formats.number(run.samples_per_second),
+                formats.number(formats.per_second(run.samples_per_second, comparison.unit)),
                 formats.number(run.step_p50_ms, "ms"),
                 formats.size(run.peak_memory_bytes),
                 formats.number(run.train_seconds, "s"),

@@ -8,16 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline import environment
 from pipeline.data import DataError, packing, prepared
 from pipeline.data.datasets import decode
+from pipeline.data.decoded import Decoded
 from pipeline.data.packing import pixel_statistics, prepare
 from pipeline.data.prepared import read
 from pipeline.data.sources import fetch
@@ -61,6 +65,48 @@ def test_the_packed_arrays_are_the_decoded_ones_and_the_description_agrees(raw: 
         assert description[f"{name}_class_counts"] == np.bincount(labels).tolist()
     images, known = np.load(digits / "train_inputs.npy") / 255, description["statistics"]["inputs"]
     np.testing.assert_allclose([known["mean"], known["std"]], [[images.mean()], [images.std()]], rtol=1e-12)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=4),
+    dtype=st.sampled_from(
+        [
+            *(f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32)),
+            "int64",
+            "float16",
+            "float32",
+            "float64",
+        ]
+    ),
+    counts=st.tuples(st.integers(2, 9), st.integers(1, 9)),
+    chunk=st.integers(1, 9),
+    seed=st.integers(0, 9),
+)
+def test_named_arrays_of_any_shape_and_type_are_packed_as_they_are(
+    shape: list[int], dtype: str, counts: tuple[int, int], chunk: int, seed: int
+) -> None:
+    draw = np.random.default_rng(seed).integers
+    named = [{"inputs": draw(0, 100, (n, *shape)).astype(dtype), "ages": draw(0, 9, n).astype(dtype)} for n in counts]
+    named[0]["inputs"][:2] = np.array([1, 2], dtype).reshape(2, *[1] * len(shape))  # so that no channel is constant
+    train, test = (
+        [tuple(each[start : start + chunk] for each in split.values()) for start in range(0, n, chunk)]
+        for split, n in zip(named, counts, strict=True)
+    )
+    with TemporaryDirectory() as folder, patch.object(packing, "decode") as decode:
+        decode.return_value = Decoded(train, test, arrays=("inputs", "ages"))
+        prepare(config(), Path(), Path(folder, "prepared"))
+        dataset = read(Path(folder, "prepared"))
+        for found, expected in zip((dataset.train, dataset.test), named, strict=True):
+            assert found.arrays.keys() == expected.keys()
+            for name, values in expected.items():
+                assert found.arrays[name].numpy().dtype == dtype
+                np.testing.assert_array_equal(found.arrays[name], values)
+        changed = Path(folder, "prepared", "test_ages.npy")
+        content = bytearray(changed.read_bytes())
+        content[-1] ^= 1
+        changed.write_bytes(content)
+        with pytest.raises(DataError, match=r"test_ages\.npy: SHA-256 is "):
+            read(Path(folder, "prepared"))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import report
-from pipeline.report import html, markdown
+from pipeline.report import html, markdown, tables
 from pipeline.results import Unit
-from pipeline.tracking import labels
+from pipeline.tracking import labels, metrics
 from tests.factories import make_result, make_results, make_run
 from tests.report.conftest import Made, made, plain
 from tests.report.golden import alone
 from tests.report.reader import Page
+
+TOKENS, PERPLEXITY = Unit(name="tokens", per_sample=256), {"perplexity": "lower is better"}
 
 
 def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -> None:
@@ -47,13 +49,16 @@ def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
         found = made(measured)
         labelled = labels.columns(found.comparison.model_dump(mode="json"))["baseline"]
         page = Page(html(found.comparison, found.histories)).heard
-        return plain("\n".join([markdown(found.comparison), page, *labelled.values()]))
+        sessions = " ".join(map(" ".join, tables.sessions(found.comparison).rows))
+        return plain("\n".join([markdown(found.comparison), page, sessions, *labelled.values()]))
 
-    tokens, perplexity = Unit(name="tokens", per_sample=256), {"perplexity": "lower is better"}
-    of_text, of_images = said("token_accuracy", unit=tokens, directions=perplexity), said("accuracy")
+    of_text, of_images = said("token_accuracy", unit=TOKENS, directions=PERPLEXITY), said("accuracy")
     for words in (
         "5,175,054 tokens/s",
         "Tokens (256 a sample) of the global batch",
+        "| Tokens/s |",
+        "| 5,120,000 |",
+        "Baseline tokens/s",
         "test token accuracy 90.07%",
         "Test token accuracy over training time",
         "| Perplexity |",
@@ -62,7 +67,7 @@ def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
     ):
         assert words in of_text
         assert words not in of_images
-    for words in ("samples/s", "test accuracy", "Test accuracy"):
+    for words in ("samples/s", "Samples/s", "test accuracy", "Test accuracy"):
         assert words not in of_text
         assert words in of_images
 
@@ -84,10 +89,18 @@ def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:
             "80.00%",
             "baseline 90.00%",
             "trains another model than the baseline: resnet9, 9 parameters.",
-            "learns from a teacher. Its steps include the teacher's forward passes",
+            "learns from a teacher",
         ):
             assert words in of_student
             assert words not in of_other
+
+
+def test_mlflow_has_the_unit_the_directions_and_the_figures_of_the_task() -> None:
+    run = make_run(0).model_copy(update={"findings": {"perplexity": 8.0}})
+    result = make_result("baseline", [run], unit=TOKENS, directions=PERPLEXITY)
+    params = labels.child_params(result)
+    assert (params["unit.name"], params["directions.perplexity"]) == ("tokens", "lower is better")
+    assert ("findings/perplexity", 8.0) in [(each.key, each.value) for each in metrics.final_points(run, 0)]
 
 
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:

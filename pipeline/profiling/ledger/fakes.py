@@ -29,6 +29,11 @@ _IN_FLOAT32 = {
     *(torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax),
     *(torch.Tensor.softmax, torch.Tensor.log_softmax),
 }
+_KEEPS_ITS_TERMS = {
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+}
+"""Losses whose result, a scalar, keeps memory for all its terms: torch shrinks the result, but not its memory
+(aten/src/ATen/native/Loss.cpp). The result of a fake tensor does not."""
 _NO_STORAGE = 0
 """The key of an operation's temporary memory, which belongs to no tensor."""
 
@@ -78,9 +83,10 @@ class FakeTracker(Tracker, TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             self._follow(tensor)
         result = func(*args, **(kwargs or {}))
+        least = args[0].nbytes if str(func) in _KEEPS_ITS_TERMS else 0
         for tensor in _tensors(result):
             if self._follow(tensor):
-                self._trace.allocate(self.key(tensor), self._blocks(tensor.untyped_storage().nbytes()))
+                self._trace.allocate(self.key(tensor), self._blocks(max(tensor.untyped_storage().nbytes(), least)))
         inside = self._inside(self._calls.next(func))
         if inside:
             self._trace.allocate(_NO_STORAGE, self._blocks(inside))
