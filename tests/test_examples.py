@@ -153,7 +153,7 @@ def test_a_job_of_another_task_runs_from_data_to_report_and_model(clone: Callabl
     assert all(words in texts[1] for words in said)
     for text in texts:
         assert said[0] in text
-        for words in ("trains another model than the baseline: gpt", "learns from a teacher"):
+        for words in ("trains another model than the baseline: gpt", "has a teacher"):
             assert (words in text) is ("students" in params)
     inference = json.loads((checkout.path / "inference" / "baseline.json").read_text(encoding="utf-8"))
     assert [(form["name"], form["why_not"]) for form in inference["forms"]] == [

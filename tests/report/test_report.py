@@ -89,7 +89,7 @@ def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:
             "80.00%",
             "baseline 90.00%",
             "trains another model than the baseline: resnet9, 9 parameters.",
-            "learns from a teacher",
+            "has a teacher",
         ):
             assert words in of_student
             assert words not in of_other
