@@ -170,7 +170,7 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": True}, FLAT, "none of its submodules has submodules of its own"),
     ({"activation_checkpointing": 0.5}, LooksAtValues(), "without values"),
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
-    ({"loss_chunks": 2}, nn.Sequential(conv_net(), nn.ReLU()), "does not return the outputs of an nn.Linear"),
+    ({"loss_chunks": 2}, nn.Sequential(conv_net(), nn.ReLU()), "does not return the unchanged outputs of an nn.Linear"),
     ({"loss_chunks": 2}, nn.Sequential(nn.Flatten(), SHARED, SHARED), "that it calls only once"),
     ({"attention": "math"}, conv_net(), "Sequential does not call scaled_dot_product_attention; allowed: 'auto'"),
     ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
