@@ -9,6 +9,7 @@ from pipeline.comparison.advice import interrupted, percentage_points
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.verdicts import Accuracy, Ratio
 from pipeline.errors import count
+from pipeline.params import sections
 from pipeline.report import formats
 from pipeline.report.formats import UNKNOWN, UNTRUSTED, estimate, heading, interval, plain_percent
 from pipeline.results import Bench, Dataset, Ledger, ScoreName, rejected, rejections
@@ -387,7 +388,9 @@ def job(comparison: Comparison) -> list[str]:
         count(train["epochs"], "epoch"),
         f"global batch {train['batch_size']}",
     ]
-    if train["loss"] != "cross_entropy":
+    if ":" in train["task"]:
+        parts.append(f"task {train['task']}")
+    if train["loss"] not in ("cross_entropy", sections.OF_OWN_TASK[0]):
         parts.append(f"loss {train['loss']}")
     if train["metric"] != "accuracy":
         parts.append(f"accuracy is the mean of {train['metric']}")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report import pictures
-from pipeline.report.pictures import Scale
+from pipeline.report.pictures import Scale, curves
 from pipeline.report.sentences import LEDGER_PARTS
 from pipeline.results import HistoryRow
 from tests.factories import make_history, make_results
@@ -167,3 +167,9 @@ def test_one_outlier_flattens_no_other_sample_and_a_settled_arm_ends_early() -> 
     usual = [dot.y for index, dot in enumerate(baseline.dots) if index != 3]
     assert max(usual) - min(usual) > 10
     assert [dot.x for dot in early.dots] == [dot.x for dot in baseline.dots][:6]
+
+
+def test_a_job_of_one_epoch_shows_its_points(usual: Made) -> None:
+    short = {variant: [row for row in rows if row.epoch == 1] for variant, rows in usual.histories.items()}
+    for chart in curves.charts(usual.comparison, short):
+        assert [len(line.points.split()) for line in chart.lines if line.thick] == [2] * 3

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import report
-from pipeline.report import html, markdown, tables
+from pipeline.report import html, markdown, sentences, tables
 from pipeline.results import Unit
 from pipeline.tracking import labels, metrics
 from tests.factories import make_result, make_results, make_run
@@ -70,6 +70,13 @@ def test_a_report_uses_the_unit_and_the_metric_of_its_task() -> None:
     for words in ("samples/s", "Samples/s", "test accuracy", "Test accuracy"):
         assert words not in of_text
         assert words in of_images
+
+
+def test_a_task_of_the_user_s_own_is_named(usual: Made) -> None:
+    assert not any(part.startswith(("task", "loss")) for part in sentences.job(usual.comparison))
+    own = {"task": "my_tasks:Autoencoding", "loss": "loss", "metric": "score"}
+    comparison = usual.comparison.model_copy(update={"train": usual.comparison.train | own})
+    assert sentences.job(comparison)[5:7] == ["task my_tasks:Autoencoding", "accuracy is the mean of score"]
 
 
 def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:

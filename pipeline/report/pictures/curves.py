@@ -97,7 +97,11 @@ def _chart(
     x_scale = Scale(0, 1.01 * furthest or 1.0)
 
     def polyline(line: Iterable[tuple[float, float]]) -> str:
-        return " ".join(f"{x_scale.at(x):g},{y_scale.at(y):g}" for x, y in line)
+        points = [(x_scale.at(x), y_scale.at(y)) for x, y in line]
+        if len(points) == 1:  # a job of one epoch; a single point would not be seen
+            ((x, y),) = points
+            points = [(x - 1, y), (x + 1, y)]
+        return " ".join(f"{x:g},{y:g}" for x, y in points)
 
     drawn, ends = [], []
     for variant, lines in runs.items():
