@@ -62,6 +62,10 @@ def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixtur
         ("1F1B", {"pipeline"}),
         ("CUDA graphs", {"compile", "cuda_graph"}),
         ("num_workers", {"dataloader"}),
+        ("chunked cross-entropy", {"chunked_loss"}),
+        ("logits memory", {"chunked_loss"}),
+        ("memory-efficient attention", {"attention"}),
+        ("cuDNN attention", {"attention"}),
     ],
 )
 def test_a_technique_is_found_by_its_usual_names(

@@ -130,8 +130,10 @@ def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
         found = [section for section in ("variants", "students") if name in values.get(section, {})]
         expected = "students" if variant.distillation else "variants"
         if found != [expected]:
-            under = " and ".join(found)
-            yield f"{under}.{name}: expected under {expected} only (students are the variants with distillation)."
+            under, advice = " and ".join(found), "; rename one of them" if len(found) > 1 else ""
+            yield (
+                f"{under}.{name}: expected under {expected} only (students are the variants with distillation){advice}."
+            )
 
 
 def schema() -> str:
@@ -166,8 +168,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         for name in names:
             if name not in config.variants:
                 yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
-    weights = [f"{TEACHERS}{each}" for each in config.variants]
     for name, student in config.students.items():
+        weights = [f"{TEACHERS}{each}" for each in config.variants if each != name]
         teacher = student.distillation.teacher if student.distillation else ""
         if teacher not in weights and (teacher.startswith(TEACHERS) or teacher in config.variants):
             yield (

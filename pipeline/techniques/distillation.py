@@ -48,7 +48,8 @@ class Distillation(Technique):
         alpha, temperature = self._settings.alpha, self._settings.temperature
 
         def forward_both(inputs: Tensor, targets: Tensor) -> Tensor:
-            self._taught = self._teacher(inputs)  # keeps nothing for a backward pass: no parameter needs a gradient
+            with torch.no_grad():
+                self._taught = self._teacher(inputs)
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -165,4 +165,4 @@ def _check_shared(units: Sequence[nn.Module]) -> None:
     for index, unit in enumerate(units):
         for name, tensor in (*unit.named_parameters(), *unit.named_buffers()):
             if seen.setdefault(id(tensor), index) != index:
-                raise NotAChain(f"{name} is used in more than one place")
+                raise NotAChain(f"{name} is used in more than one place (gpt: set tied to false in model_options)")

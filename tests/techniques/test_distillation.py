@@ -210,6 +210,8 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
         (with_students(taught={}), "students.taught: expected under variants only"),
         (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
          "students.taught.distillation.teacher: found 'models/baselin'; allowed: models/baseline, "),
+        (with_students(taught={"distillation": {"teacher": "models/taught"}}),
+         "students.taught.distillation.teacher: found 'models/taught'; allowed: models/baseline, or a file"),
         (with_students(taught={"distillation": {"teacher": "baseline"}}),
          "students.taught.distillation.teacher: found 'baseline'; allowed: models/baseline, "),
         (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "less than or equal to 1"),

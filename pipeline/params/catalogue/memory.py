@@ -135,7 +135,10 @@ MEMORY: tuple[Entry, ...] = (
     Entry(
         name="chunked_loss",
         setting="loss_chunks: 8",
-        searched_for=("fused linear cross-entropy", "cut cross-entropy", "Liger Kernel", "large vocabulary", "logits"),
+        searched_for=(
+            *("chunked cross-entropy", "fused linear cross-entropy", "cut cross-entropy", "Liger Kernel"),
+            *("large vocabulary", "logits memory"),
+        ),
         does="The last linear layer and the loss compute one chunk of a micro-batch at a time, so the logits are never "
         "all in memory. A chunk is a part of the samples, or of a language model's tokens if its loss is built in",
         pays="for language models whose vocabulary is several times their width; for classifiers with many classes",
