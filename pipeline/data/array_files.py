@@ -29,7 +29,8 @@ BUFFER_BYTES = 1 << 16
 """Bytes that are read at a time from each column of a Parquet table. By default pyarrow reads whole columns of many row
 groups ahead, and keeps what it read until the end."""
 LIMIT_ROW_BYTES = 64 << 20
-"""Largest allowed size of a row of a table. A table of a few bytes can declare a row that fills the memory."""
+"""Largest allowed size of a row. Even a small file can declare a huge row, or contain one in compressed form, and a
+chunk holds at least one row."""
 
 
 def read(path: Path, unpacked: Path) -> dict[str, Rows]:
@@ -49,6 +50,9 @@ def read(path: Path, unpacked: Path) -> dict[str, Rows]:
             rows = arrays[each.stem] = open_memmap(each, "r")
             if rows.dtype.kind not in "iuf" or not rows.ndim:
                 raise ValueError(f"{each.stem}: found {rows.dtype} {list(rows.shape)}")
+            if 0 in rows.shape[1:]:
+                raise ValueError(f"{each.stem}: the rows of {rows.dtype} {list(rows.shape)} are empty")
+            _check_row_bytes(path, rows.dtype.itemsize * math.prod(rows.shape[1:]))
         return arrays
 
 
@@ -106,6 +110,8 @@ def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
             rows = tensors.get_slice(name)
             count, *shape = rows.get_shape()
             length = max(1, CHUNK_BYTES // (8 * math.prod(shape) or 1))
+            if not count:  # the library slices no empty tensor
+                yield {name: tensors.get_tensor(name)}
             for start in range(0, count, length):
                 yield {name: rows[start : min(start + length, count)]}
 
@@ -120,20 +126,29 @@ def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
 
     with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
-        row_bytes = 8 * sum(_row_values(path, column) for column in table.schema_arrow)
-        if row_bytes > LIMIT_ROW_BYTES:
-            raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
-        for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1))):
+        sizes = [_row_size(path, column) for column in table.schema_arrow]
+        _check_row_bytes(path, sum(row_bytes for _, row_bytes in sizes))
+        length = max(1, CHUNK_BYTES // (8 * sum(values for values, _ in sizes) or 1))  # columns become one type
+        count = 0
+        for batch in table.iter_batches(length):
             columns = {name: _values(path, name, batch.column(name)) for name in batch.schema.names}
             if "inputs" not in columns:
                 features = [rows for name, rows in columns.items() if name != "targets"]
                 columns = {name: rows for name, rows in columns.items() if name == "targets"}
                 columns |= {"inputs": np.stack(features, 1)} if features else {}
+            count += batch.num_rows
             yield columns
+        if count != table.metadata.num_rows:
+            raise ValueError(f"found {count} rows, but the header claims {table.metadata.num_rows}")
 
 
-def _row_values(path: Path, column: Any) -> int:
-    """Return how many numbers a row of the ``column`` has. Raises DataError if it holds anything but numbers."""
+def _check_row_bytes(path: Path, row_bytes: int) -> None:
+    if row_bytes > LIMIT_ROW_BYTES:
+        raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
+
+
+def _row_size(path: Path, column: Any) -> tuple[int, int]:
+    """Return the numbers and bytes of a row of the ``column``. Raises DataError if it holds anything but numbers."""
     from pyarrow.types import is_floating, is_integer
 
     kind, values = column.type, 1
@@ -144,7 +159,7 @@ def _row_values(path: Path, column: Any) -> int:
             f"{path}: the column {column.name!r} holds {column.type}; expected numbers, or lists of numbers whose "
             "length the column's type declares."
         )
-    return values
+    return values, values * kind.bit_width // 8
 
 
 def _values(path: Path, name: str, column: Any) -> Rows:

@@ -14,9 +14,9 @@ for testing.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,11 @@ def export(fetch: Fetch, directory: Path) -> None:
             chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         bar = tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None)
         array_files.write(bar, f"{KEY}: {name}", directory, prefix)
+        if split == "train" and (own := sorted(path.stem for path in directory.glob(f"{TEST}*"))):
+            raise DataError(
+                f"{KEY}: {name} yielded {', '.join(own)} for the split train; yield them when split is test, under the "
+                f"names without {TEST}."
+            )
 
 
 def _digits() -> Iterator[Any]:
@@ -191,8 +196,8 @@ def _checked(train: Named, test: Named, name: str, limit: int, of: str) -> int:
     """
     count = 0
     for split, rows in ((split, arrays[name]) for split, arrays in (("train", train), ("test", test)) if arrays):
-        least, most = int(rows.min(initial=0)), int(rows.max(initial=0))
-        count = count or min(most + 1, limit)
+        least, most = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
+        count = count or min(max(most, 0) + 1, limit)
         if least < 0 or most >= count:
             raise DataError(
                 f"{KEY}: found values from {least} to {most} in the {split} {name}, but there are {count} {of}, "
@@ -220,9 +225,14 @@ def read(paths: Iterable[Path], beside: Path) -> Named:
     function returns, and the system deletes them with the last memory map.
     """
     found: dict[str, Rows] = {}
-    with TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as unpacked:
+    unpacked = beside / "unpacked.partial"
+    shutil.rmtree(unpacked, ignore_errors=True)  # of a process that was killed
+    unpacked.mkdir(parents=True)
+    try:
         for path in paths:
-            found |= array_files.read(path, Path(unpacked))
+            found |= array_files.read(path, unpacked)
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
     return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 

@@ -320,6 +320,8 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
     found = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], Path())
+    if "inputs" not in found:
+        raise ConfigError(f"--arrays: {path} has {arrays.named(found) or 'no array'}; expected the array inputs.")
     inputs, targets = found["inputs"], found.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":

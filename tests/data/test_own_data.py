@@ -161,13 +161,14 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "integer targets are labels; expected one"),
         ({"inputs": TOKENS + (1 << 24), "targets": np.ones(5)}, r"exactly only up to 2\^24"),
         ({"inputs": ROWS * 1e300}, r"inputs has .* do not fit float32, whose largest value is 3.4e\+38; scale"),
+        ({"inputs": np.zeros((9, 3, 0))}, r"the rows of float64 \[9, 3, 0\] are empty"),
         ({"inputs": np.ones((9, 2))}, r"channel 0 \(.*\) of the training inputs is constant; drop it"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
         ({"inputs": np.array(["a", "b"])}, "found <U1 .*; expected numbers in rows of one shape"),
         ({"targets": np.arange(3)}, "has targets; expected inputs"),
         (
             {"inputs": TOKENS, "test_inputs": TOKENS + 65_536},
-            "found values from 0 to 65555 in the test inputs, but .* 20 tokens",
+            "found values from 65536 to 65555 in the test inputs, but .* 20 tokens",
         ),
         ({"inputs": TOKENS + 65_516, "test_inputs": TOKENS - 1}, "found values from -1 to 18 in the test inputs"),
         ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776 in .*, but there are 4294967296 tokens"),
@@ -279,6 +280,22 @@ def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None
     assert dataset.vocabulary is None
 
 
+def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
+    batches = parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda self, _: [*batches(self, 4)][:-1])
+    with pytest.raises(DataError, match="found 8 rows, but the header claims 9"):
+        packed(tmp_path, "arrays", "own.parquet")
+
+
+def test_what_a_killed_prepare_has_unpacked_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "unpacked.partial").mkdir()
+    (tmp_path / "unpacked.partial/targets.npy").write_bytes(b"left behind")
+    dataset = packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=TOKENS))
+    assert list(dataset.train.arrays) == ["inputs"]
+    assert not (tmp_path / "unpacked.partial").exists()
+
+
 def _claiming(shape: tuple[int, ...], name: str = "inputs.npy") -> bytes:
     """An .npz of few bytes, with a member whose header claims this shape."""
     header, packed = BytesIO(), BytesIO()
@@ -321,10 +338,11 @@ GOOD = safetensors.save({"inputs": ROWS})
         ("parquet", _columns(inputs=[1.0, 2.0], Ages=[1, 2]), "has an array 'Ages'; expected inputs"),
         ("parquet", _columns(inputs=[[1.0], [1.0, 2.0]]), "column 'inputs' holds list<.*: double>; expected numbers"),
         ("parquet", _columns(x=["a", "b"], targets=[1, 2]), "own.parquet: the column 'x' holds string; expected"),
-        ("parquet", _wide, r"a row \(a sample\) has 640,000,000 bytes; allowed"),
+        ("parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
         ("safetensors", b"\xff" * 16, "own.safetensors cannot be read .*header too large"),
         ("safetensors", GOOD.replace(b"[9,2]", b"[9,3]"), "own.safetensors cannot be read .*invalid shape"),
         ("safetensors", GOOD.replace(b'"F64"', b'"F8_"'), "own.safetensors cannot be read .*unknown variant"),
+        ("safetensors", safetensors.save({"inputs": ROWS, "test_inputs": ROWS[:0]}), "the test split is empty"),
         ("safetensors", GOOD[:-1], "own.safetensors cannot be read .*not fully covered"),
         ("safetensors", GOOD.replace(b"[0,144]", b"[-9,35]"), "own.safetensors cannot be read .*invalid value"),
         *((kind, b"", rf"own\.{kind} cannot be read") for kind in ("parquet", "safetensors", "npz")),
@@ -431,6 +449,7 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
         ("yield {'inputs': 1.0}", r"\(found float64 \[\]\); expected numbers \[n, ...\]"),
         ("yield {'inputs': [1.0]}; yield {'inputs': [[1.0]]}", r"rows of float64 \[1\] follow rows of float64 \[\]"),
         ("yield {'inputs': [1.0, 2.0], 'targets': [1]}", "different numbers of samples"),
+        ("yield {'test_inputs': [1.0]}", "yielded test_inputs for the split train; yield them when split is test"),
         ("return", "own_data:samples has none of the arrays; expected inputs"),
     ],
 )
