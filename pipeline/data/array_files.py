@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 
 from pipeline.data import DataError
 from pipeline.data.decoded import AGAIN
-from pipeline.errors import first_line, said
+from pipeline.errors import count, first_line, said
 
 Rows = npt.NDArray[Any]
 
@@ -108,12 +108,12 @@ def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
     with safe_open(path, "numpy") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
             rows = tensors.get_slice(name)
-            count, *shape = rows.get_shape()
+            size, *shape = rows.get_shape()
             length = max(1, CHUNK_BYTES // (8 * math.prod(shape) or 1))
-            if not count:  # the library slices no empty tensor
+            if not size:  # the library slices no empty tensor
                 yield {name: tensors.get_tensor(name)}
-            for start in range(0, count, length):
-                yield {name: rows[start : min(start + length, count)]}
+            for start in range(0, size, length):
+                yield {name: rows[start : min(start + length, size)]}
 
 
 def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
@@ -126,20 +126,19 @@ def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
 
     with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
-        sizes = [_row_size(path, column) for column in table.schema_arrow]
-        _check_row_bytes(path, sum(row_bytes for _, row_bytes in sizes))
-        length = max(1, CHUNK_BYTES // (8 * sum(values for values, _ in sizes) or 1))  # columns become one type
-        count = 0
-        for batch in table.iter_batches(length):
+        row_bytes = sum(map(_row_bytes, table.schema_arrow.types))
+        _check_row_bytes(path, row_bytes)
+        found = 0
+        for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1))):
             columns = {name: _values(path, name, batch.column(name)) for name in batch.schema.names}
             if "inputs" not in columns:
                 features = [rows for name, rows in columns.items() if name != "targets"]
                 columns = {name: rows for name, rows in columns.items() if name == "targets"}
                 columns |= {"inputs": np.stack(features, 1)} if features else {}
-            count += batch.num_rows
+            found += batch.num_rows
             yield columns
-        if count != table.metadata.num_rows:
-            raise ValueError(f"found {count} rows, but the header claims {table.metadata.num_rows}")
+        if found != table.metadata.num_rows:
+            raise ValueError(f"found {found} rows, but the header claims {table.metadata.num_rows}")
 
 
 def _check_row_bytes(path: Path, row_bytes: int) -> None:
@@ -147,19 +146,11 @@ def _check_row_bytes(path: Path, row_bytes: int) -> None:
         raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
 
 
-def _row_size(path: Path, column: Any) -> tuple[int, int]:
-    """Return the numbers and bytes of a row of the ``column``. Raises DataError if it holds anything but numbers."""
-    from pyarrow.types import is_floating, is_integer
-
-    kind, values = column.type, 1
-    while hasattr(kind, "list_size"):
-        kind, values = kind.value_type, values * kind.list_size
-    if not (is_integer(kind) or is_floating(kind)):
-        raise DataError(
-            f"{path}: the column {column.name!r} holds {column.type}; expected numbers, or lists of numbers whose "
-            "length the column's type declares."
-        )
-    return values, values * kind.bit_width // 8
+def _row_bytes(kind: Any) -> int:
+    """Return the bytes of a row of a column's type."""
+    if hasattr(kind, "list_size"):
+        return _row_bytes(kind.value_type) * int(kind.list_size)
+    return int(np.dtype(kind.to_pandas_dtype()).itemsize)
 
 
 def _values(path: Path, name: str, column: Any) -> Rows:
@@ -167,11 +158,12 @@ def _values(path: Path, name: str, column: Any) -> Rows:
     while column.null_count == 0 and hasattr(column.type, "list_size"):
         shape.append(column.type.list_size)
         column = column.flatten()
-    if column.null_count:
-        raise DataError(
-            f"{path}: the column {name!r} has empty fields; fill them, or leave out their rows, and {AGAIN}"
-        )
     rows: Rows = column.to_numpy(zero_copy_only=False)
+    if column.null_count or rows.dtype.kind not in "iuf":
+        raise DataError(
+            f"{path}: the column {name!r} holds {column.type}, {count(column.null_count, 'empty field')}; expected "
+            f"numbers, or lists of numbers whose length the column's type declares. Repair or drop it, and {AGAIN}"
+        )
     return rows.reshape(shape)
 
 

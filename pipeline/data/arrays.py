@@ -13,10 +13,9 @@ for testing.
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -132,15 +131,18 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
         yield from rows.iter(min(CHUNK_ROWS, max(1, array_files.CHUNK_BYTES * len(rows) // (rows.data.nbytes or 1))))
 
 
-def decode(config: Config, directory: Path) -> Decoded:
-    """Decode the files in ``directory``'s listing. Raises DataError for a changed file, and for unsuitable arrays."""
+def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
+    """Decode the files in ``directory``'s listing. ``work``: as in ``read``.
+
+    Raises DataError for a changed file, and for unsuitable arrays.
+    """
     paths = []
     for name, expected in listed(directory / LISTING):
         path = root(config.fetch, directory) / name
         if not path.is_file() or file_sha256(path) != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         paths.append(path)
-    found = read(paths, directory.parent.parent)
+    found = read(paths, work)
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
     if "inputs" not in train or (test and test.keys() != train.keys()):
@@ -218,21 +220,17 @@ def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint16]:
     return labels
 
 
-def read(paths: Iterable[Path], beside: Path) -> Named:
+def read(paths: Iterable[Path], work: Path | None) -> Named:
     """Return the arrays of the files by name, the inputs first, memory-mapped. Raises DataError for an unusable file.
 
-    Files other than .npy are unpacked in the folder ``beside``. The unpacked files have no names any more when this
-    function returns, and the system deletes them with the last memory map.
+    Files other than .npy are unpacked in the folder ``work`` (None: the system's folder for temporary files). The
+    unpacked files have no names any more when this function returns, and the system deletes them with the last memory
+    map.
     """
     found: dict[str, Rows] = {}
-    unpacked = beside / "unpacked.partial"
-    shutil.rmtree(unpacked, ignore_errors=True)  # of a process that was killed
-    unpacked.mkdir(parents=True)
-    try:
+    with TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as unpacked:
         for path in paths:
-            found |= array_files.read(path, unpacked)
-    finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
+            found |= array_files.read(path, Path(unpacked))
     return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 
@@ -250,20 +248,19 @@ def _rows(arrays: Named, types: Mapping[str, np.dtype[Any]], chosen: npt.NDArray
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for numbers too large for ``dtype``, and for integers that float32
-    might round."""
-    if rows.size and rows.dtype != dtype:
-        integers = rows.dtype.kind in "iu"
-        low, high = (int(rows.min()), int(rows.max())) if integers else (float(rows.min()), float(rows.max()))
-        if integers and dtype.kind == "f" and max(-low, high) > 1 << 24:
-            raise DataError(
-                f"{KEY}: {name} has integers from {low:,} to {high:,}, but float32 holds them exactly only "
-                "up to 2^24; write them as floats, and scale them down if small differences matter."
-            )
-        largest = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
-        if largest < max(-low, high) < math.inf:
-            raise DataError(
-                f"{KEY}: {name} has values from {low:g} to {high:g}, which do not fit {dtype}, whose largest value is "
-                f"{largest:.3g}; scale them down."
-            )
-    return rows.astype(dtype)
+    """Return ``rows`` as ``dtype``. Raises DataError for a value that does not fit, and for an integer that changes.
+
+    NaN and infinite values pass, because ``packing`` refuses them.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = rows.astype(dtype)
+        if rows.dtype.kind in "iu":
+            lost = (found.astype(rows.dtype) != rows) | ((found < 0) != (rows < 0))
+        else:
+            lost = np.isinf(found) & ~np.isinf(rows)
+    if lost.any():
+        raise DataError(
+            f"{KEY}: {name} has {rows[lost][0]:,}, which {dtype} cannot hold; scale down large values, and write "
+            "integers beyond 2^24 as floats."
+        )
+    return found

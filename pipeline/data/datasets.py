@@ -51,8 +51,9 @@ CLASSES = {
 """Data set -> the names of its classes, in the order of the labels."""
 
 
-def decode(config: Config, raw: Path) -> Decoded:
-    """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, with the settings of ``prepare``.
+def decode(config: Config, raw: Path, work: Path | None = None) -> Decoded:
+    """Decode the data set ``fetch.dataset`` from ``raw/<dataset>/``, with the settings of ``prepare``. Large temporary
+    files are written to the folder ``work`` (None: the system's folder for temporary files).
 
     Raises DataError, naming the file, if a file is missing, malformed or changed since ``fetch``.
     """
@@ -65,7 +66,7 @@ def decode(config: Config, raw: Path) -> Decoded:
     if name == "synthetic":
         return _decode_synthetic(config)
     if name in ("arrays", "digits"):
-        return arrays.decode(config, directory)
+        return arrays.decode(config, directory, work)
     if name in text.FOLDERS:
         return text.decode(config, directory)
     read = _cifar10 if name == "cifar10" else _mnist

@@ -34,8 +34,8 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     infinite. It also raises DataError if a training channel is constant, or if all training samples have the same
     label.
     """
-    decoded = decode(config, raw)
     with whole_directory(out) as work:
+        decoded = decode(config, raw, work)
         train, train_digests = _write_split(work, "train", decoded.arrays, decoded.train)
         test, test_digests = _write_split(work, "test", decoded.arrays, decoded.test)
         forms, tested = ({name: form_of(rows) for name, rows in split.items()} for split in (train, test))
