@@ -67,9 +67,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
     except PipelineError as error:
         problems.append(str(error))  # names the file
     files = [results.BENCH_FILE, *others]
-    weights = {
-        f"{params.TEACHERS}{each.variant}": {(run.seed, run.model_sha256) for run in each.runs} for each in measured
-    }
+    weights = {each.variant: {run.seed: run.model_sha256 for run in each.runs} for each in measured}
     for result in measured:
         file, history = results.result_file(result.variant), results.history_file(result.variant)
         files += [file, history]
@@ -78,10 +76,9 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             if problem := elsewhere or _key_problem(result.key, here, "train", result.variant):
                 problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
-        teacher = (result.applied.get("distillation") or {}).get("teacher")
-        if teacher in weights and not weights[teacher].issuperset(
-            (run.seed, run.teacher_sha256) for run in result.runs
-        ):
+        teacher = (result.applied.get("distillation") or {}).get("teacher", "")
+        now = weights.get(teacher.removeprefix(params.TEACHERS), {})
+        if any(now.get(run.seed, run.teacher_sha256) != run.teacher_sha256 for run in result.runs):
             problems.append(f"{file} holds a run that learned from weights that {teacher} no longer has. {again}")
         if (root / history).exists() and file_sha256(root / history) != result.history_sha256:
             problems.append(f"{history} is not the history that was written together with {file}. {again}")

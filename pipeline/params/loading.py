@@ -130,10 +130,8 @@ def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
         found = [section for section in ("variants", "students") if name in values.get(section, {})]
         expected = "students" if variant.distillation else "variants"
         if found != [expected]:
-            under, advice = " and ".join(found), "; rename one of them" if len(found) > 1 else ""
-            yield (
-                f"{under}.{name}: expected under {expected} only (students are the variants with distillation){advice}."
-            )
+            under = " and ".join(found)
+            yield f"{under}.{name}: expected under {expected} only (students are the variants with distillation)."
 
 
 def schema() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import TrainingStep
+from pipeline.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,6 @@ class Stored:
     """Loads a whole state that the main rank has read from a checkpoint (``World.announced``)."""
 
 
-class OfTask(Protocol):
-    """The part of the job's task that a technique may use."""
-
-    def model(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> nn.Module:
-        """Build a model for the job's data, on the CPU; by default the job's own model."""
-
-    loss_by_row: ClassVar[bool]
-    """True if the task's loss is the mean over all rows. A row is a vector of length d in the outputs [..., d], such as
-    the vector of a token. In this case the loss of a part of a sample can be computed. False if the task's loss is the
-    mean over whole samples."""
-
-    def zeros(self, count: int) -> torch.Tensor:
-        """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
-
-    def distance(self, outputs: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Return the distance between ``outputs`` and the teacher's outputs ``taught``: the mean over the samples."""
-
-
 def _no_sample() -> NoReturn:
     raise AssertionError("the model is only inspected; there is no batch for a trial")
 
@@ -63,7 +46,7 @@ class Setup:
 
     model: nn.Module
     """The model on its device, possibly wrapped."""
-    task: OfTask
+    task: Task
     sample: Callable[[], tuple[torch.Tensor, torch.Tensor]] = _no_sample
     """Returns a micro-batch with the shape of the training's micro-batches. Ranks that train on the same samples get
     the same micro-batch. The call leaves the training's random draws unchanged."""
