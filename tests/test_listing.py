@@ -64,6 +64,8 @@ def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixtur
         ("num_workers", {"dataloader"}),
         ("chunked cross-entropy", {"chunked_loss"}),
         ("logits memory", {"chunked_loss"}),
+        ("Liger Kernel", {"chunked_loss"}),
+        ("FlashAttention", {"attention"}),
         ("memory-efficient attention", {"attention"}),
         ("cuDNN attention", {"attention"}),
     ],

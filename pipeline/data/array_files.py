@@ -48,10 +48,8 @@ def read(path: Path, unpacked: Path) -> dict[str, Rows]:
         for each in [path] if path.suffix == ".npy" else sorted(unpacked.iterdir()):
             check_name(each.stem, path)
             rows = arrays[each.stem] = open_memmap(each, "r")
-            if rows.dtype.kind not in "iuf" or not rows.ndim:
+            if rows.dtype.kind not in "iuf" or not rows.ndim or 0 in rows.shape[1:]:
                 raise ValueError(f"{each.stem}: found {rows.dtype} {list(rows.shape)}")
-            if 0 in rows.shape[1:]:
-                raise ValueError(f"{each.stem}: the rows of {rows.dtype} {list(rows.shape)} are empty")
             _check_row_bytes(path, rows.dtype.itemsize * math.prod(rows.shape[1:]))
         return arrays
 

@@ -84,7 +84,7 @@ def _name(entry: Entry, quote: str = "") -> str:
 
 
 def _is_about(entry: Entry, word: str) -> bool:
-    texts = (entry.name, entry.setting, *entry.searched_for)
+    texts = (entry.name, entry.setting, entry.source, *entry.searched_for)
     return any(_plain(word) in _plain(text) for text in texts)
 
 

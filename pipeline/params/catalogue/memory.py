@@ -135,15 +135,13 @@ MEMORY: tuple[Entry, ...] = (
     Entry(
         name="chunked_loss",
         setting="loss_chunks: 8",
-        searched_for=(
-            *("chunked cross-entropy", "fused linear cross-entropy", "cut cross-entropy", "Liger Kernel"),
-            *("large vocabulary", "logits memory"),
-        ),
+        searched_for=("chunked cross-entropy", "large vocabulary", "logits memory"),
         does="The last linear layer and the loss compute one chunk of a micro-batch at a time, so the logits are never "
         "all in memory. A chunk is a part of the samples, or of a language model's tokens if its loss is built in",
         pays="for language models whose vocabulary is several times their width; for classifiers with many classes",
         costs="smaller matrix products, which run one after the other; compile does not fuse the last layer",
-        source="Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses, ICLR 2025",
+        source="Hsu et al., Liger Kernel (fused linear cross-entropy), 2024; "
+        "Wijmans et al., Cut Your Losses (cut cross-entropy), ICLR 2025",
         changes="rounding",
         layer="model",
         implementation="chunked_loss.ChunkedLoss",

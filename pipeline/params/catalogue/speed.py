@@ -56,10 +56,7 @@ SPEED: tuple[Entry, ...] = (
     Entry(
         name="attention",
         setting="attention: math",
-        searched_for=(
-            *("scaled_dot_product_attention", "sdpa_kernel", "FlashAttention", "memory-efficient attention"),
-            "cuDNN attention",
-        ),
+        searched_for=("scaled_dot_product_attention", "sdpa_kernel", "memory-efficient attention", "cuDNN attention"),
         does="The named kernel computes a step's attention, instead of PyTorch's choice: `flash`, `efficient` and "
         "`cudnn` fuse products and softmax, and `math` computes them one by one",
         pays="for long sequences, whose fastest kernel depends on device and shapes; math shows what fusing saves",
