@@ -59,6 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int, dict[str, Any], dict[str, Any]]
     "gpt, selective checkpointing": (TEXT, "gpt", 16, {"activation_checkpointing": "selective"}, GPT),
     "gpt, ddp": (TEXT, "gpt", 16, {"parallelism": "ddp"}, GPT),
     "mlp, regression": (TABLE, "mlp", 256, {}, {"task": "regression", "model_options": {"width": 512}}),
+    "mlp, regression, 256 outputs": (TABLE | {"classes": 256}, "mlp", 256, {}, {"task": "regression"}),
 }
 """Case -> data set, model, global batch, variant, and other settings under ``train``."""
 
