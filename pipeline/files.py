@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,16 +40,6 @@ def write_texts(texts: Mapping[Path, str]) -> None:
             file = opened.enter_context(whole(path))
             file.write(text.encode())
             file.flush()
-
-
-def write_array(path: Path, array: Any) -> None:
-    """Write ``array`` as .npy atomically, with ``whole``. numpy does not write the file itself, because numpy may not
-    notice that the disk is full."""
-    import numpy as np  # imported here: light commands write only text
-
-    with BytesIO() as content, whole(path) as file:
-        np.save(content, array)
-        file.write(content.getbuffer())
 
 
 @contextmanager

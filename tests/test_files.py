@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ FULL = Path("/dev/full")
     "write",
     [
         lambda path: files.write_text(path, "x" * 10_000),
-        lambda path: files.write_array(path, np.zeros(10)),
         lambda path: checkpoints.save({"weights": torch.zeros(10_000)}, path),
     ],
 )
