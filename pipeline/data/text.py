@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import platform
 import sysconfig
@@ -17,7 +18,6 @@ from pipeline import factories
 from pipeline.data import LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.errors import count, first_line
-from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
 Tokens = npt.NDArray[Any]
@@ -25,7 +25,7 @@ Tokens = npt.NDArray[Any]
 END = 256
 """The token after each file's last token, if the tokens are bytes."""
 KEY = "prepare.tokenizer"
-BLOCK_CHARACTERS = 1 << 20
+BLOCK_BYTES = 1 << 20
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
@@ -138,17 +138,26 @@ def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfF
     """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a
     line, unless it contains no line end."""
     for name, expected in rows:
-        path, left = top / name, ""
-        if not path.is_file() or file_sha256(path) != expected:
-            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
+        path, digest, left = top / name, hashlib.sha256(), ""
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                while block := file.read(BLOCK_CHARACTERS):
-                    left += block
-                    cut = left.rfind("\n") + 1 or len(left)
-                    yield tokenizer.encode(left[:cut])
-                    left = left[cut:]
+            for block in codecs.iterdecode(_blocks(path, digest), "utf-8"):
+                left += block
+                cut = left.rfind("\n") + 1 or len(left)
+                yield tokenizer.encode(left[:cut])
+                left = left[cut:]
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
+        if digest.hexdigest() != expected:
+            raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         yield tokenizer.encode(left)
         yield np.array([tokenizer.end], tokenizer.encode("").dtype)
+
+
+def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
+    """Yield the file's content, and update ``digest`` with it, so that the file is read only once."""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            yield block

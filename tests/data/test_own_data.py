@@ -233,7 +233,7 @@ def test_a_set_of_any_size_takes_the_memory_of_a_few_chunks(
 ) -> None:
     import datasets
 
-    for name in ("array_files.CHUNK_BYTES", "packing.STATISTICS_CHUNK_BYTES", "text.BLOCK_CHARACTERS"):
+    for name in ("array_files.CHUNK_BYTES", "packing.STATISTICS_CHUNK_BYTES", "text.BLOCK_BYTES"):
         monkeypatch.setattr(f"pipeline.data.{name}", 1 << 16)
     own_function(
         "def samples(split, rows):\n    yield from ({'inputs': rows[i : i + 8]} for i in range(0, len(rows), 8))"
@@ -522,7 +522,7 @@ def write_texts(folder: Path, count: int = 10) -> None:
 
 
 def test_text_is_its_bytes_and_whole_files_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "BLOCK_CHARACTERS", 7)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 7)
     write_texts(tmp_path)
     dataset = packed(tmp_path, "text_folder", "texts", window=8)
     assert (dataset.vocabulary, dataset.shape, dataset.classes) == (257, (9,), ())
@@ -577,7 +577,7 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "texts").mkdir()
     for name in "abc":
         (tmp_path / f"texts/{name}.txt").write_text("one two\n two three\nother one\n" * 4, encoding="utf-8")
-    monkeypatch.setattr(text, "BLOCK_CHARACTERS", 11)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 11)
     dataset = packed(tmp_path, "text_folder", "texts", window=24, tokenizer=str(tmp_path / "tokenizer.json"))
     assert dataset.train.inputs.tolist()[0] == [1, 2, 2, 7, 0, 1] * 4 + [8]
     assert (dataset.vocabulary, dataset.train.inputs.dtype) == (9, torch.uint16)
