@@ -326,7 +326,7 @@ def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
 
 def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -> None:
     runs = [make_run(seed, steps=705) for seed in range(3)]
-    applied = {"model": "resnet9", "distillation": {"teacher": "models/baseline"}}
+    applied = {"model": "resnet9", "distillation": {"teacher": "baseline"}}
     baseline, taught = make_result("baseline", runs), make_result("taught", runs, applied=applied, parameter_count=9)
     histories = {"baseline": make_history(), "taught": make_history(accuracies=(0.7, 0.8, 0.95))}
     bench = make_bench([baseline, taught], throughput={"taught": 0.5}, noise=0.0)
@@ -348,15 +348,12 @@ def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -
 def test_weights_that_the_teacher_no_longer_has_are_said(tmp_path: Path) -> None:
     teacher = make_result("teacher", [make_run(0), make_run(1)])
     hashes = [run.model_sha256 for run in teacher.runs]
-    applied = {"distillation": {"teacher": "models/teacher"}}
+    applied = {"distillation": {"teacher": "teacher"}}
     learned = [make_run(seed, teacher_sha256=sha256) for seed, sha256 in enumerate(hashes)]
     assert broken_links([teacher, make_result("taught", learned, applied=applied)], tmp_path) == []
     learned[1] = make_run(1, teacher_sha256="0" * 64)
     (problem,) = broken_links([teacher, make_result("taught", learned, applied=applied)], tmp_path)
-    assert (
-        "results/taught.json holds a run that learned from weights that models/teacher no longer has. Run `dvc"
-        in problem
-    )
+    assert "results/taught.json holds a run that learned from weights that teacher no longer has. Run `dvc" in problem
     assert "distil@taught" in problem
 
 

@@ -87,7 +87,7 @@ def test_a_fresh_clone_has_all_stages_and_runs_the_environment_first(fresh: Clon
 def test_a_new_variant_is_a_stage_and_a_student_one_that_depends_only_on_its_teacher(
     clone: Callable[..., Clone],
 ) -> None:
-    student = {"model": "small_cnn", "distillation": {"teacher": "models/ddp"}}
+    student = {"model": "small_cnn", "distillation": {"teacher": "ddp"}}
     tried = clone({"students": {"taught": student}, "variants.tried": {"channels_last": True}, "variants.memory": None})
     stages = tried.run("dvc", "stage", "list", "--name-only").split()
     assert [stage for stage in stages if "@" in stage and "profile" not in stage] == [

@@ -84,7 +84,7 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "train.model_options": {"width": 16, "depth": 1, "heads": 2},
             "students": {"taught": {
                 "model": "gpt", "model_options": {"width": 8, "depth": 1, "heads": 2},
-                "distillation": {"teacher": "models/baseline"},
+                "distillation": {"teacher": "baseline"},
             }},
         },
         ["mean of token accuracy", "Tokens/s", "Perplexity"],

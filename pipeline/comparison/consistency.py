@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from pipeline import environment as environments
-from pipeline import params, results
+from pipeline import results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
@@ -77,7 +77,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
                 problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
         again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
         teacher = (result.applied.get("distillation") or {}).get("teacher", "")
-        now = weights.get(teacher.removeprefix(params.TEACHERS), {})
+        now = weights.get(teacher, {})
         if any(now.get(run.seed, run.teacher_sha256) != run.teacher_sha256 for run in result.runs):
             problems.append(f"{file} holds a run that learned from weights that {teacher} no longer has. {again}")
         if (root / history).exists() and file_sha256(root / history) != result.history_sha256:

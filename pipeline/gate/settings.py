@@ -87,7 +87,7 @@ def require(root: Path, effective: Config, config: Config) -> None:
     if lacking or any(getattr(config.bench, key) != value for key, value in limits.items()):
         values = read(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
         for name in sorted(lacking):
-            section = "students" if effective.variants[name].distillation else "variants"
+            section = "students" if effective.teacher_of(name) else "variants"
             values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")
         values["bench"] = {**values.get("bench", {}), **limits}
         (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

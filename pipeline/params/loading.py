@@ -29,9 +29,6 @@ CHARACTERS = 2000
 """Maximum number of characters of one value. Messages could not show much longer integers, because Python refuses to
 print them."""
 
-TEACHERS = "models/"
-"""Prefix of a variant in ``distillation.teacher``: ``models/NAME`` means the trained weights of the variant NAME."""
-
 _OF_MODEL = {"model", "model_options"}
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """Regular expression that matches ``module:function``."""
@@ -52,13 +49,13 @@ class Config(Section):
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
     # In a configuration that ``load`` or ``parse`` returned, ``variants`` also includes the students.
     students: dict[VariantName, Variant] = Field(default_factory=dict)
-    """Variants that learn from a teacher (distillation). They have a section of their own, because the stage that
+    """Variants that learn from another variant (distillation). They have a section of their own, because the stage that
     trains them must wait until the teacher is trained."""
 
     def teacher_of(self, name: str) -> str | None:
         """Return the name of the variant that teaches ``variants.<name>``; None if no variant teaches it."""
         taught = self.variants[name].distillation
-        return next((each for each in self.variants if taught and taught.teacher == f"{TEACHERS}{each}"), None)
+        return taught.variant if taught else None
 
     def train_of(self, name: str) -> Train:
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
@@ -118,7 +115,7 @@ def _with_students(config: Config) -> Config:
     for name, variant in whole.variants.items():
         if (learns := variant.distillation) and learns.model is None:
             teacher = whole.teacher_of(name)
-            job = whole.train_of(teacher) if teacher else whole.train
+            job = whole.train_of(teacher) if teacher in whole.variants else whole.train
             filled = learns.model_copy(update=job.model_dump(include=_OF_MODEL))
             whole.variants[name] = variant.model_copy(update={"distillation": filled})
     return whole
@@ -126,12 +123,11 @@ def _with_students(config: Config) -> Config:
 
 def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
     """Yield the problems of variants that are in the wrong section, or in both sections."""
-    for name, variant in config.variants.items():
-        found = [section for section in ("variants", "students") if name in values.get(section, {})]
-        expected = "students" if variant.distillation else "variants"
-        if found != [expected]:
-            under = " and ".join(found)
-            yield f"{under}.{name}: expected under {expected} only (students are the variants with distillation)."
+    for name in config.variants:
+        found = " and ".join(section for section in ("variants", "students") if name in values.get(section, {}))
+        expected = "students" if config.teacher_of(name) else "variants"
+        if found != expected:
+            yield f"{found}.{name}: expected under {expected} only (students are variants that learn from a variant)."
 
 
 def schema() -> str:
@@ -166,13 +162,12 @@ def _contradictions(config: Config) -> Iterator[str]:
         for name in names:
             if name not in config.variants:
                 yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
-    for name, student in config.students.items():
-        weights = [f"{TEACHERS}{each}" for each in config.variants if each != name]
-        teacher = student.distillation.teacher if student.distillation else ""
-        if teacher not in weights and (teacher.startswith(TEACHERS) or teacher in config.variants):
+    for name in config.students:
+        teacher, others = config.teacher_of(name), [each for each in config.variants if each != name]
+        if teacher and teacher not in others:
             yield (
-                f"students.{name}.distillation.teacher: found {teacher!r}; allowed: {', '.join(weights)}, or a file "
-                "outside of models."
+                f"students.{name}.distillation.teacher: found {teacher!r}; allowed: {', '.join(others)}, or the path "
+                "of a file of weights, such as ./weights."
             )
     dataset = config.fetch.dataset
     if getattr(config.fetch, dataset, "") is None:

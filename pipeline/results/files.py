@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from pipeline.errors import PipelineError
 from pipeline.files import json_sha256, naming, write_text
-from pipeline.params import Config, Train, Variant
+from pipeline.params import VARIANT, Config, Train, Variant
 from pipeline.results.bench_file import Bench
 from pipeline.results.contradictions import of_result
 from pipeline.results.records import Document, HistoryRow, Record, Result
@@ -116,8 +117,9 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
 
 def stage_of(variant: Variant | Mapping[str, Any] | None) -> str:
     """Return the name (without ``@`` and variant) of the stage in dvc.yaml that trains variants with these settings."""
-    learns = variant.distillation if isinstance(variant, Variant) else (variant or {}).get("distillation")
-    return "distil" if learns else "train"
+    settings = variant.model_dump() if isinstance(variant, Variant) else variant or {}
+    teacher = (settings.get("distillation") or {}).get("teacher", ".")
+    return "distil" if re.match(VARIANT, teacher) else "train"
 
 
 def train_again(variant: str, stage: str = "train") -> str:

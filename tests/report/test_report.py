@@ -83,7 +83,7 @@ def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:
     """The student takes 0.6 of the baseline's steps in the same time, and so ends only the first of three epochs."""
     baseline = make_result("baseline", [make_run(seed, steps=705) for seed in range(3)])
     runs = [make_run(seed, steps=705, test_correct=9300) for seed in range(3)]
-    taught = {"model": "resnet9", "distillation": {"teacher": "models/baseline"}}
+    taught = {"model": "resnet9", "distillation": {"teacher": "baseline"}}
     student, other = (make_result("other", runs, applied=each, parameter_count=9) for each in (taught, {}))
     said = []
     for each in (student, other):

@@ -31,7 +31,7 @@ from tests.workspaces import PREPARED, enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 JOB = Train(model="tests.nets:attending_net", batch_size=32, epochs=1, learning_rate=0.05, seeds=[0], warmup_steps=1)
-TEACHER = {"teacher": "models/teacher", "model": "tests.nets:normed_net"}
+TEACHER = {"teacher": "teacher", "model": "tests.nets:normed_net"}
 
 
 def training_with(
@@ -151,7 +151,7 @@ PARAMS: dict[str, Any] = {
     "variants": {"baseline": {}},
     "students": {
         "taught": {
-            "model": "resnet9", "model_options": {"base_width": 2}, "distillation": {"teacher": "models/baseline"}
+            "model": "resnet9", "model_options": {"base_width": 2}, "distillation": {"teacher": "baseline"}
         }
     },
 }  # fmt: skip
@@ -184,7 +184,8 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
 
     weights = torch.load(results.model_file("baseline", 1), weights_only=True)
     torch.save(weights, "given.pt")
-    Path("params.yaml").write_text(yaml.safe_dump(with_students(taught={"distillation": {"teacher": "given.pt"}})))
+    variants = {"baseline": {}, "taught": {"distillation": {"teacher": "given.pt"}}}
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"variants": variants, "students": {}}))
     job.run(load(), "taught", CPU_ONLY, PREPARED)
     assert learned[2:] == [state_sha256(weights)] * 2
 
@@ -206,16 +207,16 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
         (PARAMS | {"variants": {"baseline": {}, "taught": {}}},
          "variants and students.taught: expected under students only"),
         (PARAMS | {"variants": PARAMS["variants"] | PARAMS["students"], "students": {}},
-         "variants.taught: expected under students only (students are the variants with distillation)"),
+         "variants.taught: expected under students only (students are variants that learn from a variant)"),
         (with_students(taught={}), "students.taught: expected under variants only"),
-        (with_students(taught={"distillation": {"teacher": "models/baselin"}}),
-         "students.taught.distillation.teacher: found 'models/baselin'; allowed: models/baseline, "),
-        (with_students(taught={"distillation": {"teacher": "models/taught"}}),
-         "students.taught.distillation.teacher: found 'models/taught'; allowed: models/baseline, or a file"),
-        (with_students(taught={"distillation": {"teacher": "baseline"}}),
-         "students.taught.distillation.teacher: found 'baseline'; allowed: models/baseline, "),
-        (with_students(taught={"distillation": {"teacher": "models/baseline", "alpha": 2}}), "less than or equal to 1"),
-        (with_students(taught={"distillation": {"teacher": "models/baseline", "temp": 2}}), "Allowed: teacher, temper"),
+        (with_students(taught={"distillation": {"teacher": "given.pt"}}),
+         "students.taught: expected under variants only"),
+        (with_students(taught={"distillation": {"teacher": "baselin"}}),
+         "students.taught.distillation.teacher: found 'baselin'; allowed: baseline, or the path of a file"),
+        (with_students(taught={"distillation": {"teacher": "taught"}}),
+         "students.taught.distillation.teacher: found 'taught'; allowed: baseline, or the path of a file"),
+        (with_students(taught={"distillation": {"teacher": "baseline", "alpha": 2}}), "less than or equal to 1"),
+        (with_students(taught={"distillation": {"teacher": "baseline", "temp": 2}}), "Allowed: teacher, temper"),
     ],
 )  # fmt: skip
 def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
@@ -229,7 +230,7 @@ def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
 
 
 def test_a_teacher_that_is_a_variant_has_the_variant_s_model() -> None:
-    chain = {"second": {"distillation": {"teacher": "models/taught"}}, **PARAMS["students"]}
+    chain = {"second": {"distillation": {"teacher": "taught"}}, **PARAMS["students"]}
     found = parse(with_students(**chain)).variants
     learned = {name: variant.distillation for name, variant in found.items() if variant.distillation}
     assert found["taught"].model == "resnet9"

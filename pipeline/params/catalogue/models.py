@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
 from pipeline.params.catalogue.base import Entry
-from pipeline.params.sections import Fraction, Section
+from pipeline.params.sections import VARIANT, Fraction, Section
 
 
 class Distillation(Section):
     """A teacher, and how much a student learns from it."""
 
     teacher: Annotated[str, Field(min_length=1)]
-    """models/VARIANT: the weights of that variant, trained with the same seed. Or a file of weights (a state dict)."""
+    """VARIANT: the weights of that variant, trained with the same seed. Or a file of weights (a state dict), whose path
+    contains a dot or a slash."""
     temperature: PositiveFloat = 4.0
     """Divides the logits of teacher and student, so that the teacher's small probabilities count. Unused in tasks
     without logits."""
@@ -28,6 +30,11 @@ class Distillation(Section):
     def __str__(self) -> str:
         return self.teacher
 
+    @property
+    def variant(self) -> str | None:
+        """The teacher's name if the teacher is a variant; None if it is a file of weights."""
+        return self.teacher if re.match(VARIANT, self.teacher) else None
+
 
 class ModelSettings(Section):
     """A variant's model, if it differs from the job's."""
@@ -36,7 +43,7 @@ class ModelSettings(Section):
     model_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for this model."""
     distillation: Distillation | None = None
-    """A variant with a teacher belongs under students."""
+    """A variant whose teacher is a variant belongs under students."""
 
 
 MODELS: tuple[Entry, ...] = (
@@ -55,7 +62,7 @@ MODELS: tuple[Entry, ...] = (
     ),
     Entry(
         name="distillation",
-        setting="distillation: {teacher: models/baseline}",
+        setting="distillation: {teacher: baseline}",
         searched_for=("knowledge distillation", "teacher", "student", "soft targets", "KD", "temperature"),
         does="A part of the loss is the distance between the outputs of the model and of a trained teacher: for logits "
         "the Kullback-Leibler divergence at a temperature, for other outputs the mean squared difference",
