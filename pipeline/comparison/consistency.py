@@ -75,7 +75,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             elsewhere = _elsewhere(f"variant {result.variant!r}", result.environment, here, result.variant)
             if problem := elsewhere or _key_problem(result.key, here, "train", result.variant):
                 problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
-        again = f"Run {results.train_again(result.variant, results.stage_of(result.applied))}."
+        again = f"Run {results.train_again(results.stage_of(result.variant, result.applied))}."
         teacher = (result.applied.get("distillation") or {}).get("teacher", "")
         now = weights.get(teacher, {})
         if any(now.get(run.seed, run.teacher_sha256) != run.teacher_sha256 for run in result.runs):

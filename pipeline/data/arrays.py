@@ -91,11 +91,6 @@ def export(fetch: Fetch, directory: Path) -> None:
             chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         bar = tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None)
         array_files.write(bar, f"{KEY}: {name}", directory, prefix)
-        if split == "train" and (own := sorted(path.stem for path in directory.glob(f"{TEST}*"))):
-            raise DataError(
-                f"{KEY}: {name} yielded {', '.join(own)} for the split train; yield them when split is test, under the "
-                f"names without {TEST}."
-            )
 
 
 def _digits() -> Iterator[Any]:

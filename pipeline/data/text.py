@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,19 @@ def decode(config: Config, directory: Path) -> Decoded:
     """Decode the files that ``directory``'s listing names. The share ``prepare.test_fraction`` of these files is for
     testing."""
     rows, top, kept = listed(directory / LISTING), root(config.fetch), config.prepare
-    tokenizer = _Bytes() if kept.tokenizer is None else _OfFile(Path(kept.tokenizer).expanduser())
+    encode, end, version = _tokenizer(kept.tokenizer)
     test = held_out([path for path, _ in rows], [0] * len(rows), kept.test_fraction)
-
     python = platform.python_version() if config.fetch.dataset == "python_source" else ""
 
     def split(wanted: bool, limit: int | None) -> Iterator[Chunk]:
         chosen = [row for row, out in zip(rows, test, strict=True) if out == wanted]
-        return windows(_tokens(top, chosen, tokenizer), kept.window, limit)
+        return windows(_tokens(top, chosen, encode, end), kept.window, limit)
 
     return Decoded(
         train=split(False, kept.train_limit),
         test=split(True, kept.test_limit),
-        vocabulary=tokenizer.end + 1,
-        version=" ".join(filter(None, (python, tokenizer.version))),
+        vocabulary=end + 1,
+        version=" ".join(filter(None, (python, version))),
     )
 
 
@@ -101,49 +100,41 @@ def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> 
             return
 
 
-class _Bytes:
-    """The bytes of UTF-8 are the tokens."""
+def _tokenizer(file: str | None) -> tuple[Callable[[str], Tokens], int, str]:
+    """Return a function that turns text into tokens, the token after each file's last token, and a version.
 
-    end = END
-    version = ""
-
-    def encode(self, text: str) -> Tokens:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-
-
-class _OfFile:
-    """The tokens of a tokenizer that the library https://github.com/huggingface/tokenizers wrote to a file.
+    ``file`` holds a tokenizer that the library https://github.com/huggingface/tokenizers wrote. Without a file, the
+    bytes of UTF-8 are the tokens.
 
     Raises DataError if the library is missing, or if the file cannot be read as a tokenizer.
     """
+    if file is None:
+        return lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16), END, ""
+    path = Path(file).expanduser()
+    tokenizers = factories.library("tokenizers", f"{KEY}: found {file!r}", DataError)
+    try:
+        content = path.read_bytes()
+        found = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}); save it anew.") from None
+    found.no_truncation()
+    found.no_padding()
+    end = 1 + max(found.get_vocab().values(), default=-1)
+    dtype = np.uint16 if end < 1 << 16 else np.uint32
+    version = f"tokenizer {hashlib.sha256(content).hexdigest()[:16]}"
+    return lambda text: np.array(found.encode(text, add_special_tokens=False).ids, dtype), end, version
 
-    def __init__(self, path: Path) -> None:
-        tokenizers = factories.library("tokenizers", f"{KEY}: found {str(path)!r}", DataError)
-        try:
-            content = path.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}); save it anew.") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.end = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        self.version = f"tokenizer {hashlib.sha256(content).hexdigest()[:16]}"
 
-    def encode(self, text: str) -> Tokens:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.uint16 if self.end < 1 << 16 else np.uint32)
-
-
-def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfFile) -> Iterator[Tokens]:
-    """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a
-    line, unless it contains no line end."""
+def _tokens(top: Path, rows: Iterable[tuple[str, str]], encode: Callable[[str], Tokens], end: int) -> Iterator[Tokens]:
+    """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a line, unless it
+    contains no line end."""
     for name, expected in rows:
         path, digest, left = top / name, hashlib.sha256(), ""
         try:
             for block in codecs.iterdecode(_blocks(path, digest), "utf-8"):
                 left += block
                 cut = left.rfind("\n") + 1 or len(left)
-                yield tokenizer.encode(left[:cut])
+                yield encode(left[:cut])
                 left = left[cut:]
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
@@ -151,8 +142,8 @@ def _tokens(top: Path, rows: Iterable[tuple[str, str]], tokenizer: _Bytes | _OfF
             raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
         if digest.hexdigest() != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
-        yield tokenizer.encode(left)
-        yield np.array([tokenizer.end], tokenizer.encode("").dtype)
+        yield encode(left)
+        yield np.array([end], encode("").dtype)
 
 
 def _blocks(path: Path, digest: Any) -> Iterator[bytes]:

@@ -30,7 +30,7 @@ def check_current(config: Config) -> None:
         for path, *_ in results.differing(made_of.get(section, {}).get(name), here.get(section, {}).get(name), name)
     ]
     unknown = f"`dvc status` failed, so {COMPARISON_FILE} may not match the present files; fix that error"
-    trained = (f"{stage_of(variant)}@{name}" for name, variant in config.variants.items())
+    trained = (stage_of(name, variant) for name, variant in config.variants.items())
     stages_held = [*trained, "bench", "compare"]
     text = output([sys.executable, "-m", "dvc", "status", "--json", *stages_held], unknown)
     try:

@@ -96,7 +96,7 @@ def measured(config: Config, revision: str) -> Gated:
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side in sides:
-                dvc(side, "repro", *anew, *(f"{results.stage_of(effective.variants[name])}@{name}" for name in names))
+                dvc(side, "repro", *anew, *(results.stage_of(name, effective.variants[name]) for name in names))
             trained[0], _ = _test_accuracies(roots[0], names)
             trained[1], unit = _test_accuracies(roots[1], names)
         turns = turns_on(here["device"], effective.bench)

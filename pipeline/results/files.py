@@ -78,8 +78,8 @@ def read(path: Path, config: Config) -> Result:
     and every key that differs.
     """
     variant = path.stem
-    stage = stage_of(config.variants.get(variant))
-    result = read_document(path, Result, f"run `dvc repro`, or `dvc repro {stage}@{variant}` for this variant alone")
+    stage = stage_of(variant, config.variants.get(variant))
+    result = read_document(path, Result, f"run `dvc repro`, or `dvc repro {stage}` for this variant alone")
     params = json.loads(config.model_dump_json(include={"train", "variants"}))
     said = result.config.get("variant")
     if isinstance(said, dict):  # an older result lacks the keys of newer techniques
@@ -99,9 +99,9 @@ def read(path: Path, config: Config) -> Result:
     if problems:
         raise ResultError(
             f"{path} does not match the present params.yaml: {'; '.join(problems)}. Run `dvc repro`, or "
-            f"{train_again(variant, stage)} if DVC considers it up to date."
+            f"{train_again(stage)} if DVC considers it up to date."
         )
-    _refuse(path, of_result(result, config.train), f"run {train_again(variant, stage)}")
+    _refuse(path, of_result(result, config.train), f"run {train_again(stage)}")
     return result
 
 
@@ -115,16 +115,16 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
     return values
 
 
-def stage_of(variant: Variant | Mapping[str, Any] | None) -> str:
-    """Return the name (without ``@`` and variant) of the stage in dvc.yaml that trains variants with these settings."""
-    settings = variant.model_dump() if isinstance(variant, Variant) else variant or {}
-    teacher = (settings.get("distillation") or {}).get("teacher", ".")
-    return "distil" if re.match(VARIANT, teacher) else "train"
+def stage_of(variant: str, settings: Variant | Mapping[str, Any] | None = None) -> str:
+    """Return the stage in dvc.yaml that trains ``variant`` with these settings, such as ``train@baseline``."""
+    values = settings.model_dump() if isinstance(settings, Variant) else settings or {}
+    teacher = (values.get("distillation") or {}).get("teacher", ".")
+    return f"{'distil' if re.match(VARIANT, teacher) else 'train'}@{variant}"
 
 
-def train_again(variant: str, stage: str = "train") -> str:
-    """Return the command that trains ``variant`` even if DVC's cache contains the result; for use in a message."""
-    return f"`dvc repro --single-item --force {stage}@{variant}`"
+def train_again(stage: str) -> str:
+    """Return the command that runs ``stage`` even if DVC's cache contains the result; for use in a message."""
+    return f"`dvc repro --single-item --force {stage}`"
 
 
 def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -175,7 +175,7 @@ def read_history(path: Path) -> list[HistoryRow]:
         with path.open(newline="", encoding="utf-8") as file:
             return [history_row(row) for row in csv.DictReader(file)]
     except (ValueError, csv.Error) as error:
-        again = train_again(path.parent.name)
+        again = train_again(stage_of(path.parent.name))
         raise ResultError(f"{path} is not a history that this version can read: run {again}. ({error})") from None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.data.batches import Batch
@@ -33,11 +32,12 @@ class LanguageModel(LogitsTask):
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         (windows,) = rows
-        return windows[:, :-1], windows[:, 1:].long()
+        windows = windows.long()  # torch's embeddings need int64
+        return windows[:, :-1], windows[:, 1:]
 
     @cached_property
     def preprocess(self) -> nn.Module:
-        return _AsIndices()
+        return nn.Identity()
 
     def input_arguments(self) -> dict[str, Any]:
         return {"length": self.units_per_sample}
@@ -56,10 +56,3 @@ class LanguageModel(LogitsTask):
     def findings(self, test_loss: float) -> dict[str, float]:
         """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""
         return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
-
-
-class _AsIndices(nn.Module):
-    """Converts tokens of any integer type to int64, which torch's embeddings need."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens.to(torch.int64)

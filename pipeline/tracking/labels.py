@@ -47,7 +47,7 @@ def child_tags(child: Child) -> dict[str, str]:
         "variant": child.variant,
         "seed": str(child.run.seed),
         "world_size": str(child.result.world_size),
-        "dvc_stage": f"{results.stage_of(child.result.applied)}@{child.variant}",
+        "dvc_stage": results.stage_of(child.variant, child.result.applied),
         "model_sha256": child.run.model_sha256,
         **_origin_of(child.result, child.root),
     }

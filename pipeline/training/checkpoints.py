@@ -107,13 +107,13 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
 
     Raises ResultError, which names the file, if the file is missing, cannot be read or holds other weights.
     """
-    path, stage = results.model_file(result.variant, seed, root), results.stage_of(result.applied)
-    retrain = results.train_again(result.variant, stage)
+    path, stage = results.model_file(result.variant, seed, root), results.stage_of(result.variant, result.applied)
+    retrain = results.train_again(stage)
     expected = next(run.model_sha256 for run in result.runs if run.seed == seed)
     try:
         state, found = _weights_in(path)
     except FileNotFoundError:
-        raise ResultError(f"{path} is missing; run `dvc repro {stage}@{result.variant}` first.") from None
+        raise ResultError(f"{path} is missing; run `dvc repro {stage}` first.") from None
     except Unreadable as error:
         raise ResultError(f"{path} cannot be read as weights ({error}). Run {retrain}.") from None
     if found != expected:
