@@ -33,9 +33,9 @@ MemoryMap: TypeAlias = "np.memmap[Any, np.dtype[Any]]"
 
 DESCRIPTION = "dataset.json"
 CACHED_FRACTION = 0.5
-"""The page cache might not keep an array that is larger than this share of the memory. Rows are read in random order,
-so the pages that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead is
-switched off for such an array, and ``Reader`` announces the next rows to the system instead."""
+"""The page cache might not keep an array that is larger than this share of the memory. Training reads rows in random
+order, so the pages that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead
+is switched off for such a training array, and ``Reader`` announces the next rows to the system instead."""
 _AGAIN = "run `dvc repro --force prepare`."
 
 
@@ -45,8 +45,8 @@ class Split:
 
     arrays: Mapping[str, Tensor]
     beyond_cache: Mapping[str, MemoryMap] = field(default_factory=dict)
-    """Name -> numpy's memory map, for arrays larger than ``CACHED_FRACTION`` of the memory; empty on a system without
-    posix_fadvise."""
+    """Name -> numpy's memory map, for training arrays larger than ``CACHED_FRACTION`` of the memory; empty on a system
+    without posix_fadvise."""
 
     @property
     def inputs(self) -> Tensor:
@@ -150,7 +150,8 @@ def read(directory: Path) -> Dataset:
         opened = {
             array: _open(directory / f"{name}_{array}.npy", form, count) for array, form in description.arrays.items()
         }
-        large = {array: rows for array, rows in opened.items() if hasattr(os, "posix_fadvise") and rows.nbytes > cached}
+        random = name == "train" and hasattr(os, "posix_fadvise")  # test rows are read in order
+        large = {array: rows for array, rows in opened.items() if random and rows.nbytes > cached}
         for rows in large.values():
             assert isinstance(rows.base, mmap.mmap)
             rows.base.madvise(mmap.MADV_RANDOM)

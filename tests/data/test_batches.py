@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -272,6 +273,22 @@ def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the
     start = (digits_folder / "train_inputs.npy").stat().st_size - digits.train.inputs.nbytes
     rows = [(start + 64 * row, 64, os.POSIX_FADV_WILLNEED) for row in order.tolist()]
     assert told == [(0, 0, os.POSIX_FADV_RANDOM), *rows]
+
+
+def test_the_system_reads_ahead_in_the_test_split_but_not_in_the_training_split(
+    digits_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "memory_limits", lambda: [10_000])
+    opened = read(digits_folder)
+    assert (set(opened.train.beyond_cache), set(opened.test.beyond_cache)) == ({"inputs", "targets"}, set())
+    flags, name = defaultdict[str, set[str]](set), ""  # other tests have the same files open
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name = line.split(str(digits_folder))[-1] if str(digits_folder) in line else name
+        if line.startswith("VmFlags:"):
+            flags[name].update(line.split())
+            name = ""
+    assert {name for name in flags if "rr" in flags[name]} == {"/train_inputs.npy", "/train_targets.npy"}
+    assert "/test_inputs.npy" in flags
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "uint32", "int64", "float16", "float64"])
