@@ -44,6 +44,8 @@ TURNS, TURN_STEPS = 6, 32
 """Turns of an arm in each round, and steps of a turn. A turn has many more steps than the few batches that an arm reads
 ahead while it waits."""
 PAGE_BYTES = 4096
+Taken = tuple[float, float, float]
+"""Seconds, bytes that the process read from disk, and seconds of processor time."""
 PRELOAD = ("pipeline.training.assembly", "torch._dynamo")
 
 
@@ -56,13 +58,15 @@ def pooled(*, pool: int, channels: int, height: int, width: int, classes: int) -
 def training(rounds: int = 10, limit_bytes: int = LIMIT_BYTES, pool: int = 4) -> dict[str, Any]:
     """Return the samples per second with limited memory, divided by those without a limit.
 
-    ``pool``: as in ``pooled``. ``disk_bytes`` in the result: bytes that the limited arm read from disk in each round.
+    ``pool``: as in ``pooled``. In the result, ``disk_bytes`` has the bytes that the limited arm read from disk in each
+    round, and ``cpu_seconds`` has the processor time of the limited arm and of the other arm in each round.
     """
     config = _job(3 * limit_bytes // math.prod(SHAPE), pool)
     plan = plans.plan(config, "baseline", environment.machine())
     numerators: list[float] = []
     denominators: list[float] = []
-    disk_bytes: list[int] = []
+    disk_bytes: list[float] = []
+    cpu_seconds: list[list[float]] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, limited(limit_bytes) as group:
         beyond, within = Path(name, "beyond"), Path(name, "within")
         with forked(_prepare, (config, Path(name, "raw"), beyond, group), 1, preload=PRELOAD) as ask:
@@ -77,13 +81,14 @@ def training(rounds: int = 10, limit_bytes: int = LIMIT_BYTES, pool: int = 4) ->
                 forked(_train, (plan, within, None, number), 1, preload=PRELOAD) as free_arm,
             ):
                 limited_arm(None), free_arm(None)
-                taken: dict[Any, list[tuple[float, int]]] = {limited_arm: [], free_arm: []}
+                taken: dict[Any, list[Taken]] = {limited_arm: [], free_arm: []}
                 for turn in range(TURNS):
                     for arm in (limited_arm, free_arm)[:: 1 if turn % 2 == 0 else -1]:
                         taken[arm] += arm(TURN_STEPS)
             for arm, speeds in ((limited_arm, numerators), (free_arm, denominators)):
-                speeds.append(TURNS * TURN_STEPS * BATCH_SIZE / sum(seconds for seconds, _ in taken[arm]))
-            disk_bytes.append(sum(read for _, read in taken[limited_arm]))
+                speeds.append(TURNS * TURN_STEPS * BATCH_SIZE / sum(seconds for seconds, *_ in taken[arm]))
+            disk_bytes.append(sum(read for _, read, _ in taken[limited_arm]))
+            cpu_seconds.append([sum(used for *_, used in taken[arm]) for arm in (limited_arm, free_arm)])
             print(f"{count(number + 1, 'round')}: {numerators[-1] / denominators[-1]:.3f}", flush=True)
         set_bytes = arrays[0].stat().st_size
     interval = stats.paired_ratio(numerators, denominators)
@@ -93,6 +98,7 @@ def training(rounds: int = 10, limit_bytes: int = LIMIT_BYTES, pool: int = 4) ->
         "set_bytes": set_bytes,
         "read_bytes": TURNS * TURN_STEPS * BATCH_SIZE * math.prod(SHAPE),
         "disk_bytes": disk_bytes,
+        "cpu_seconds": cpu_seconds,
         "prepare_seconds": prepare_seconds,
         "ratios": [a / b for a, b in zip(numerators, denominators, strict=True)],
         "median_ratio": interval.estimate,
@@ -155,22 +161,23 @@ def _prepare(config: Config, raw: Path, prepared: Path, group: Path) -> Generato
     yield time.perf_counter() - started
 
 
-def _train(plan: Plan, prepared: Path, group: Path | None, seed: int) -> Generator[tuple[float, int], int, None]:
-    """Take the steps of each turn; yield their seconds, and the bytes that this process read from disk."""
+def _train(plan: Plan, prepared: Path, group: Path | None, seed: int) -> Generator[Taken, int, None]:
+    """Take the steps of each turn; yield what they took."""
     _join(group)
     keep_freed_memory()  # as in a training; without it, each step would request its pages from the group again
     with assembled(plan, prepared) as assembly, assembly.training(seed) as run:
         if assembly.placement == "resident":  # map all pages, as the first epoch of a long training does
             assembly.task.dataset.train.inputs.view(-1)[::PAGE_BYTES].sum()
         run.advance(3)
-        steps = yield 0.0, 0
+        steps = yield 0.0, 0.0, 0.0
         while steps:
-            started, before = time.perf_counter(), _disk_bytes()
+            before = _taken()
             run.advance(steps)
-            steps = yield time.perf_counter() - started, _disk_bytes() - before
+            seconds, read, used = (now - then for now, then in zip(_taken(), before, strict=True))
+            steps = yield seconds, read, used
 
 
-def _disk_bytes() -> int:
-    """Return the number of bytes that this process has read from disk."""
+def _taken() -> Taken:
+    """Return what this process has taken so far, apart from a constant."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
-    return int(fields["read_bytes"])
+    return time.perf_counter(), float(fields["read_bytes"]), time.process_time()
