@@ -27,13 +27,13 @@ from benchmarks.pairs import ROOT, Checkout, ratio
 from benchmarks.peers.job import Job
 from pipeline import environment, params, results, tasks
 from pipeline.data import packing, prepared, sources
-from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.models import optimizers
 from pipeline.params import Train, parse
 from pipeline.plans import plan
 from pipeline.processes.malloc import keep_freed_memory
+from pipeline.tasks.batches import TrainBatches
 from pipeline.training.composition import compose
 
 BASELINE: dict[str, Any] = {"baseline": {}}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline import tasks
-from pipeline.data.batches import Placement, TrainBatches
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import ALONE as ALONE
 from pipeline.distributed import World
@@ -19,6 +18,7 @@ from pipeline.params import Train, Variant
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
+from pipeline.tasks.batches import Placement, TrainBatches
 from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.training import composition
 from pipeline.training.assembly import Assembly

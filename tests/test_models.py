@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torchvision import models as torchvision_models
 from torchvision.models.regnet import BlockParams
 
-from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, Statistics
 from pipeline.models import ModelError, build
 from pipeline.models.gpt import GPT
 from pipeline.tasks.base import Normalise
+from pipeline.tasks.batches import evaluation_batches
 from tests.conftest import ROOT
 from tests.nets import labelled, task_of
 

@@ -163,8 +163,8 @@ def _applied(made: Plan) -> frozenset[str]:
 
 def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
     """Train each plan a few steps and evaluate it; return the errors."""
-    from pipeline.data.batches import Placement
     from pipeline.params.catalogue import in_effect
+    from pipeline.tasks.batches import Placement
     from pipeline.techniques import of_plan
 
     torch.compile = functools.partial(_without_kernels, torch.compile)  # never undone: no other test uses this process

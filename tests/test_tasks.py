@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import plans, results, tasks
-from pipeline.data.batches import TrainBatches, evaluation_batches
 from pipeline.data.prepared import Dataset, Split, Statistics, read
 from pipeline.distributed import World
 from pipeline.environment import code
@@ -35,6 +34,7 @@ from pipeline.plans import plan
 from pipeline.profiling import flops, ledger
 from pipeline.results import Unit
 from pipeline.tasks import TaskError
+from pipeline.tasks.batches import TrainBatches, evaluation_batches
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256

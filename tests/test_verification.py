@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from pipeline import cli, params
-from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
 from pipeline.params import Config, Machine, Train, Variant, outside, parse
 from pipeline.plans import plan as plan_of
+from pipeline.tasks.batches import evaluation_batches
 from pipeline.tools import verification
 from pipeline.tools.verification import words
 from pipeline.tools.verification.claims import (

@@ -1,10 +1,10 @@
-"""Turns a data set's name into batches on the device.
+"""Turns a data set's name into arrays, and reads their rows.
 
 ``sources`` fetches and verifies raw files. ``datasets`` decodes the raw files of images; ``arrays`` and ``text`` decode
-other formats, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` reads them.
-``batches`` shuffles, shards and augments the samples, and lets the task make batches; ``loader`` does the same with
-PyTorch's DataLoader. The stages fetch, prepare and train exchange only files, so after a change only the affected
-stages run again.
+other formats, and ``synthetic`` generates samples. ``packing`` writes the decoded arrays, and ``prepared`` opens them.
+``reader`` reads rows ahead of the steps, and ``augmentation`` augments images. ``pipeline.tasks`` makes batches from
+these rows. The stages fetch, prepare and train exchange only files, so after a change only the affected stages run
+again.
 """
 
 from __future__ import annotations

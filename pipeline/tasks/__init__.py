@@ -1,4 +1,8 @@
-"""What a job learns from its data: classification, a language model, regression, or a task of the user's own."""
+"""What a job learns from its data: classification, a language model, regression, or a task of the user's own.
+
+``batches`` shuffles and shards the samples, and lets the task make batches. ``loader`` does the same with PyTorch's
+DataLoader.
+"""
 
 from __future__ import annotations
 

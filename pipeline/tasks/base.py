@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import models
-from pipeline.data.batches import Batch
 from pipeline.data.prepared import Dataset, Statistics
 from pipeline.errors import PipelineError
 from pipeline.models import loss_and_metric
@@ -21,6 +20,8 @@ from pipeline.models.loss_and_metric import Objective
 from pipeline.params import Train
 
 CPU = torch.device("cpu")
+Batch = tuple[Tensor, Tensor]
+"""The model's inputs [b, ...] and the loss's targets [b, ...]."""
 PROBES = 6
 """Number of samples on which ``Task.check`` tries loss and score."""
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from pipeline.data.batches import Batch
-from pipeline.tasks.base import LogitsTask
+from pipeline.tasks.base import Batch, LogitsTask
 
 
 class LanguageModel(LogitsTask):

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.batches import Batch
-from pipeline.tasks.base import Normalise, Task, TaskError
+from pipeline.tasks.base import Batch, Normalise, Task, TaskError
 
 
 class Regression(Task):

@@ -9,7 +9,7 @@ from pipeline.techniques.base import Technique
 
 
 class DataLoaderData(Technique):
-    """Reads the batches with PyTorch's DataLoader and its worker processes (``pipeline.data.loader``).
+    """Reads the batches with PyTorch's DataLoader and its worker processes (``pipeline.tasks.loader``).
 
     The measured peak memory does not include the workers' memory.
     """
@@ -18,4 +18,4 @@ class DataLoaderData(Technique):
 
     @classmethod
     def prepare_process(cls) -> None:
-        import pipeline.data.loader  # noqa: F401
+        import pipeline.tasks.loader  # noqa: F401

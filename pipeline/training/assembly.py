@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from pipeline import models, tasks
-from pipeline.data.batches import Placement, choose_placement, evaluation_batches
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
@@ -29,6 +28,7 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import importing, malloc
 from pipeline.tasks import Task
+from pipeline.tasks.batches import Placement, choose_placement, evaluation_batches
 from pipeline.techniques import Setup, Technique, of_plan
 from pipeline.techniques.base import unchanged
 from pipeline.techniques.precision import DTYPES

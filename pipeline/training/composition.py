@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from pipeline.data.batches import Placement, TrainBatches
 from pipeline.distributed import World
 from pipeline.measurement.detectors.base import Detector
 from pipeline.models import optimizers
@@ -15,6 +14,7 @@ from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
+from pipeline.tasks.batches import Placement, TrainBatches
 from pipeline.techniques import Setup, Stored, Technique
 from pipeline.training.evaluation import without_weights
 from pipeline.training.loop import Training

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.data.batches import evaluation_batches
 from pipeline.distributed import World
 from pipeline.models.loss_and_metric import RESOLUTION, ObjectiveError
 from pipeline.tasks import Task
+from pipeline.tasks.batches import evaluation_batches
 
 
 @dataclass(frozen=True)

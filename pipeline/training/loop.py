@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.data.batches import TrainBatches
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, count, first_line
 from pipeline.measurement.detectors.base import Detector
@@ -25,6 +24,7 @@ from pipeline.plans import Plan
 from pipeline.results import HistoryRow
 from pipeline.step import Losses
 from pipeline.tasks import Task
+from pipeline.tasks.batches import TrainBatches
 from pipeline.techniques import Setup, Technique
 from pipeline.training import checkpoints
 from pipeline.training.counting import Counted, Work, counted, most_missing

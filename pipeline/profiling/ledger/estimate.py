@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.data.batches import Placement
 from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE, share_of
 from pipeline.environment import cores
@@ -25,6 +24,7 @@ from pipeline.profiling.ledger.tracker import Call, KernelTracker, ledger_parts,
 from pipeline.results import Ledger
 from pipeline.step import Losses
 from pipeline.tasks import Task
+from pipeline.tasks.batches import Placement
 from pipeline.techniques import of_plan
 from pipeline.training.composition import batches_of, compose
 from pipeline.training.loop import Training

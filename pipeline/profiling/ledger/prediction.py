@@ -12,11 +12,11 @@ from pydantic import ByteSize, TypeAdapter
 
 from pipeline import tasks
 from pipeline.data import prepared
-from pipeline.data.batches import Placement, placement_within
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import plan as plan_of
 from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, Estimate, PredictionError
+from pipeline.tasks.batches import Placement, placement_within
 
 COLUMNS = {
     "peak": "peak_bytes",

@@ -13,13 +13,13 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.batches import Placement
 from pipeline.distributed import own_part
 from pipeline.processes import default_environment
 from pipeline.profiling import QUIET, each_within
 from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.results import Ledger
 from pipeline.tasks import Task
+from pipeline.tasks.batches import Placement
 from pipeline.training.loop import Training
 
 Call = tuple[str, int]

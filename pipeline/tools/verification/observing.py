@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import tasks
-from pipeline.data.batches import evaluation_batches
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
 from pipeline.files import json_sha256
 from pipeline.params import Train
 from pipeline.plans import Plan
+from pipeline.tasks.batches import evaluation_batches
 from pipeline.tools.verification.natures import make_per_sample
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
 from pipeline.training.counting import Work

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import psutil
 import torch
@@ -21,36 +21,17 @@ from pipeline.data.prepared import Dataset, Split, check_batch
 from pipeline.data.reader import Reader
 from pipeline.errors import ConfigError, count
 from pipeline.params import Augment
+from pipeline.tasks.base import CPU, Batch, Task
 
 if TYPE_CHECKING:
-    from pipeline.data.loader import WorkerBatches
+    from pipeline.tasks.loader import WorkerBatches
 
-Batch = tuple[Tensor, Tensor]
 Placement = Literal["resident", "streamed", "dataloader"]
 """How the rows of a batch are read: from arrays on the device ("resident"), by a thread that reads ahead ("streamed"),
 or by PyTorch's DataLoader ("dataloader")."""
 
 RESIDENT_FRACTION = 0.25
 """The placement "auto" means "resident" if the training arrays take at most this share of the device's free memory."""
-
-
-class Batching(Protocol):
-    """What a task, ``pipeline.tasks.Task``, provides for its batches."""
-
-    @property
-    def dataset(self) -> Dataset: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    arrays: ClassVar[tuple[str, ...]]
-    """Names of the arrays from which batches are made, the inputs first."""
-
-    def batch(self, rows: Sequence[Tensor]) -> Batch:
-        """Make inputs and targets from the same rows of each of ``arrays``. All tensors are on the task's device."""
-
-    def on(self, device: torch.device) -> Self:
-        """Return the same task on another device."""
 
 
 class TrainBatches:
@@ -69,7 +50,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        task: Batching,
+        task: Task,
         *,
         batch_size: int,
         micro_batches: int,
@@ -109,10 +90,9 @@ class TrainBatches:
         task.batch([array[:1].to(device) for array in arrays])  # copies the task's constants to the device
         self._loader: WorkerBatches | None = None
         if self.placement == "dataloader":
-            from pipeline.data.loader import WorkerBatches  # imported here, because it imports torchvision
+            from pipeline.tasks.loader import WorkerBatches  # imported here, because it imports torchvision
 
-            cpu = torch.device("cpu")
-            self._loader = WorkerBatches(task.on(cpu), augment, workers, pinned=device.type == "cuda")
+            self._loader = WorkerBatches(task.on(CPU), augment, workers, pinned=device.type == "cuda")
         self._each = torch.arange(self._split[-1], device=device)
         self._readers: set[Reader] = set()
         # The finalizer also runs when the interpreter exits, so that no thread is still copying while torch shuts down.
@@ -188,7 +168,7 @@ class TrainBatches:
         return inputs, targets
 
 
-def evaluation_batches(split: Split, task: Batching, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+def evaluation_batches(split: Split, task: Task, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
     """Yield this rank's share of ``split`` in order, at most ``batch_size`` samples at a time, on the task's device.
 
     The ranks' shares are consecutive, differ in size by at most one sample, and together contain every sample once. A

@@ -24,11 +24,11 @@ from torchvision.transforms import functional as reference
 
 from pipeline import environment
 from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
-from pipeline.data.batches import TrainBatches, choose_placement, evaluation_batches
 from pipeline.data.prepared import Dataset, read
 from pipeline.data.reader import READ_AHEAD, OpenRows, Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
+from pipeline.tasks.batches import TrainBatches, choose_placement, evaluation_batches
 from tests.nets import labelled, task_of
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from pipeline.data import loader
-from pipeline.data.batches import TrainBatches
 from pipeline.data.prepared import Dataset
-from tests.data.test_batches import EVERYTHING, make, same
+from pipeline.tasks import loader
+from pipeline.tasks.batches import TrainBatches
+from tests.test_batches import EVERYTHING, make, same
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 _OTHERS: set[int] = set()
@@ -137,7 +137,7 @@ def test_held_workers_end_when_their_trainer_is_killed(digits_folder: Path) -> N
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from pipeline.data import prepared\n"
-        "from tests.data.test_loader import loaded, workers\n"
+        "from tests.test_loader import loaded, workers\n"
         "made = loaded(prepared.read(Path(sys.argv[1])))\n"
         "next(made.epoch(0))\n"
         "made.hold()\n"

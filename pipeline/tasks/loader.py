@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.transforms import functional as F
 
-from pipeline.data.batches import Batch, Batching
 from pipeline.params import Augment
+from pipeline.tasks.base import Batch, Task
 
 Draw = tuple[int, int, int, bool, int, int]
 """A sample's index; top and left of its crop; whether it is mirrored; row and column of its cutout's centre."""
@@ -33,7 +33,7 @@ class WorkerBatches:
     request for a micro-batch or an epoch. Only the epoch that was requested last can be read.
     """
 
-    def __init__(self, task: Batching, augment: Augment, workers: int, *, pinned: bool) -> None:
+    def __init__(self, task: Task, augment: Augment, workers: int, *, pinned: bool) -> None:
         self._workers, self._pinned = workers, pinned
         self._brake = _Brake()
         self._samples = _Samples(task, augment, self._brake)
@@ -88,7 +88,7 @@ class WorkerBatches:
 class _Samples(TorchDataset[Batch]):
     """The training set as single, augmented samples. ``task`` is on the CPU."""
 
-    def __init__(self, task: Batching, augment: Augment, brake: _Brake) -> None:
+    def __init__(self, task: Task, augment: Augment, brake: _Brake) -> None:
         self._task, self._augment, self._brake = task, augment, brake
         self._arrays = [task.dataset.train.arrays[name] for name in task.arrays]
 
