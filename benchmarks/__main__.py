@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
     "data_path_augmented": lambda: data_path.ratio_of("augmented"),
     "ledgers": ledgers.predictions,
+    "evaluations": ledgers.evaluations,
     "textbook": stages.textbook,
     "textbook_in_memory": lambda: stages.textbook(in_memory=True),
     "bare_loop": stages.bare_loop,
@@ -34,6 +35,7 @@ BY_NAME = {
     "beyond_memory": beyond_memory.training,
     "beyond_memory_heavier": lambda: beyond_memory.training(pool=1),
     "own_job": own_job.decided,
+    "gpt_example": stages.gpt_example,
 }
 """Benchmarks that need root's rights or ten minutes. They run only if the user names them."""
 

@@ -104,6 +104,55 @@ def predictions() -> dict[str, Any]:
     return {"worst_ratio": worst, "target_ratio": 1.05, "lower_is_better": True, "cases": cases}
 
 
+def evaluations() -> dict[str, Any]:
+    """Return the memory that an evaluation adds to a process, divided by the bytes of the model's parameters.
+
+    The model is a ``gpt`` that two processes train. ``worst_ratio`` is that of the sharded models, which evaluate
+    without ever being whole. The figures also have ``post_local_sgd``, which evaluates a whole copy.
+    """
+    ways: dict[str, dict[str, Any]] = {
+        "fsdp": {"parallelism": "fsdp"},
+        "tensor": {"parallelism": "tensor"},
+        "post_local_sgd": {"parallelism": "ddp", "communication_hook": "post_local_sgd"},
+    }
+    options = {"width": 768, "depth": 8, "heads": 12}
+    train = {**GPT, "model": "gpt", "model_options": options, "batch_size": 4, "epochs": 1, "seeds": [0]}
+    variants = {name: {**way, "processes": 2} for name, way in ways.items()}
+    config = parse({"train": train, "compare": {"baseline": "fsdp"}, "variants": variants})
+    cases = {}
+    with tempfile.TemporaryDirectory() as folder:
+        raw, packed = Path(folder, "raw"), Path(folder, "packed")
+        made = {"train": 64, "test": 64, "shape": [65], "targets": "tokens", "classes": 257}
+        pack({"fetch": {"dataset": "synthetic", "synthetic": made}}, raw, packed)
+        for name in ways:
+            how = plan(config, name, environment.machine())
+            with forked(_evaluate, (how, packed), 2, preload=("pipeline.training.assembly", "torch._dynamo")) as ask:
+                added, whole = zip(*ask(None), strict=True)
+            cases[name] = {"added_bytes": added, "parameters_bytes": whole[0], "ratio": max(added) / whole[0]}
+            print(f"{name:45} {cases[name]['ratio']:.4f}  {max(added) / 2**20:8.1f} MiB", flush=True)
+    worst = max(cases[name]["ratio"] for name in ("fsdp", "tensor"))
+    return {"worst_ratio": worst, "target_ratio": 0.5, "lower_is_better": True, "cases": cases}
+
+
+def _evaluate(how: Plan, data: Path) -> Generator[tuple[int, int], None, None]:
+    """Yield the bytes by which an evaluation raises this process's resident set at its peak, and the parameters'."""
+    with assembled(how, data) as assembly, assembly.training(0) as training:
+        whole = sum(each.nbytes for each in assembly.task.model().parameters())
+        training.advance(3)
+        with training.paused():
+            training.evaluate()  # what only the first evaluation of a process allocates does not count
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak to the resident set
+            before = _status("VmRSS")
+            training.evaluate()
+            yield _status("VmHWM") - before, whole
+
+
+def _status(field: str) -> int:
+    """Return a figure in bytes from this process's status."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+
+
 def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
     with assembled(how, data) as assembly, assembly.training(0) as training:
         for _ in islice(training.run(), WARM_STEPS + MEASURED_STEPS):

@@ -174,7 +174,7 @@ class GrowingArray:
         self.shape: tuple[int, ...] = ()
         """Shape of one row."""
         self.count = 0
-        self._file = path.open("xb")
+        self._file = path.open("wb")
 
     def append(self, rows: npt.NDArray[Any]) -> None:
         """Add ``rows`` [n, ...]. Raises ValueError if their type or shape differs from the first row's."""

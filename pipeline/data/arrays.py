@@ -91,6 +91,8 @@ def export(fetch: Fetch, directory: Path) -> None:
             chunks = _called(fetch, name, split) if fetch.own_module else _saved(Path(name).expanduser(), split)
         bar = tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None)
         array_files.write(bar, f"{KEY}: {name}", directory, prefix)
+        if split == "train" and any(directory.glob(f"{TEST}*")):
+            raise DataError(f"{KEY}: {name} yielded arrays named {TEST}* for the split train; yield them for test.")
 
 
 def _digits() -> Iterator[Any]:

@@ -31,8 +31,7 @@ class LanguageModel(LogitsTask):
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         (windows,) = rows
-        windows = windows.long()  # torch's embeddings need int64
-        return windows[:, :-1], windows[:, 1:]
+        return windows[:, :-1].long(), windows[:, 1:].long()  # torch's embeddings need int64
 
     @cached_property
     def preprocess(self) -> nn.Module:

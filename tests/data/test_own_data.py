@@ -469,7 +469,10 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
         ("yield {'inputs': 1.0}", r"\(found float64 \[\]\); expected numbers \[n, ...\]"),
         ("yield {'inputs': [1.0]}; yield {'inputs': [[1.0]]}", r"rows of float64 \[1\] follow rows of float64 \[\]"),
         ("yield {'inputs': [1.0, 2.0], 'targets': [1]}", "different numbers of samples"),
-        ("yield {'test_inputs': [1.0]}", "own_data:samples has test_inputs, test_test_inputs; expected inputs"),
+        (
+            "yield {'test_inputs': [1.0]}",
+            r"samples yielded arrays named test_\* for the split train; yield them",
+        ),
         ("return", "own_data:samples has none of the arrays; expected inputs"),
     ],
 )
