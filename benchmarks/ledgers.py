@@ -5,9 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Generator
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.stages import pack
 from pipeline import environment, tasks
@@ -105,7 +107,7 @@ def predictions() -> dict[str, Any]:
 
 
 def evaluations() -> dict[str, Any]:
-    """Return the memory that an evaluation adds to a process, divided by the bytes of the model's parameters.
+    """Return the bytes of tensors that an evaluation adds to a process, divided by those of the model's parameters.
 
     The model is a ``gpt`` that two processes train. ``worst_ratio`` is that of the sharded models, which evaluate
     without ever being whole. The figures also have ``post_local_sgd``, which evaluates a whole copy.
@@ -135,22 +137,18 @@ def evaluations() -> dict[str, Any]:
 
 
 def _evaluate(how: Plan, data: Path) -> Generator[tuple[int, int], None, None]:
-    """Yield the bytes by which an evaluation raises this process's resident set at its peak, and the parameters'."""
+    """Yield the bytes by which an evaluation raises this process's tensors at their peak, and the parameters' bytes.
+
+    torch's allocator reports each allocation. The resident set would also show freed memory that the C library keeps.
+    """
     with assembled(how, data) as assembly, assembly.training(0) as training:
         whole = sum(each.nbytes for each in assembly.task.model().parameters())
         training.advance(3)
-        with training.paused():
-            training.evaluate()  # what only the first evaluation of a process allocates does not count
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak to the resident set
-            before = _status("VmRSS")
+        with training.paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             training.evaluate()
-            yield _status("VmHWM") - before, whole
-
-
-def _status(field: str) -> int:
-    """Return a figure in bytes from this process's status."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+        found = profiled.profiler.kineto_results.events()
+        changes = sorted((each.start_ns(), each.nbytes()) for each in found if each.name() == "[memory]")
+        yield max(accumulate(change for _, change in changes)), whole
 
 
 def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
