@@ -65,9 +65,9 @@ def test_measuring_stages_depend_on_the_environment_the_data_their_code_and_thei
         assert "data/prepared" in STAGES[stage]["deps"]
         who = f".{OF_A_VARIANT[stage]}" if stage in OF_A_VARIANT else ""
         relied_on = "relied_on.forms" if stage == "infer" else f"relied_on.variants{who}"
-        assert STAGES[stage]["params"] == [
-            {"environment.json": ["hash", relied_on, f"stages.{COMMANDS.get(stage, stage)}", f"variants{who}"]}
-        ]
+        read = ["hash", relied_on, f"stages.{COMMANDS.get(stage, stage)}", f"variants{who}"]
+        read += ["teachers.${key}"] if stage == "train" else []
+        assert STAGES[stage]["params"] == [{"environment.json": read}]
 
 
 @pytest.fixture(scope="module")

@@ -129,17 +129,6 @@ def test_what_lies_elsewhere_on_the_path_of_the_checkout_is_digested(checkout: P
     assert set(code.of_variant(planned())) == {"own_net.py", "own_layers.py", "own_other/__init__.py"}
 
 
-def test_a_teacher_s_file_is_digested_and_a_teacher_that_is_a_variant_is_not(checkout: Path) -> None:
-    for teacher in ("given.pt", "baseline"):
-        (checkout / teacher).write_bytes(b"weights")
-    by_file = planned(distillation={"teacher": "given.pt"})
-    first = code.of_variant(by_file)
-    assert "given.pt" in first
-    (checkout / "given.pt").write_bytes(b"others")
-    assert [name for name, digest in code.of_variant(by_file).items() if first[name] != digest] == ["given.pt"]
-    assert "baseline" not in code.of_variant(planned(distillation={"teacher": "baseline"}))
-
-
 TECHNIQUE = """
 from pipeline.params import Entry
 from pipeline.techniques import Technique

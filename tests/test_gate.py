@@ -25,7 +25,7 @@ from pipeline.comparison.verdicts import Accuracy, accuracy
 from pipeline.environment import checked_out, code, hash_of, stages
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
-from pipeline.gate import copies, current, decision, side_by_side
+from pipeline.gate import copies, current, decision, settings, side_by_side
 from pipeline.gate.copies import Copy, check_arms, commit_of
 from pipeline.gate.current import COMPARISON_FILE
 from pipeline.gate.decision import (
@@ -39,7 +39,7 @@ from pipeline.gate.decision import (
     noises,
     settled,
 )
-from pipeline.params import Config, Margins, Variant, parse
+from pipeline.params import Config, Margins, Variant, load, parse
 from pipeline.plans import plans
 from pipeline.results import Arm, Dataset, ScoreName, Unit
 from tests.conftest import Clone
@@ -338,10 +338,19 @@ def test_a_failed_dvc_status_is_a_refusal(checkout: Path, monkeypatch: pytest.Mo
 
 
 def test_code_and_settings_must_be_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests decide this, and not only DVC. They cover the user's own code too."""
+    """Digests decide this, and not only DVC. They cover the user's own code and weights too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(current, "output", lambda *_: "{}")
-    config, net = configured(train={"model": "nets:net"}), tmp_path / "nets.py"
+    asked: list[list[str]] = []
+
+    def status(command: list[str], _: str) -> str:
+        asked.append(command)
+        return "{}"
+
+    monkeypatch.setattr(current, "output", status)
+    own = {"students": {"taught": {"distillation": {"teacher": "baseline"}}}}
+    own |= {"variants": {"baseline": {}, "by-file": {"distillation": {"teacher": "given.pt"}}}}
+    config, net = configured(train={"model": "nets:net"}, **own), tmp_path / "nets.py"
+    (tmp_path / "given.pt").write_bytes(b"some")
 
     def refused(changed: Config, text: str = "slow = False\n") -> str:
         net.write_text(text, encoding="utf-8")
@@ -355,7 +364,11 @@ def test_code_and_settings_must_be_what_was_measured(tmp_path: Path, monkeypatch
     environment.write(described=stages.described(config, plans(config, environment.machine())))
     net.write_text("# A remark.\nslow = False\n", encoding="utf-8")
     gate.check_current(config)
+    assert asked[0][-5:] == ["train@baseline", "train@by-file", "distil@taught", "bench", "compare"]
     assert "baseline.code.nets.py" in refused(config, "slow = True\n")
+    (tmp_path / "given.pt").write_bytes(b"others")
+    assert "since it was made, by-file changed" in refused(config)
+    (tmp_path / "given.pt").write_bytes(b"some")
     assert "baseline.plan.job.batch_size" in refused(config.with_train(batch_size=128))
     environment.ENVIRONMENT_FILE.write_text('{"hash": "of an older version"}', encoding="utf-8")
     assert "train" in refused(config)
@@ -718,6 +731,27 @@ def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended:
     assert {side: values[side]["made_of"] for side in known} == {side: stages.made_of(known[side]) for side in known}
     assert values["base"]["made_of"] != values["head"]["made_of"]
     assert pretended.budget == (600.0, None, 150, 10, 6)
+
+
+def test_each_side_trains_a_variant_by_the_stage_that_it_has_there(pretended: Pretended) -> None:
+    base, _ = pretended.about
+    base["variants"]["ddp"]["distillation"] = {"teacher": "baseline", "model": "small_cnn"}
+    pretended.written["base"] = json.dumps({"runs": [make_run(n).model_dump() for n in (0, 1, 2)]})
+    with pytest.raises(GateError, match=r"base/results/ddp\.json has no test accuracies"):
+        gate.run(configured(), "main")  # this pretended DVC writes no results for the stage distil
+    assert "base repro train@baseline distil@ddp" in pretended.ran
+    assert "head repro train@baseline train@ddp" in pretended.ran
+
+
+def test_a_variant_that_the_head_lacks_is_added_in_its_section(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
+    own = {"by-file": {"distillation": {"teacher": "./weights"}}}
+    students = {"taught": {"distillation": {"teacher": "baseline"}}}
+    effective = configured(variants={"baseline": {}} | own, students=students)
+    settings.require(tmp_path, effective, configured(variants={"baseline": {}}))
+    written = yaml.safe_load((tmp_path / "params.yaml").read_text(encoding="utf-8"))
+    assert (list(written["variants"]), list(written["students"])) == (["baseline", "by-file"], ["taught"])
+    load(tmp_path / "params.yaml")
 
 
 @pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])

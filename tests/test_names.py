@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import cli, models
 from pipeline.errors import ConfigError
-from pipeline.params import OWN_MODELS, Train, check_names, torchvision_models
+from pipeline.params import OWN_MODELS, Train, check_names, parse, torchvision_models
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,6 +89,15 @@ def test_every_wrong_name_is_named() -> None:
         check_names(Train(model="resent18", loss="nets:focl", metric="scores:top"))
     lines = str(refused.value).splitlines()
     assert [line.split(": ")[1] for line in lines] == ["train.model", "train.loss", "train.metric"]
+
+
+def test_a_teacher_s_file_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse({"variants": {"baseline": {}, "taught": {"distillation": {"teacher": "./given"}}}})
+    with pytest.raises(ConfigError, match=r"variants\.taught\.distillation\.teacher: found '\./given', which is not a"):
+        check_names(config.train, config.variants)
+    Path("given").touch()
+    check_names(config.train, config.variants)
 
 
 def test_without_torchvision_its_names_are_left_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pipeline import results
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.gate.decision import Gated
+from pipeline.params import Variant
 from pipeline.profiling.steps.profile_file import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
 from pipeline.tools.inference.inference_file import Inference
@@ -162,6 +163,24 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
         path.write_text(content)
         with pytest.raises(ResultError, match=r"bench\.json is not a file .*`dvc repro bench`"):
             results.read_bench(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        (None, "train@tried"),
+        ({}, "train@tried"),
+        ({"distillation": None}, "train@tried"),
+        ({"distillation": {"teacher": "other"}}, "distil@tried"),
+        ({"distillation": {"teacher": "./weights"}}, "train@tried"),
+    ],
+)
+def test_only_a_variant_that_learns_from_a_variant_has_the_stage_distil(
+    settings: dict[str, Any] | None, stage: str
+) -> None:
+    assert results.stage_of("tried", settings) == stage
+    if settings is not None:
+        assert results.stage_of("tried", Variant.model_validate(settings)) == stage
 
 
 def test_history_comes_back_row_by_row(tmp_path: Path) -> None:

@@ -366,6 +366,16 @@ def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score |
     return {key: value.clone() for key, value in training.model_state.read().items()}, training.score
 
 
+def test_a_model_that_changes_its_tokens_does_not_change_the_targets() -> None:
+    task = task_of(DATA["language_model"], settings_of("language_model"))
+    inputs, targets = task.batch([task.dataset.train.inputs[:4]])
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    before = targets.clone()
+    inputs.fill_(0)
+    assert torch.equal(targets, before)
+
+
 @each_task
 def test_two_processes_train_and_evaluate_as_one(name: str) -> None:
     alone, score = _trained(ALONE, name)

@@ -92,7 +92,9 @@ def export(fetch: Fetch, directory: Path) -> None:
         bar = tqdm(chunks or (), desc=f"{name} {split}", unit=" chunks", leave=False, disable=None)
         array_files.write(bar, f"{KEY}: {name}", directory, prefix)
         if split == "train" and any(directory.glob(f"{TEST}*")):
-            raise DataError(f"{KEY}: {name} yielded arrays named {TEST}* for the split train; yield them for test.")
+            raise DataError(
+                f"{KEY}: {name} yielded {TEST}* for the split train; yield them when split is test, without {TEST}."
+            )
 
 
 def _digits() -> Iterator[Any]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import file_sha256
 from pipeline.params import outside, requested
 from pipeline.plans import Plan
 
@@ -43,19 +42,17 @@ def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
 
 def of_variant(plan: Plan) -> dict[str, str]:
     """Return file -> digest of the code that the variant adds: its techniques, the user's own modules and their
-    imports, the configuration files of models of ``transformers``, and the file of a teacher's weights."""
+    imports, and the configuration files of models of ``transformers``."""
     own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
-    return _digests(modules) | {name: file_sha256(Path(name))[:16] for name in sorted(_files_read(plan))}
+    return _digests(modules) | {name: _short(Path(name).read_bytes()) for name in sorted(_configurations(plan))}
 
 
-def _files_read(plan: Plan) -> Iterator[str]:
-    learns = plan.applied.distillation
-    models = [each for each in (plan.train, learns) if each and each.model == "transformers"]
-    named = [str(each.model_options.get("config")) for each in models]
-    if learns and not learns.variant:
-        named.append(learns.teacher)
-    return (name for name in named if Path(name).is_file())  # if a file is missing, its reader says so
+def _configurations(plan: Plan) -> Iterator[str]:
+    for each in (plan.train, plan.applied.distillation):
+        name = str(each.model_options.get("config")) if each and each.model == "transformers" else ""
+        if Path(name).is_file():  # building the model reports a missing file
+            yield name
 
 
 def _of_the_user(plan: Plan) -> set[str]:

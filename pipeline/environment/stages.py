@@ -7,10 +7,11 @@ a change of one stage's code or settings does not make DVC run the other stages 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
+from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.environment import code, hash_of
-from pipeline.files import json_sha256
+from pipeline.files import file_sha256, json_sha256
 from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
 
@@ -18,7 +19,8 @@ MEASURING = ("prepare", "train", "bench")
 
 
 def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}}`` as plain values.
+    """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "teachers": {variant:
+    digest}}`` as plain values. A digest is that of a teacher's file of weights; None without such a file.
 
     "code" is file -> digest (``code``). ``plans``: the plan of every variant on this machine. ``only``: the stages to
     describe; None: all.
@@ -40,6 +42,7 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
             if only is None or stage in only
         },
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
+        "teachers": {name: _given_weights(plan) for name, plan in plans.items()},
     }
 
 
@@ -56,6 +59,8 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
     about = content["stages"][stage]
     settings = {name: value for name, value in about["settings"].items() if stage == "train" or name not in HOW_LONG}
     made_of = [hash_of(content, "variants", variant), about["code"], settings, content["variants"][variant]]
+    if stage == "train":  # the bench needs no trained teacher
+        made_of.append(content.get("teachers", {}).get(variant))
     return json_sha256(made_of)
 
 
@@ -85,6 +90,12 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
         "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
     return {"code": code.of_variant(plan), "plan": decisive}
+
+
+def _given_weights(plan: Plan) -> str | None:
+    learns = plan.applied.distillation
+    given = learns and not learns.variant and Path(learns.teacher).expanduser()
+    return file_sha256(given) if given and given.is_file() else None  # the training reports a missing file
 
 
 def _settings(variant: Variant) -> dict[str, Any]:

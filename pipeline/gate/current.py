@@ -23,7 +23,8 @@ def check_current(config: Config) -> None:
     """Raise GateError unless the comparison was made from the present code, settings and files. `dvc status` says
     whether files changed."""
     made_of, here = environment.read(), stages.described(config, plans(config, environment.machine()))
-    described = [("stages", each) for each in STAGES] + [("variants", each) for each in config.variants]
+    described = [("stages", each) for each in STAGES]
+    described += [(section, each) for section in ("variants", "teachers") for each in config.variants]
     changed = [
         path
         for section, name in described

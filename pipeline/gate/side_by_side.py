@@ -95,8 +95,8 @@ def measured(config: Config, revision: str) -> Gated:
             # a side's version computes no digests of code. DVC would then reuse one side's training for the other side.
             unseen = packages or (own and any("stages" not in each for each in fingerprints))
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
-            for side in sides:
-                dvc(side, "repro", *anew, *(results.stage_of(name, effective.variants[name]) for name in names))
+            for side, about in zip(sides, (there, here), strict=True):
+                dvc(side, "repro", *anew, *(results.stage_of(name, about["variants"][name]) for name in names))
             trained[0], _ = _test_accuracies(roots[0], names)
             trained[1], unit = _test_accuracies(roots[1], names)
         turns = turns_on(here["device"], effective.bench)

@@ -19,12 +19,12 @@ from pipeline.params.catalogue import (
 )
 from pipeline.params.catalogue.base import COMPILER, Entry
 from pipeline.params.catalogue.communication import LOCAL_STEPS
+from pipeline.params.catalogue.models import is_file
 from pipeline.params.catalogue.speed import GRAPH_WARMUP_STEPS
 from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
 from pipeline.params.machine import Machine
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.params.sections import (
-    VARIANT,
     Augment,
     Bench,
     Compare,

@@ -122,12 +122,19 @@ def _with_students(config: Config) -> Config:
 
 
 def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
-    """Yield the problems of variants that are in the wrong section, or in both sections."""
-    for name in config.variants:
+    """Yield the problems of teachers, and of variants that are in the wrong section, or in both sections."""
+    for name, variant in config.variants.items():
         found = " and ".join(section for section in ("variants", "students") if name in values.get(section, {}))
         expected = "students" if config.teacher_of(name) else "variants"
         if found != expected:
             yield f"{found}.{name}: expected under {expected} only (students are variants that learn from a variant)."
+        learns, others = variant.distillation, [each for each in config.variants if each != name]
+        made_here = learns and Path(learns.teacher).resolve().is_relative_to(Path("models").resolve())
+        if learns and (made_here or learns.variant not in (None, *others)):
+            yield (
+                f"{expected}.{name}.distillation.teacher: found {learns.teacher!r}; allowed: {', '.join(others)}, or "
+                "the path of a file of weights outside of models, such as ./weights."
+            )
 
 
 def schema() -> str:
@@ -162,13 +169,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         for name in names:
             if name not in config.variants:
                 yield f"{key}: found {name!r}, which is not under variants; allowed: {', '.join(config.variants)}."
-    for name in config.students:
-        teacher, others = config.teacher_of(name), [each for each in config.variants if each != name]
-        if teacher and teacher not in others:
-            yield (
-                f"students.{name}.distillation.teacher: found {teacher!r}; allowed: {', '.join(others)}, or the path "
-                "of a file of weights, such as ./weights."
-            )
     dataset = config.fetch.dataset
     if getattr(config.fetch, dataset, "") is None:
         yield f"fetch.{dataset}: found null; dataset {dataset} needs the path of the data."

@@ -23,15 +23,18 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> None:
     """Raise ConfigError if a name in ``train`` or ``variants`` does not exist, as far as source files show this.
 
-    The names are those of the task, the models, the teachers' models, the loss and the metric. The message lists every
-    wrong name.
+    The names are those of the task, the models, the teachers' models and files, the loss and the metric. The message
+    lists every wrong name.
     """
+    problems: list[str | None] = []
     named = {f"train.{key}": getattr(train, key) for key in ("task", "model", "loss", "metric")}
     for variant, each in (variants or {}).items():
         named |= {f"variants.{variant}.model": each.model} if each.model else {}
         if each.distillation and each.distillation.model not in (None, train.model):
             named[f"variants.{variant}.distillation.model"] = each.distillation.model
-    problems = []
+        learns = each.distillation
+        if learns and not learns.variant and not Path(learns.teacher).expanduser().is_file():
+            problems.append(f"variants.{variant}.distillation.teacher: found {learns.teacher!r}, which is not a file.")
     for key, name in named.items():
         if ":" in name:
             problems.append(_own_problem(key, name))

@@ -23,8 +23,7 @@ DataSetName = Literal[
     "fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic", "arrays", "text_folder", "python_source"
 ]
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
-VARIANT = r"^[a-z0-9][a-z0-9_-]*$"
-VariantName = Annotated[str, Field(pattern=VARIANT, max_length=100)]  # becomes a file's name
+VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
 
 class Section(BaseModel):

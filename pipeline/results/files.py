@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from pipeline.errors import PipelineError
 from pipeline.files import json_sha256, naming, write_text
-from pipeline.params import VARIANT, Config, Train, Variant
+from pipeline.params import Config, Train, Variant, is_file
 from pipeline.results.bench_file import Bench
 from pipeline.results.contradictions import of_result
 from pipeline.results.records import Document, HistoryRow, Record, Result
@@ -115,11 +114,11 @@ def read_values(path: Path, variant: str) -> dict[str, Any]:
     return values
 
 
-def stage_of(variant: str, settings: Variant | Mapping[str, Any] | None = None) -> str:
+def stage_of(variant: str, settings: Variant | Mapping[str, Any] | None) -> str:
     """Return the stage in dvc.yaml that trains ``variant`` with these settings, such as ``train@baseline``."""
     values = settings.model_dump() if isinstance(settings, Variant) else settings or {}
-    teacher = (values.get("distillation") or {}).get("teacher", ".")
-    return f"{'distil' if re.match(VARIANT, teacher) else 'train'}@{variant}"
+    teacher = (values.get("distillation") or {}).get("teacher")
+    return f"{'distil' if teacher and not is_file(teacher) else 'train'}@{variant}"
 
 
 def train_again(stage: str) -> str:
@@ -175,8 +174,7 @@ def read_history(path: Path) -> list[HistoryRow]:
         with path.open(newline="", encoding="utf-8") as file:
             return [history_row(row) for row in csv.DictReader(file)]
     except (ValueError, csv.Error) as error:
-        again = train_again(stage_of(path.parent.name))
-        raise ResultError(f"{path} is not a history that this version can read: run {again}. ({error})") from None
+        raise ResultError(f"{path} is not a history that this version can read: run `dvc repro`. ({error})") from None
 
 
 def history_row(fields: Mapping[str, str]) -> HistoryRow:

@@ -36,9 +36,10 @@ class Distillation(Technique):
             try:
                 self._teacher.load_state_dict(setup.teacher)
             except RuntimeError as error:
+                section = "students" if settings.variant else "variants"
                 raise PipelineError(
-                    f"students.{self.plan.name}.distillation.teacher: the weights of {settings.teacher} do not fit the "
-                    f"model {settings.model}: {shorten(str(error), 250)} Name the model that has these weights: "
+                    f"{section}.{self.plan.name}.distillation.teacher: the weights of {settings.teacher} do not fit "
+                    f"the model {settings.model}: {shorten(str(error), 250)} Name the model that has these weights: "
                     "distillation: {model: ..., model_options: ...}."
                 ) from None
 

@@ -136,10 +136,10 @@ def teacher_weights(config: Config, name: str, seed: int) -> dict[str, torch.Ten
     if teacher:
         return weights(results.read(results.result_file(teacher), config), seed)
     try:
-        return _weights_in(Path(settings.teacher))[0]
+        return _weights_in(Path(settings.teacher).expanduser())[0]
     except (FileNotFoundError, Unreadable) as error:
         raise PipelineError(
-            f"students.{name}.distillation.teacher: {settings.teacher} cannot be read as weights, a state dict of "
+            f"variants.{name}.distillation.teacher: {settings.teacher} cannot be read as weights, a state dict of "
             f"tensors ({error}). Write it with torch.save(model.state_dict(), ...), or set the path of such a file."
         ) from None
 

@@ -471,7 +471,7 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
         ("yield {'inputs': [1.0, 2.0], 'targets': [1]}", "different numbers of samples"),
         (
             "yield {'test_inputs': [1.0]}",
-            r"samples yielded arrays named test_\* for the split train; yield them",
+            r"samples yielded test_\* for the split train; yield them",
         ),
         ("return", "own_data:samples has none of the arrays; expected inputs"),
     ],

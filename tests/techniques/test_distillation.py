@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from pipeline import results
+from pipeline import environment, plans, results
 from pipeline.data.prepared import Dataset, read
 from pipeline.distributed import World
+from pipeline.environment import stages
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Machine, Train, load, parse
 from pipeline.plans import plan
@@ -190,10 +192,13 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
     assert learned[2:] == [state_sha256(weights)] * 2
 
     torch.save({"other": torch.zeros(1)}, "given.pt")
-    with pytest.raises(PipelineError, match=r"weights of given\.pt do not fit the model small_cnn: .* Missing key"):
+    with pytest.raises(
+        PipelineError,
+        match=r"variants\.taught\..*given\.pt do not fit the model small_cnn: .* Missing key",
+    ):
         job.run(load(), "taught", CPU_ONLY, PREPARED)
     Path("given.pt").write_text("no weights")
-    unread = r"taught\.distillation\.teacher: given\.pt cannot be read as weights"
+    unread = r"variants\.taught\.distillation\.teacher: given\.pt cannot be read as weights"
     with pytest.raises(PipelineError, match=unread):
         job.run(load(), "taught", CPU_ONLY, PREPARED)
     Path("given.pt").unlink()
@@ -213,6 +218,12 @@ def test_a_student_learns_from_the_weights_of_the_same_seed(tmp_path: Path, monk
          "students.taught: expected under variants only"),
         (with_students(taught={"distillation": {"teacher": "baselin"}}),
          "students.taught.distillation.teacher: found 'baselin'; allowed: baseline, or the path of a file"),
+        (with_students(taught={"distillation": {"teacher": "Baseline"}}),
+         "students.taught.distillation.teacher: found 'Baseline'; allowed: baseline, or the path of a file"),
+        (PARAMS | {"variants": {"baseline": {}, "other": {"distillation": {"teacher": "weights"}}}},
+         "teacher: found 'weights'; allowed: baseline, taught, or the path of a file of weights outside of models"),
+        (PARAMS | {"variants": {"baseline": {}, "other": {"distillation": {"teacher": "./models/baseline/seed-0.pt"}}}},
+         "variants.other.distillation.teacher: found './models/baseline/seed-0.pt'; allowed: baseline, taught, or"),
         (with_students(taught={"distillation": {"teacher": "taught"}}),
          "students.taught.distillation.teacher: found 'taught'; allowed: baseline, or the path of a file"),
         (with_students(taught={"distillation": {"teacher": "baseline", "alpha": 2}}), "less than or equal to 1"),
@@ -236,6 +247,25 @@ def test_a_teacher_that_is_a_variant_has_the_variant_s_model() -> None:
     assert found["taught"].model == "resnet9"
     assert learned["taught"].model == "small_cnn"
     assert (learned["second"].model, learned["second"].model_options) == ("resnet9", {"base_width": 2})
+
+
+def test_a_given_teacher_is_digested_for_the_training_but_not_for_the_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "baseline").write_bytes(b"a file with the name of a variant")
+    given = {"distillation": {"teacher": "~/given.pt"}}
+    config = parse(PARAMS | {"variants": {"baseline": {}, "by-file": given}})
+    found = []
+    for weights in (b"some", b"some", b"others"):
+        (tmp_path / "given.pt").write_bytes(weights)
+        content = environment.fingerprint() | stages.described(config, plans.plans(config, CPU_ONLY))
+        found.append((content["teachers"], *(stages.key(content, stage, "by-file") for stage in ("train", "bench"))))
+    (digests, trained, measured), second, third = found
+    assert digests == {"baseline": None, "by-file": hashlib.sha256(b"some").hexdigest(), "taught": None}
+    assert second == found[0]
+    assert third[0] != digests
+    assert (third[1] != trained, third[2] == measured) == (True, True)
 
 
 def test_verify_checks_distillation_without_effect(digits_folder: Path, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
 from pipeline.params.catalogue.base import Entry
-from pipeline.params.sections import VARIANT, Fraction, Section
+from pipeline.params.sections import Fraction, Section
 
 
 class Distillation(Section):
@@ -33,7 +32,12 @@ class Distillation(Section):
     @property
     def variant(self) -> str | None:
         """The teacher's name if the teacher is a variant; None if it is a file of weights."""
-        return self.teacher if re.match(VARIANT, self.teacher) else None
+        return None if is_file(self.teacher) else self.teacher
+
+
+def is_file(teacher: str) -> bool:
+    """Return whether ``teacher`` is the path of a file of weights. Otherwise it is the name of a variant."""
+    return "." in teacher or "/" in teacher
 
 
 class ModelSettings(Section):
