@@ -31,11 +31,11 @@ class LanguageModel(LogitsTask):
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         (windows,) = rows
-        return windows[:, :-1].long(), windows[:, 1:].long()  # torch's embeddings need int64
+        return windows[:, :-1], windows[:, 1:].long()
 
     @cached_property
     def preprocess(self) -> nn.Module:
-        return nn.Identity()
+        return _AsIndices()
 
     def input_arguments(self) -> dict[str, Any]:
         return {"length": self.units_per_sample}
@@ -54,3 +54,10 @@ class LanguageModel(LogitsTask):
     def findings(self, test_loss: float) -> dict[str, float]:
         """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""
         return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
+
+
+class _AsIndices(nn.Module):
+    """Converts tokens of any integer type to int64, which torch's embeddings need."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.long()
