@@ -240,6 +240,14 @@ def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
     assert said in str(refused.value)
 
 
+def test_a_teacher_may_be_called_models(tmp_path: Path) -> None:
+    taught = {"taught": {"distillation": {"teacher": "models"}}}
+    (tmp_path / "params.yaml").write_text(
+        yaml.safe_dump(PARAMS | {"variants": {"baseline": {}, "models": {}}, "students": taught})
+    )
+    assert load(tmp_path / "params.yaml").teacher_of("taught") == "models"
+
+
 def test_a_teacher_that_is_a_variant_has_the_variant_s_model() -> None:
     chain = {"second": {"distillation": {"teacher": "taught"}}, **PARAMS["students"]}
     found = parse(with_students(**chain)).variants
