@@ -7,7 +7,6 @@ a change of one stage's code or settings does not make DVC run the other stages 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
-from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.environment import code, hash_of
@@ -93,8 +92,7 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
 
 
 def _given_weights(plan: Plan) -> str | None:
-    learns = plan.applied.distillation
-    given = learns and not learns.variant and Path(learns.teacher).expanduser()
+    given = plan.applied.distillation and plan.applied.distillation.file
     return file_sha256(given) if given and given.is_file() else None  # the training reports a missing file
 
 

@@ -129,7 +129,7 @@ def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
         if found != expected:
             yield f"{found}.{name}: expected under {expected} only (students are variants that learn from a variant)."
         learns, others = variant.distillation, [each for each in config.variants if each != name]
-        made_here = learns and not learns.variant and Path("models").resolve() in Path(learns.teacher).resolve().parents
+        made_here = learns and learns.file and Path("models").resolve() in learns.file.resolve().parents
         if learns and (made_here or learns.variant not in (None, *others)):
             yield (
                 f"{expected}.{name}.distillation.teacher: found {learns.teacher!r}; allowed: {', '.join(others)}, or "

@@ -32,9 +32,8 @@ def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> 
         named |= {f"variants.{variant}.model": each.model} if each.model else {}
         if each.distillation and each.distillation.model not in (None, train.model):
             named[f"variants.{variant}.distillation.model"] = each.distillation.model
-        learns = each.distillation
-        if learns and not learns.variant and not Path(learns.teacher).expanduser().is_file():
-            problems.append(f"variants.{variant}.distillation.teacher: found {learns.teacher!r}, which is not a file.")
+        if each.distillation and (file := each.distillation.file) and not file.is_file():
+            problems.append(f"variants.{variant}.distillation.teacher: found '{file}', which is not a file.")
     for key, name in named.items():
         if ":" in name:
             problems.append(_own_problem(key, name))

@@ -130,13 +130,13 @@ def teacher_weights(config: Config, name: str, seed: int) -> dict[str, torch.Ten
     If the teacher is a variant, its weights of the same seed are returned. Raises PipelineError if the weights are
     missing or damaged.
     """
-    settings, teacher = config.variants[name].distillation, config.teacher_of(name)
+    settings = config.variants[name].distillation
     if settings is None:
         return None
-    if teacher:
-        return weights(results.read(results.result_file(teacher), config), seed)
+    if settings.file is None:
+        return weights(results.read(results.result_file(settings.teacher), config), seed)
     try:
-        return _weights_in(Path(settings.teacher).expanduser())[0]
+        return _weights_in(settings.file)[0]
     except (FileNotFoundError, Unreadable) as error:
         raise PipelineError(
             f"variants.{name}.distillation.teacher: {settings.teacher} cannot be read as weights, a state dict of "

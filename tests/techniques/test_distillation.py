@@ -240,6 +240,18 @@ def test_a_misplaced_student_is_refused_when_params_yaml_is_read(
     assert said in str(refused.value)
 
 
+def test_weights_of_this_job_are_refused_as_a_file_however_the_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/models/a.pt", str(tmp_path / "models/a.pt"), "data/../models/a.pt"):
+        by_file = {"baseline": {}, "by-file": {"distillation": {"teacher": path}}}
+        Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"variants": by_file, "students": {}}))
+        with pytest.raises(ConfigError, match="a file of weights outside of models"):
+            load()
+
+
 def test_a_teacher_may_be_called_models(tmp_path: Path) -> None:
     taught = {"taught": {"distillation": {"teacher": "models"}}}
     (tmp_path / "params.yaml").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
@@ -33,6 +34,11 @@ class Distillation(Section):
     def variant(self) -> str | None:
         """The teacher's name if the teacher is a variant; None if it is a file of weights."""
         return None if is_file(self.teacher) else self.teacher
+
+    @property
+    def file(self) -> Path | None:
+        """The file of the teacher's weights; None if the teacher is a variant."""
+        return Path(self.teacher).expanduser() if is_file(self.teacher) else None
 
 
 def is_file(teacher: str) -> bool:
