@@ -13,7 +13,7 @@ from pipeline.files import PREPARED
 from pipeline.params import Config
 from pipeline.processes import importing
 from pipeline.results import REPORTS
-from pipeline.tracking import comparisons, labels, stores, views
+from pipeline.tracking import comparisons, labels, stores
 from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import StoredRun
 from pipeline.tracking.stores import Store
@@ -104,7 +104,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     except Exception as error:  # any error of MLflow, its database or its server
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
-    print(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {views.page(uri)}/#/models/{name}")
+    print(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {stores.page(uri)}/#/models/{name}")
     return 0
 
 
@@ -204,7 +204,7 @@ def _registered(store: Store, name: str, model: LoggedModel, tags: Mapping[str, 
     version = client.create_model_version(
         name, model.artifact_location, tags["run_id"], dict(tags), await_creation_for=0, model_id=model.model_id
     )
-    runs = f"{views.page(store.uri)}/#/experiments/{store.experiment_id}/runs"
+    runs = stores.page(store.uri, store.experiment_id)
     client.update_model_version(
         name,
         version.version,

@@ -12,7 +12,7 @@ from pipeline.errors import PipelineError
 from pipeline.files import PREPARED
 from pipeline.params import Config
 from pipeline.processes import importing
-from pipeline.tracking import comparisons, labels, metrics, stamps, stores, views
+from pipeline.tracking import comparisons, labels, metrics, stamps, stores
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.reconciliation import Changes, reconcile
 from pipeline.tracking.stores import Store
@@ -62,14 +62,13 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 if changes:
                     print(f"MLflow: writing {wanted.name} ...", flush=True)
                     _apply(changes, wanted, store, config)
-                _show(wanted, store)
                 stamps.write(store, experiment, wanted)
         except PipelineError:
             raise
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = views.link(uri, experiment_id)
+    link = stores.page(uri, experiment_id)
     if not uri.startswith("http"):
         link += " (after `make ui`)"
     if not changes:
@@ -79,13 +78,6 @@ def publish(config: Config, root: Path = Path()) -> Published:
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
     print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
     return Published(children, len(changes.create), len(changes.delete))
-
-
-def _show(wanted: Wanted, store: Store) -> None:
-    """Make the view show this comparison, even if the store held its runs before."""
-    view = views.verdicts(wanted)
-    if view != store.client.get_experiment(store.experiment_id).tags.get(views.TAG):
-        store.client.set_experiment_tag(store.experiment_id, views.TAG, view)
 
 
 def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> None:
