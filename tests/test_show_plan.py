@@ -64,7 +64,7 @@ def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> N
     first, job, *rest = shown("weak")
     assert "a learning rate of 0.4, 128 samples a step" in job
     assert list(applied(rest)) == ["ddp", "weak_scaling"]
-    assert applied(rest)["ddp"] == "model, step.forward, step.no_sync"
+    assert applied(rest)["ddp"] == "model, step.no_sync, step.accumulate"
 
 
 def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

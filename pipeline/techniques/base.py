@@ -8,6 +8,7 @@ techniques are applied, so a technique that is not applied takes no time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,11 +107,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def explained(sign: str, explanation: str) -> Iterator[None]:
-    """Raise a ConfigError with the ``explanation`` in place of a RuntimeError whose message contains ``sign``."""
+    """Raise a ConfigError with ``explanation`` in place of a RuntimeError whose message has the pattern ``sign``."""
     try:
         yield
     except RuntimeError as error:
-        if sign not in str(error):
+        if not re.search(sign, str(error)):
             raise
         raise ConfigError(explanation) from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.distributed import World
 from pipeline.plans import Plan
 from pipeline.techniques.base import Setup, Technique, explained, unchanged
+from pipeline.techniques.lockstep import USE_EVERY_PART, keep_parameters
 
 _NO_BROADCAST = (
     "forward_sync_buffers"
@@ -38,12 +41,34 @@ def replicated(model: nn.Module, plan: Plan, world: World, **options: Any) -> Di
         "static_graph": plan.applied.static_graph,
         _NO_BROADCAST: False,
     }
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model, [world.device] if world.device.type == "cuda" else None, **arguments, **options
     )
+    keep_parameters(wrapped, model.named_parameters, _where(plan))
+    return wrapped
 
 
-def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
+@contextmanager
+def reduced(model: DistributedDataParallel, plan: Plan) -> Iterator[None]:
+    """Raise ConfigError if the block's backward pass did not use all parameters.
+
+    Otherwise this rank would go on without the reduction of gradients, and the other ranks would wait for it.
+    """
+    static = "" if plan.applied.static_graph else "set static_graph: true if every step uses the same parameters, or "
+    explanation = (
+        f"{_where(plan)}, which waits for the gradients of all parameters, but a step did not use some parameters. "
+        f"{USE_EVERY_PART}, {static}remove unused parameters from the model. TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
+    )
+    with explained("finished reduction in the prior iteration|training graph has changed", explanation):
+        yield
+        model._check_reducer_finalized()
+
+
+def _where(plan: Plan) -> str:
+    return f"variants.{plan.name}.parallelism: found {plan.applied.parallelism!r}"
+
+
+def arrange_buckets(model: DistributedDataParallel, setup: Setup, plan: Plan) -> None:
     """Make DDP use rebuilt buckets from the first step of a resumed training on; call this before that step.
 
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
@@ -51,7 +76,7 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup) -> None:
     decides how the sum is rounded. Therefore this function runs a forward and a backward pass, and discards the
     gradients. The model's buffers and the random state stay unchanged.
     """
-    with unchanged(model):
+    with unchanged(model), reduced(model, plan):
         setup.step.forward(*setup.sample()).backward()
     for parameter in model.parameters():
         parameter.grad = None
@@ -70,17 +95,12 @@ class DDP(Technique):
     name = "ddp"
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
-        arrange_buckets(self.model, self._setup)
+        arrange_buckets(self.model, self._setup, self.plan)
 
     def change_model(self, setup: Setup) -> None:
         self._setup = setup
         setup.model = self.model = replicated(setup.model, self.plan, self.world)
 
     def change_step(self, setup: Setup) -> None:
-        explanation = (
-            f"{self.where('parallelism')}, which waits for the gradients of all parameters, but the last step did not "
-            "use some parameters. Set static_graph: true if every step uses the same parameters, set parallelism: "
-            "fsdp, or remove the unused parameters from the model; TORCH_DISTRIBUTED_DEBUG=DETAIL names them."
-        )
-        setup.step.forward = explained("finished reduction in the prior iteration", explanation)(setup.step.forward)
+        setup.step.accumulate = reduced(self.model, self.plan)(setup.step.accumulate)
         setup.step.no_sync = self.model.no_sync

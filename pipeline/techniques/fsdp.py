@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pipeline.distributed import own_part
 from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.lockstep import Lockstep, keep_parameters
 from pipeline.techniques.sharded_state import in_parts
 
 
@@ -54,12 +56,18 @@ class FSDP(Technique):
         for unit in units:
             self._shard(unit, inside, reshard)
         self.model: FSDPModule = self._shard(model, outside, reshard)
+        self._lockstep = Lockstep(self.world, self.where("parallelism"))
+        self._lockstep.watch(model, _named(model, units))
+        for name, part in _named(model, (*units, model)).items():
+            keep_parameters(part, partial(part.named_parameters, name), self.where("parallelism"))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` like the trained model, but gather parameters in float32; reshard each part after its run."""
         model.to(memory_format=torch.contiguous_format)
-        for part in (*blocks(model), model):
+        units = list(blocks(model))
+        for part in (*units, model):
             self._shard(part, MixedPrecisionPolicy(), reshard=True)
+        self._lockstep.watch(model, _named(model, units), training=False)
         return model
 
     def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
@@ -119,6 +127,11 @@ class FSDP(Technique):
         homes = Counter(each for group in groups for each in group)
         if any(count > 1 for count in homes.values()):
             raise ConfigError(f"{where} uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'.")
+
+
+def _named(model: nn.Module, parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    names = {part: name for name, part in model.named_modules()}
+    return {names[part]: part for part in parts}
 
 
 class _FusedOnOwnParts(TorchFunctionMode):

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipeline.errors import ConfigError
 from pipeline.plans import WhyNotHeldBy
 from pipeline.techniques.base import Setup, Technique
-from pipeline.techniques.ddp import arrange_buckets, replicated
+from pipeline.techniques.ddp import arrange_buckets, reduced, replicated
 from pipeline.techniques.sharded_state import Layout, in_parts, without_random_warning
 
 _ELEMENT_BY_ELEMENT = (
@@ -77,10 +77,11 @@ class Tensor(Technique):
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: ARG002
         if self.wrapped:
-            arrange_buckets(self.wrapped, self._setup)
+            arrange_buckets(self.wrapped, self._setup, self.plan)
 
     def change_step(self, setup: Setup) -> None:
         if self.wrapped:
+            setup.step.accumulate = reduced(self.wrapped, self.plan)(setup.step.accumulate)
             setup.step.no_sync = self.wrapped.no_sync
 
     def change_checkpoint(self, setup: Setup) -> None:

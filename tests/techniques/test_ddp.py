@@ -79,7 +79,7 @@ def _unused(joined: World, dataset: Dataset, static_graph: bool) -> int:
 
 
 def test_a_static_graph_allows_parameters_that_no_step_uses(digits: Dataset) -> None:
-    with pytest.raises(WorkerError, match=r"variants\.tried\.parallelism: found 'ddp', .* Set static_graph: true if"):
+    with pytest.raises(WorkerError, match=r"variants\.tried\.parallelism: found 'ddp', .* set static_graph: true if"):
         run_ranks(_unused, digits, False)
     assert run_ranks(_unused, digits, True) == [5, 5]
 

@@ -1,0 +1,155 @@
+"""Models whose ranks would wait for each other, or drift apart: refused in the step in which it shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.data.prepared import Dataset
+from pipeline.distributed import WorkerError, World
+from pipeline.techniques.lockstep import Lockstep
+from pipeline.techniques.sync_batchnorm import SyncBatchNorm
+from tests.nets import changed, conv_net, make_plan
+from tests.ranks import run_ranks
+from tests.test_training import make_training
+
+REMEDY = "multiply the output of a part that is dropped at random"
+
+
+class LayerDrop(nn.Module):
+    """A net with four blocks. ``skips``: drop some of them at random, in training or in evaluation; ``"by 0"``:
+    multiply their outputs by 0 instead; ``"some steps"``: all ranks drop the same block after the first step."""
+
+    def __init__(self, skips: str) -> None:
+        super().__init__()
+        self.net, self.skips, self.passes = conv_net(), skips, 0
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.ReLU()) for _ in range(4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        self.passes += 1
+        for number, block in enumerate(self.blocks):
+            kept = bool(torch.rand(()) > 0.5)
+            if self.skips == "by 0":
+                logits = logits + block(logits) * kept
+            elif self.skips == "some steps":
+                logits = logits + block(logits) if self.passes < 3 or number else logits
+            elif kept or self.skips != ("training" if self.training else "evaluation"):
+                logits = logits + block(logits)
+        return logits
+
+
+def _dropping(joined: World, dataset: Dataset, skips: str, applied: dict[str, Any]) -> int:
+    training = make_training(dataset, joined, model=LayerDrop(skips), **applied)
+    training.advance(5)
+    training.evaluate()
+    return training.steps
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [
+        {"parallelism": "ddp"},
+        {"parallelism": "ddp", "gradient_accumulation": 2},
+        {"parallelism": "ddp", "static_graph": True},
+        {"parallelism": "ddp", "activation_checkpointing": True},
+        {"parallelism": "zero1", "bucket_mb": 0.0005},
+        {"parallelism": "fsdp"},
+        {"parallelism": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True},
+    ],
+)
+def test_ranks_that_skip_different_layers_are_refused_and_the_advice_works(
+    digits: Dataset, applied: dict[str, Any]
+) -> None:
+    for skips in ("training", "some steps"):
+        with pytest.raises(
+            WorkerError, match=rf"variants\.tried\.parallelism: found '{applied['parallelism']}'"
+        ) as refused:
+            run_ranks(_dropping, digits, skips, applied)
+        assert REMEDY in str(refused.value)
+        assert ("set static_graph" in str(refused.value)) is (
+            "static_graph" not in applied and applied["parallelism"] != "fsdp"
+        )
+    assert run_ranks(_dropping, digits, "by 0", applied) == [5, 5]
+
+
+def test_ranks_that_skip_different_layers_in_evaluation_are_refused_if_they_share_parameters(digits: Dataset) -> None:
+    with pytest.raises(WorkerError, match=r"one process ran (blocks\.\d|no more part) and another process ran "):
+        run_ranks(_dropping, digits, "evaluation", {"parallelism": "fsdp"})
+    assert run_ranks(_dropping, digits, "evaluation", {"parallelism": "ddp"}) == [5, 5], (
+        "evaluation does not communicate"
+    )
+
+
+class MaxNorm(nn.Module):
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.net, embedding = conv_net(), nn.Embedding(20, 10, max_norm=1.0)
+        self.part: nn.Module = nn.Sequential(embedding, nn.ReLU()) if within else embedding
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return torch.add(logits, self.part(logits.argmax(1)))
+
+
+def _renormed(joined: World, dataset: Dataset, within: bool, applied: dict[str, Any]) -> int:
+    training = make_training(dataset, joined, model=MaxNorm(within), **applied)
+    training.advance(2)
+    return training.steps
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp"])
+def test_a_forward_pass_that_changes_a_parameter_is_refused_on_several_ranks(
+    digits: Dataset, parallelism: str, within: bool
+) -> None:
+    name = r"part\.0\.weight" if within else r"part\.weight"
+    says = rf"parallelism: found '{parallelism}', .* changes its parameter {name}\. .*parallelism: none"
+    with pytest.raises(WorkerError, match=says):
+        run_ranks(_renormed, digits, within, {"parallelism": parallelism})
+
+
+def _passes(joined: World) -> list[str]:
+    """Let the ranks run a model alike, then recompute a part, then leave out a part on one rank; return the errors."""
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, seen = nn.Sequential(*parts), []
+    Lockstep(joined, "key").watch(model, {"first": model[0], "second": model[1]})
+    for _ in range(2):
+        model(torch.zeros(1, 2))
+    model[1](torch.zeros(1, 2))  # outside a pass, as in a backward pass
+    model.eval()
+    if joined.is_main:
+        model(torch.zeros(1, 2))  # the other mode is not watched
+    model.train()
+    model.register_forward_pre_hook(lambda *_: model.__delitem__(0), prepend=True)
+    try:
+        model(torch.zeros(1, 2))
+    except Exception as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_parts_of_a_pass_are_compared_with_the_first_pass() -> None:
+    for (error,) in run_ranks(_passes):
+        assert error.startswith("key, whose processes must run")
+        assert "a step ran second where the first step ran first" in error
+
+
+def _synced(joined: World) -> None:
+    """Skip one of two BatchNorms on one rank. torch's SyncBatchNorm needs a GPU, so its forward pass is left out."""
+    nn.SyncBatchNorm.forward = lambda _, values: values  # type: ignore[method-assign,assignment]
+    blocks = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2)))
+    plan = make_plan(processes=2, parallelism="ddp", sync_batchnorm=True)
+    model = changed(blocks, [SyncBatchNorm(plan, joined)])
+    if joined.is_main:
+        vars(model.get_submodule("0"))["forward"] = nn.Identity()
+    model(torch.zeros(2, 2))
+
+
+def test_ranks_that_skip_different_batchnorms_are_refused_if_statistics_are_exchanged() -> None:
+    says = r"sync_batchnorm: found true, .* one process ran 1\.0 and another process ran 0\.0\."
+    with pytest.raises(WorkerError, match=says):
+        run_ranks(_synced)
