@@ -48,7 +48,7 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
     assert "a learning rate of 0.2, 64 samples a step" in job
     assert list(applied(rest).items()) == [
         ("channels_last", "model, step.forward"),
-        ("activation_checkpointing", "model"),
+        ("activation_checkpointing", "model, step.whole"),
         ("auto_micro_batch", "step.forward"),
         ("streamed_data", "input"),
     ]

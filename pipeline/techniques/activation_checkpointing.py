@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pipeline.errors import ConfigError
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import Setup, Technique, explained
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of a block's forward pass and of its recomputation."""
 
-_SEQUENCES = (nn.Sequential, nn.ModuleList)
+State = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The dictionaries that hold the attributes and buffers of a block's modules, each with a copy."""
 
+_SEQUENCES = (nn.Sequential, nn.ModuleList)
+_COPIED: dict[type, Callable[[Any], Any]] = {
+    torch.Tensor: torch.clone,
+    torch.Generator: torch.Generator.clone_state,
+    **dict.fromkeys((random.Random, np.random.Generator), copy.deepcopy),
+}
+"""Types of attributes that a forward pass can change in place -> the function that copies such an attribute."""
 
 _ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _KEPT = [
@@ -37,11 +48,13 @@ class ActivationCheckpointing(Technique):
     """Every block of the model (see ``blocks``) keeps only its input, and runs again in the backward pass.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The gradients are the same as without
-    checkpointing, to the last bit. The second forward pass of a block repeats the random draws of the first, and does
-    not update the running statistics of norms.
+    checkpointing, to the last bit. The second forward pass of a block repeats the random draws of the first, and begins
+    with the block's buffers and attributes as they were before the first. It leaves no change of them behind.
     """
 
     name = "activation_checkpointing"
+    ran_again = False
+    """Whether a block has run again in a backward pass."""
 
     def change_model(self, setup: Setup) -> None:
         model = setup.model
@@ -52,8 +65,28 @@ class ActivationCheckpointing(Technique):
                 "none of its submodules has submodules of its own. Put layers that belong together into an "
                 "nn.Sequential, or remove activation_checkpointing."
             )
+        self._model = type(model).__name__
         for block in self.choice(setup, found):
-            block.forward = _recomputed(block, self.contexts())  # a wrapper would change names in the state dict
+            block.forward = self._recomputed(block)  # a wrapper would change names in the state dict
+        with _in_state(_state_of(model)):
+            setup.outputs()  # shows which blocks overwrite their inputs; the other blocks need no copies of them
+
+    def change_step(self, setup: Setup) -> None:
+        setup.step.whole = explained(
+            "torch.utils.checkpoint: |has been mutated|modified by an inplace operation",
+            f"{self.where('activation_checkpointing')}, but a block of {self._model} does not repeat its forward pass "
+            "when it runs again: it overwrites what is kept, or depends on a state outside of the block; allowed: "
+            "false, or a block that repeats.",
+        )(setup.step.whole)
+
+    def why_idle(self) -> str:
+        if self.ran_again or self.plan.applied.compile != "none":  # compiled code does not run this module's code
+            return ""
+        return (
+            f"{self.where('activation_checkpointing')}, but no block of {self._model} ran again in a backward pass, so "
+            "no memory was saved. The model calls its blocks by another method than forward, or trains none of them; "
+            "allowed: false, or blocks that are called like functions."
+        )
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
         """Return the blocks to checkpoint, out of the blocks ``found``."""
@@ -62,6 +95,46 @@ class ActivationCheckpointing(Technique):
     def contexts(self) -> Callable[[], Contexts]:
         """Return the function that makes the contexts of a block's two forward passes."""
         return noop_context_fn
+
+    def _recomputed(self, block: nn.Module) -> Callable[..., Any]:
+        """Return the forward pass of ``block``, which keeps only its inputs and runs again in the backward pass."""
+        forward, contexts = block.forward, self.contexts()
+        overwrites = True  # until a forward pass has shown that the block leaves its inputs as they are
+
+        def with_state() -> Contexts:
+            first, again = contexts()
+            return first, self._running_again(_state_of(block), again)
+
+        def recomputed(*inputs: Any, **named: Any) -> Any:
+            nonlocal overwrites
+            if torch.compiler.is_compiling():
+                # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's
+                # batches. Besides, the compiler accepts only the contexts of selective checkpointing.
+                only: dict[str, Any] = {} if contexts is noop_context_fn else {"context_fn": contexts}
+                return checkpoint(forward, *inputs, use_reentrant=False, **only, **named)
+            versions, given, drawn = _versions((inputs, named)), [(inputs, named)], overwrites and _drawn()
+            kept = tree_map_only(torch.Tensor, torch.clone, given[0]) if overwrites else given[0]
+
+            def passed(*inputs: Any, **named: Any) -> Any:
+                inputs, named = given.pop() if given else (inputs, named)  # the first pass may overwrite its inputs
+                return forward(*inputs, **named)
+
+            outputs = checkpoint(passed, *kept[0], use_reentrant=False, context_fn=with_state, **kept[1])
+            if overwrites and _drawn() != drawn:
+                raise ConfigError(
+                    f"{self.where('activation_checkpointing')}, but {self._model} draws from the generator of Python "
+                    "or numpy, and a block that runs again would draw other numbers; allowed: false, or torch's draws."
+                )
+            overwrites = _versions((inputs, named)) != versions
+            return outputs
+
+        return recomputed
+
+    @contextmanager
+    def _running_again(self, before: State, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        self.ran_again = True
+        with _in_state(before), inner:
+            yield
 
 
 class SelectiveCheckpointing(ActivationCheckpointing):
@@ -74,10 +147,18 @@ class SelectiveCheckpointing(ActivationCheckpointing):
     name = "selective_checkpointing"
 
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        for block in found:
-            for module in block.modules():
-                if getattr(module, "inplace", False) is True:
-                    module.inplace = False  # type: ignore[assignment]
+        if modules := [each for block in found for each in block.modules() if getattr(each, "inplace", False) is True]:
+            expected = setup.outputs()
+            for module in modules:
+                vars(module)["inplace"] = False
+            outputs = setup.outputs()
+            has_values = type(expected) is torch.Tensor and not expected.is_meta
+            if has_values and not torch.equal(outputs.nan_to_num(), expected.nan_to_num()):
+                raise ConfigError(
+                    f"{self.where('activation_checkpointing')}, but the outputs of {type(setup.model).__name__} "
+                    "differ if its modules with inplace=True write to new tensors, as selective checkpointing needs; "
+                    "allowed: true, or a model that computes the same with inplace=False."
+                )
         return super().choice(setup, found)
 
     def contexts(self) -> Callable[[], Contexts]:
@@ -107,40 +188,42 @@ def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
     )
 
 
-def _recomputed(block: nn.Module, contexts: Callable[[], Contexts]) -> Callable[..., Any]:
-    forward = block.forward
-    norms = [module for module in block.modules() if isinstance(module, _NormBase) and module.track_running_stats]
+def _state_of(block: nn.Module) -> State:
+    """Return the attributes and buffers of the block's modules. Those of a type in ``_COPIED`` are copied, except
+    tensors that belong to a graph."""
+    copies: dict[int, Any] = {}  # two modules may share a buffer
 
-    def with_statistics_held() -> Contexts:
-        first, again = contexts()
-        return first, _statistics_held(norms, again)
+    def copied(held: dict[str, Any]) -> dict[str, Any]:
+        return held | {
+            name: copies.setdefault(id(value), _COPIED[type(value)](value))
+            for name, value in held.items()
+            if type(value) in _COPIED and not getattr(value, "requires_grad", False)
+        }
 
-    def recomputed(*inputs: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=with_statistics_held, **named)
-        # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's batches. So
-        # the statistics need no protection. Besides, the compiler accepts only the contexts of selective checkpointing.
-        if contexts is noop_context_fn:
-            return checkpoint(forward, *inputs, use_reentrant=False, **named)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
-
-    return recomputed
+    return [(held, copied(held)) for module in block.modules() for held in (vars(module), module._buffers)]
 
 
 @contextmanager
-def _statistics_held(norms: list[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Keep ``norms`` from updating their running statistics while a block of the model runs again in ``inner``."""
-    before = [(norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-        # Even at momentum 0, InstanceNorm rounds its statistics, because it averages them over the samples.
-        if not isinstance(norm, _BatchNorm):
-            norm.running_mean, norm.running_var = copy.deepcopy((norm.running_mean, norm.running_var))
-        if isinstance(norm, nn.SyncBatchNorm):  # SyncBatchNorm requires a count
-            norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=norm.weight.device)
+def _in_state(state: State) -> Iterator[None]:
+    """While the block runs, the modules have this ``state``, and change its copies."""
+    now = [(held, held.copy()) for held, _ in state]
+    _put(state)
     try:
-        with inner:
-            yield
+        yield
     finally:
-        for norm, held in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked, norm.running_mean, norm.running_var = held
+        _put(now)
+
+
+def _put(state: State) -> None:
+    for held, contents in state:
+        held.clear()
+        held.update(contents)
+
+
+def _drawn() -> bytes:
+    """Return the states of Python's and numpy's generators."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+def _versions(values: Any) -> list[int]:
+    return [each._version for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -75,9 +75,11 @@ class Setup:
         return self.task.zeros(2).to(next(self.model.parameters()).device)
 
     def outputs(self) -> torch.Tensor:
-        """Return the model's outputs for ``zeros``. The model's buffers and the random state stay unchanged."""
+        """Return the model's outputs for ``zeros``, or for random numbers if its inputs are not integers. The model's
+        buffers and the random state stay unchanged."""
         with torch.no_grad(), unchanged(self.model):
-            found: torch.Tensor = self.model(self.zeros())
+            inputs = self.zeros()
+            found: torch.Tensor = self.model(torch.randn_like(inputs) if inputs.is_floating_point() else inputs)
         return found
 
 
@@ -185,6 +187,11 @@ class Technique:
         """Return the plain values and tensors that each rank must save for this technique, so that a run resumes
         exactly."""
         return {}
+
+    def why_idle(self) -> str:
+        """Return an error that says why the technique had no effect in the steps so far; empty if it had an effect, or
+        if this cannot be seen. Asked after a counted step; the training ends if every rank returns an error."""
+        return ""
 
     def findings(self) -> dict[str, float]:
         """Return the technique's own figures of a run, for the result. Each name ends with a unit or names a count."""

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.errors import ConfigError
 from pipeline.techniques.base import Setup, Technique
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Number of dimensions -> the format with the channels innermost, for images and for volumes."""
 
 
 class ChannelsLast(Technique):
-    """Stores the model's 4-D parameters and its input in ``torch.channels_last``; shapes and values stay the same.
+    """Stores the model's 4-D and 5-D parameters and its input with the channels innermost; shapes and values stay the
+    same.
 
-    An input that is not 4-D stays unchanged: a later stage of a pipeline may get such an input.
+    An input with other dimensions stays unchanged: a later stage of a pipeline may get such an input.
     """
 
     name = "channels_last"
 
     def change_model(self, setup: Setup) -> None:
-        setup.model = setup.model.to(memory_format=torch.channels_last)
+        model, inputs = setup.model, setup.zeros()
+        parameters = [each for each in model.parameters() if each.dim() in _FORMATS]
+        if not parameters and inputs.dim() not in _FORMATS:
+            raise ConfigError(
+                f"{self.where('channels_last')}, but {type(model).__name__} takes inputs of {inputs.dim()} dimensions "
+                "and has no parameter of 4 or 5, so there is nothing to rearrange; allowed: false."
+            )
+        for parameter in parameters:
+            parameter.data = parameter.data.contiguous(memory_format=_FORMATS[parameter.dim()])
 
     def change_step(self, setup: Setup) -> None:
         forward = setup.step.forward
 
         def channels_last(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            if inputs.dim() == 4:
-                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            if inputs.dim() in _FORMATS:
+                inputs = inputs.contiguous(memory_format=_FORMATS[inputs.dim()])
             return forward(inputs, targets)
 
         setup.step.forward = channels_last

@@ -50,7 +50,7 @@ class Distillation(Technique):
 
         def forward_both(inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.no_grad():
-                self._taught = self._teacher(inputs)
+                self._taught = self._teacher(inputs.clone())  # it may overwrite its inputs, which the model needs
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipeline.distributed import World
-from pipeline.errors import PipelineError, count, first_line
+from pipeline.errors import ConfigError, PipelineError, count, first_line
 from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory, Resumable
@@ -189,9 +189,14 @@ class Training:
     def work(self) -> Work | None:
         """Return the work of the counted step that left out the most samples; None if no step was counted.
 
-        Every rank returns the same work. All ranks call this method together.
+        Every rank returns the same work. All ranks call this method together. Raises ConfigError if a step was counted,
+        but a technique had no effect on any rank (``Technique.why_idle``).
         """
-        steps = list(zip(*self.world.gather([each.read() for each in self._counted]), strict=True))
+        mine = [each.read() for each in self._counted], [each.why_idle() for each in self.techniques]
+        counts, idle = zip(*self.world.gather(mine), strict=True)
+        steps = list(zip(*counts, strict=True))
+        if steps and (error := next((each[0] for each in zip(*idle, strict=True) if all(each)), None)):
+            raise ConfigError(error)
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
 
     def restart_measuring(

@@ -1,28 +1,32 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+import random
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.data.prepared import Dataset
 from pipeline.errors import ConfigError
 from pipeline.models.gpt import GPT, Block
 from pipeline.techniques.activation_checkpointing import (
     ActivationCheckpointing,
     SelectiveCheckpointing,
-    _statistics_held,
     blocks,
 )
 from pipeline.techniques.checkpointing_budget import CheckpointingBudget, Kept, measured
 from tests.nets import ALONE, batch, changed, conv_net, gradients, make_plan
 from tests.techniques.test_optimizer_choices import Counts
 from tests.techniques.test_parallelisms import SmallTransformer
+from tests.test_training import make_training
 
 PLAN = make_plan(activation_checkpointing=True)
 KINDS = [ActivationCheckpointing, SelectiveCheckpointing]
@@ -70,23 +74,180 @@ def with_activations_in_place() -> nn.Module:
     return net
 
 
+class Remembering(nn.Module):
+    """A layer whose output depends on state of all kinds, which each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.codes = nn.Buffer(torch.zeros(8, 1, 1)), nn.Buffer(torch.ones(8, 1, 1))
+        self.replaced: torch.Tensor = nn.Buffer(torch.zeros(()))
+        self.same_codes = self.codes
+        self.calls, self.plain = 0, torch.zeros(())
+        self.generator, self.python, self.numpy = torch.Generator(), random.Random(1), np.random.default_rng(2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.average.lerp_(images.detach().mean((0, 2, 3))[:, None, None], 0.1)
+        self.codes.data.mul_(1.25)  # without a trace in the tensor's version
+        self.replaced = self.replaced + 1
+        self.plain.add_(1)
+        self.calls += 1
+        if not hasattr(self, "scale"):
+            self.scale = images.std().item()
+        kept = torch.rand(images.shape, generator=self.generator) < 0.8
+        factor = self.codes / (1 + self.replaced + self.plain + self.calls) * self.python.random()
+        return torch.sin((images - self.average) * factor * self.same_codes * kept) / (self.scale + self.numpy.random())
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Buffer(torch.zeros(1, 1, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.average.lerp_(images.detach().mean((0, 2, 3))[:, None, None], 0.1)
+        return torch.sin(images - self.average)
+
+
+def _with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def net() -> nn.Module:
+        found = conv_net()
+        found[0].insert(1, layer())  # type: ignore[operator]
+        return found
+
+    net.__name__ = layer.__name__
+    return net
+
+
+def spectral_norm() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1))
+
+
+def old_spectral_norm() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Conv2d(8, 8, 1))
+
+
+class Overwriting(nn.Module):
+    """A block whose first operation changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Tanh())
+
+    def forward(self, images: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
+        return self.layers(images.sub_(0.5).mul_(factor))  # type: ignore[no-any-return]
+
+
+class ReadsWhatIsOverwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.then, self.net = nn.Conv2d(1, 1, 1), Overwriting(), conv_net()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(images)
+        return self.net(hidden + self.then(hidden, factor=images.new_full((), 2.0)))  # type: ignore[no-any-return]
+
+
+NETS = [
+    *(with_instance_norm, with_activations_in_place, SmallTransformer, ReadsWhatIsOverwritten),
+    *map(_with, (Remembering, spectral_norm, old_spectral_norm)),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("net", [with_instance_norm, with_activations_in_place, SmallTransformer])
-def test_no_bit_of_gradients_and_buffers_changes(net: Any, kind: type[ActivationCheckpointing]) -> None:
+@pytest.mark.parametrize("net", NETS)
+def test_no_bit_of_gradients_and_state_changes(net: Any, kind: type[ActivationCheckpointing]) -> None:
     plain = net()
     checkpointed = _checkpointed(plain, kind)
-    assert all(map(torch.equal, _step(plain), _step(checkpointed)))
-    assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
+    for _ in range(2):
+        assert all(map(torch.equal, _step(plain), _step(checkpointed)))
+        assert all(map(torch.equal, plain.state_dict().values(), checkpointed.state_dict().values()))
+    counts = [[vars(module).get("calls") for module in each.modules()] for each in (plain, checkpointed)]
+    assert counts[0] == counts[1]
 
 
-def test_a_synchronised_batch_norm_counts_a_batch_once_too() -> None:
-    norm: Any = nn.SyncBatchNorm(4)  # whose forward pass needs a GPU
-    with _statistics_held([norm], nullcontext()):
-        assert norm.momentum == 0.0
-        norm.num_batches_tracked.add_(1)
-    assert norm.momentum == 0.1
-    assert norm.num_batches_tracked.item() == 0
-    assert "num_batches_tracked" in norm.state_dict()
+def test_a_block_that_runs_twice_before_its_backward_pass_repeats_both_passes() -> None:
+    plain = _with(old_spectral_norm)()
+    checkpointed = _checkpointed(plain)
+    images, _ = batch()
+    for net in (plain, checkpointed):
+        losses = [net(images).square().sum() for _ in range(2)]
+        (losses[0] + losses[1]).backward()
+    assert all(map(torch.equal, gradients(plain), gradients(checkpointed)))
+
+
+class ReadsAfterRelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.then = nn.Conv2d(1, 1, 1, bias=False), nn.ReLU(True), nn.Conv2d(1, 1, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(images)
+        return hidden + self.then(self.relu(hidden))  # type: ignore[no-any-return]
+
+
+def test_selective_checkpointing_refuses_a_model_that_reads_what_a_module_overwrites() -> None:
+    with pytest.raises(ConfigError, match="the outputs of Sequential differ if its modules with inplace=True"):
+        _checkpointed(nn.Sequential(ReadsAfterRelu(), conv_net()), SelectiveCheckpointing)
+
+
+class OverwritesAProduct(nn.Sequential):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.sin(super().forward(images).mul_(2))  # type: ignore[no-untyped-call]
+
+
+class LooksOutside(nn.Sequential):
+    passes: list[int] = []  # noqa: RUF012
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.passes.append(1)
+        images = super().forward(images)  # type: ignore[no-untyped-call]
+        return images if len(self.passes) % 2 else torch.sin(images)
+
+
+class DrawsFromPython(nn.Sequential):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = super().forward(images)  # type: ignore[no-untyped-call]
+        return torch.sin(images) if random.random() < 0.5 else images
+
+
+class CallsAnotherMethod(nn.Sequential):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        block, *rest = self
+        return nn.Sequential(*rest)(block.get_submodule("0")(images))  # type: ignore[no-any-return]
+
+
+def _counted(digits: Dataset, model: nn.Module, value: object, **applied: Any) -> None:
+    training = make_training(digits, model=model, activation_checkpointing=value, **applied)
+    training.advance(2)
+    training.work()
+
+
+@pytest.mark.parametrize(
+    ("value", "block", "says"),
+    [
+        (True, nn.Sequential(Averaging(), nn.Conv2d(1, 1, 1)), "does not repeat its forward pass"),
+        ("selective", OverwritesAProduct(nn.Conv2d(1, 1, 1)), "does not repeat its forward pass"),
+        (True, LooksOutside(nn.Conv2d(1, 1, 1)), "does not repeat its forward pass"),
+        (True, DrawsFromPython(nn.Conv2d(1, 1, 1)), "draws from the generator of Python"),
+    ],
+)
+def test_a_block_that_does_not_run_again_as_before_is_refused_with_a_sentence(
+    digits: Dataset, value: object, block: nn.Module, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    applied = {"compile": "default"} if isinstance(block[0], Averaging) else {}  # type: ignore[index]
+    with pytest.raises(ConfigError, match=rf"^variants\.tried\.activation_checkpointing: found .*{says}"):
+        _counted(digits, nn.Sequential(block, nn.Flatten(), nn.Linear(64, 10)), value, **applied)
+
+
+@pytest.mark.parametrize("value", [True, "selective"])
+@pytest.mark.parametrize(("kind", "trains"), [(CallsAnotherMethod, True), (nn.Sequential, False)])
+def test_checkpointing_that_recomputes_nothing_is_refused_after_the_counted_step(
+    digits: Dataset, kind: type[nn.Sequential], trains: bool, value: object
+) -> None:
+    block = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Tanh()).requires_grad_(trains)
+    with pytest.raises(ConfigError, match=f"but no block of {kind.__name__} ran again"):
+        _counted(digits, kind(block, nn.Flatten(), nn.Linear(64, 10)), value)
 
 
 def test_selective_checkpointing_repeats_only_the_operations_between_products() -> None:

@@ -67,6 +67,22 @@ def dropping(**_: int) -> nn.Module:
     return conv_net(norm=True, dropout=True)
 
 
+class Overwriting(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mul_(-1)
+
+
+def overwriting(**_: int) -> nn.Module:
+    """Return a teacher that changes its input in place."""
+    return nn.Sequential(Overwriting(), *conv_net())
+
+
+def test_a_teacher_that_overwrites_its_input_leaves_the_student_s_input_as_it_is(digits: Dataset) -> None:
+    distillation = TEACHER | {"alpha": 0.0, "model": "tests.techniques.test_distillation:overwriting"}
+    alone, taught = trained(ALONE, digits, [{}, {"distillation": distillation}])
+    assert taught == alone
+
+
 def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
     """Return Hinton's loss, computed in float64."""
     p, q = ((each.double() / temperature).softmax(-1) for each in (taught, logits))

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.data.prepared import Dataset
+from pipeline.errors import ConfigError
 from pipeline.techniques import low_bit_optimizer
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batch, changed, chosen, conv_net, make_plan, make_step
+from tests.nets import ALONE, batch, changed, chosen, conv_net, make_plan, make_step, setup_of
 from tests.test_training import TRAIN, _until_broken, make_training, resumes_exactly, weights
 
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.002})
@@ -123,6 +124,31 @@ def test_weights_and_input_are_channels_last_and_the_loss_is_the_same() -> None:
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
     assert not seen[0].is_contiguous()
     torch.testing.assert_close(loss, expected)
+
+
+def test_volumes_are_channels_last_too() -> None:
+    class Volumes(nn.Sequential):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images.unflatten(2, (2, 4)).repeat(1, 2, 1, 1, 1))  # type: ignore[no-untyped-call,no-any-return]
+
+    convolution = nn.Conv3d(2, 2, (2, 3, 3))
+    model = Volumes(convolution, nn.Flatten(), nn.LazyLinear(10))
+    images, labels = batch()
+    expected = F.cross_entropy(model(images), labels)
+    techniques = chosen(make_plan(channels_last=True), ALONE)
+    loss = make_step(changed(model, techniques), techniques).forward(images, labels)
+    assert convolution.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert not convolution.weight.is_contiguous()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_without_images_and_convolutions_there_is_nothing_to_rearrange() -> None:
+    (technique,) = chosen(make_plan(channels_last=True), ALONE)
+    with pytest.raises(
+        ConfigError, match=r"variants.tried.channels_last: found true, but Linear takes inputs of 2 dim"
+    ):
+        technique.change_model(setup_of(nn.Linear(4, 2), torch.zeros(2, 4)))
+    technique.change_model(setup_of(nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 1)), torch.zeros(2, 4)))
 
 
 def test_a_micro_batch_is_read_only_after_the_forward_pass_of_the_one_before() -> None:

@@ -46,8 +46,8 @@ MEMORY: tuple[Entry, ...] = (
         does="Blocks keep only their input and run again in the backward pass",
         pays="when activations are most of the peak memory, and a larger batch or model is worth about a third more "
         "computation",
-        costs="a second forward pass of the blocks. If a block changes a state in its forward pass, as spectral_norm "
-        "does, the state changes twice; only running statistics of normalisation layers are updated once",
+        costs="a second forward pass of the blocks, and copies of the buffers with which it must begin. Blocks whose "
+        "random numbers come from Python or numpy are refused",
         source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016",
         changes="nothing",
         layer="blocks",

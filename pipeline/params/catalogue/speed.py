@@ -74,12 +74,12 @@ SPEED: tuple[Entry, ...] = (
         name="channels_last",
         setting="channels_last: true",
         searched_for=("NHWC", "memory format", "torch.channels_last"),
-        does="Images and weights are stored with the channels innermost. Convolution kernels for Tensor Cores read "
-        "this order",
+        does="Images (or volumes) and weights are stored with the channels innermost. Convolution kernels for Tensor "
+        "Cores read this order",
         pays="for convolutional models in 16 bits on GPUs, and on CPUs with oneDNN",
-        costs="a copy if an operation has no kernel for this format. Every 4-D parameter is rearranged, so code that "
-        "relies on its strides, such as view and view_as_complex, fails. With fsdp, which shards only contiguous "
-        "weights, a convolution's weights are copied whenever the convolution runs",
+        costs="a copy if an operation has no kernel for this format. Every 4-D and 5-D parameter is rearranged, so "
+        "code that relies on its strides, such as view and view_as_complex, fails. With fsdp, which shards only "
+        "contiguous weights, a convolution's weights are copied whenever the convolution runs",
         source="PyTorch tutorial: Channels Last Memory Format in PyTorch",
         changes="rounding",
         layer="model",
