@@ -8,6 +8,7 @@ import math
 import random
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -326,16 +327,23 @@ def make_bench(
         "ledgers": {each.variant: make_ledgers(memory.get(each.variant, 1.0)) for each in measured},
         "flops": {each.variant: make_flops(each.applied) for each in measured},
         "not_ablated": {"memory": {"bf16": "this CPU would emulate it"}} if ablate else {},
-        "session": Session(
-            start_utc="2026-11-20T08:00:00+00:00",
-            boot_id="b",
-            uptime_seconds=3600.0,
-            load_average=0.3,
-            steal_fraction=0.0,
-        ),
+        "session": make_session(),
         "keys": {each.variant: "k" for each in measured},
     }
     return Bench(**values | changes)
+
+
+def make_session(start: str = "2026-11-20T08:00", **changes: Any) -> Session:
+    """Return a session that starts at ``start`` (UTC), in a boot that began with November 2026."""
+    uptime = datetime.fromisoformat(start) - datetime.fromisoformat("2026-11-01")
+    values: dict[str, Any] = {
+        "start_utc": f"{start}:00+00:00",
+        "boot_id": "b",
+        "uptime_seconds": uptime.total_seconds(),
+        "load_average": 0.3,
+        "steal_fraction": 0.0,
+    }
+    return Session(**values | changes)
 
 
 def with_samples(bench: Bench, samples_of: Callable[[Arm], Iterable[Window]]) -> Bench:

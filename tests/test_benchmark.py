@@ -29,7 +29,7 @@ from pipeline.comparison.stats import FEWEST_PAIRS
 from pipeline.params import Bench, Machine, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Window, read_bench
-from tests.factories import make_arm, make_bench, make_window
+from tests.factories import make_arm, make_bench, make_session, make_window
 from tests.nets import make_plan
 from tests.workspaces import enter
 
@@ -330,8 +330,7 @@ def test_a_ratio_is_settled_on_one_side_of_its_margin(ratios: list[float]) -> No
 
 
 def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
-    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T{hour}:30:00+00:00"})
-    return make_bench(session=start, **changes)
+    return make_bench(session=make_session(f"2026-11-{day:02}T{hour}:30"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +365,7 @@ def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
         ({}, "12:50", True),
         ({"interrupted": True, "rounds": 2}, "12:50", True),
         ({}, "13:40", False),  # more than an hour after the bench ended at 12:33
-        ({"boot_id": "another"}, "12:50", False),
+        ({"boot": {"boot_id": "another", "uptime_seconds": 60.0}}, "12:50", False),
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, "12:50", False),
         ({"ablate": True}, "12:50", False),  # other arms
         ({"settled": True}, "12:50", False),  # nothing is open
@@ -376,11 +375,11 @@ def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
     changes: dict[str, Any], start: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settled, boot_id = changes.pop("settled", False), changes.pop("boot_id", "b")
+    settled, boot = changes.pop("settled", False), changes.pop("boot", {})
     bench = kept(1, **changes)
     bench = bench.model_copy(update={"arms": tuple(arm.model_copy(update={"settled": settled}) for arm in bench.arms)})
     files.write_text(results.KEPT_BENCHES / "20261101T123000.json", bench.to_json())
-    now = bench.session.model_copy(update={"start_utc": f"2026-11-01T{start}:00+00:00", "boot_id": boot_id})
+    now = make_session(f"2026-11-01T{start}", **boot)
     names = [arm.name for arm in make_bench().arms]
     assert stage.unfinished(now, make_bench().keys, bench.dataset, names) == (bench if goes_on else None)
 

@@ -136,6 +136,11 @@ def more_right(result: Any) -> None:
     result["summary"] = summarise(Result.model_validate(result).runs).model_dump()
 
 
+def of_equal_weights(result: Any) -> None:
+    for run in result["runs"]:
+        run["model_sha256"] = "0" * 64
+
+
 def of_other_classes(description: Any) -> None:
     other = DESCRIBED.model_copy(update={"classes": tuple("abcdefghij")})
     description.update(classes=other.classes, sha256=other.digest())
@@ -167,8 +172,9 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a loss", RESULT, at("runs.2.test_loss", 0.1), "seed 2: test_loss is 0.1, but its history ends with 0.28"),
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
     ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
-    ("equal weights", RESULT, 
-     lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0 and 2"),
+    ("equal weights", RESULT,
+     lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0, 2 ended in the same"),
+    ("a job that ignores its seed", RESULT, of_equal_weights, "set train.seeds: [0]"),
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed, although no steps were measured"),
     ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured; expected 463"),
     ("a short job", RESULT, at("runs.1.steps", 46), "46 steps, but the job has 468"),
@@ -194,6 +200,10 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a round twice", BENCH, repeated, "rounds 1 and 13 are equal in every figure, so one is a copy"),
     ("two arms", BENCH, copied(0, 1), "baseline and ddp are equal in every sample"),
     ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, but baseline"),
+    ("a millisecond", BENCH, at("seconds", 0.001), "the bench took 0.001 s, although its windows alone took 47.4"),
+    ("an early end", BENCH, at("session.end_utc", "2026-11-20T07:59:00+00:00"), "to 2026-11-20T07:59:00+00:00"),
+    ("an end within a minute", BENCH, at("session.end_utc", "2026-11-20T08:01:00+00:00"), "although it took 178 s"),
+    ("no end", BENCH, at("session.end_utc", "noon"), "session.end_utc"),
     ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: only 3 of 120 steps were measured"),
     ("no window", BENCH, at("arms.1.samples.2.step_p50_ms", 0.0), "arms.1.samples.2.step_p50_ms"),
     ("a negative speed", BENCH, at("arms.1.samples.2.samples_per_second", -2.0), "arms.1.samples.2.samples_per_second"),

@@ -18,7 +18,7 @@ from pipeline.report import html, markdown, sentences
 from pipeline.results import Arm, Bench
 from pipeline.tracking import labels
 from pipeline.tracking.promoting import sessions_of
-from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result, with_speeds
+from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result, make_session, with_speeds
 from tests.report.conftest import plain
 from tests.report.reader import Page
 
@@ -27,7 +27,7 @@ MEASURED = [make_result(name) for name in NAMES]
 
 
 def session(day: int, **changes: Any) -> Bench:
-    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:00:00+00:00"})
+    start = make_session(f"2026-11-{day:02}T12:00")
     usual: dict[str, Any] = {"session": start, "keys": dict.fromkeys(NAMES, "k"), "rejected": {}, "noise": 0.002}
     return make_bench(MEASURED, **usual | changes)
 

@@ -15,7 +15,15 @@ from pipeline.comparison.verdicts import THROUGHPUT, Ratio, estimated
 from pipeline.params import Compare
 from pipeline.report.sentences import banner
 from pipeline.results import Bench, Result, sessions_of
-from tests.factories import ENVIRONMENT, make_bench, make_histories, make_results, with_samples
+from tests.factories import (
+    ENVIRONMENT,
+    make_bench,
+    make_histories,
+    make_results,
+    make_session,
+    with_samples,
+    with_speeds,
+)
 
 
 def interval(log: float, half: float = 0.01, count: int = 8) -> Interval:
@@ -60,8 +68,8 @@ def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
     return Ratio(**told, rejected=refused, margin=0.03, decision=decision, why_untrusted=why)
 
 
-def at(time: str) -> str:
-    return f"2026-11-20T{time}:00+00:00"
+def at(time: str, day: int = 20) -> str:
+    return f"2026-11-{day}T{time}:00+00:00"
 
 
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
@@ -96,8 +104,8 @@ OTHER_DATA = make_results()[0].dataset.model_copy(update={"sha256": "0" * 64})
 
 
 def session(day: int, faster: float, keys: dict[str, str] = KEYS, **changes: Any) -> Bench:
-    start = make_bench().session.model_copy(update={"start_utc": f"2026-11-{day:02}T12:00:00+00:00"})
-    return make_bench(throughput={"ddp": faster, "memory": 0.8}, keys=keys, session=start, **changes)
+    start = {"session": make_session(f"2026-11-{day:02}T12:00")}
+    return make_bench(throughput={"ddp": faster, "memory": 0.8}, keys=keys, **start | changes)
 
 
 def over_all(*sessions: Bench) -> Comparison:
@@ -152,9 +160,41 @@ def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_vari
     assert [each.session.start_utc[8:10] for each in distinct([first, copy])] == ["01"]
 
 
+def test_a_bench_without_a_common_arm_removes_no_session() -> None:
+    first, second = session(1, 1.5), session(2, 1.5)
+    others = tuple(arm.model_copy(update={"name": f"other {arm.name}"}) for arm in first.arms)
+    for foreign in (first.model_copy(update={"arms": others}), with_samples(first, lambda _: ())):
+        assert distinct([second, foreign]) == [foreign, second]
+
+
+def jittered(bench: Bench, **changes: Any) -> Bench:
+    """Return a copy of the bench whose speeds differ by a thousandth."""
+    copy = with_speeds(bench, lambda arm, index: 1 + 0.001 * math.sin(index + len(arm.name)))
+    return copy.model_copy(update={"session": copy.session.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"start_utc": at(time, day=day), "boot_id": f"boot {day}"} for time, day in (("08:00", 21), ("09:00", 22))],
+        [{"start_utc": at("08:00", day=day), "uptime_seconds": 4000.0 + day} for day in (21, 22)],
+        [{"start_utc": at(f"08:{20 * n}"), "uptime_seconds": 3600.0 + 1200 * n, "boot_id": str(n)} for n in (1, 2)],
+        [{"start_utc": at(f"08:{20 * n}"), "uptime_seconds": 3600.0 + 1e5 * n} for n in (1, 2)],
+    ],
+    ids=["the same uptime", "days by the wall clock alone", "an uptime that goes on", "days by the uptime alone"],
+)
+def test_copies_of_a_session_are_one_session(changes: list[dict[str, Any]]) -> None:
+    first = session(20, 1.5, session=make_session(uptime_seconds=3600.0))
+    compared = over_all(first, *(jittered(first, **each) for each in changes))
+    assert len(compared.sessions) == 1
+    assert throughput(compared.variants[1]).session_count == 1
+
+
 def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
-    began = session(1, faster).session.model_copy(update={"start_utc": at(time), "boot_id": boot})
-    return session(1, faster, **changes).model_copy(update={"session": began, "seconds": 600.0})
+    """Return a bench of the boot "b", or of another boot, which began at 08:19."""
+    other = {} if boot == "b" else {"boot_id": boot, "uptime_seconds": 60.0 * (int(time[3:]) - 19)}
+    began = make_session(f"2026-11-20T{time}", **other)
+    return session(1, faster, session=began, **changes).model_copy(update={"seconds": 600.0})
 
 
 @pytest.mark.parametrize(

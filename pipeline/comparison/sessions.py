@@ -109,17 +109,19 @@ def alike(one: Bench, other: Bench, *variants: str) -> bool:
 def distinct(benches: Sequence[Bench]) -> list[Bench]:
     """Return the benches without duplicates, the oldest first.
 
-    Two benches are duplicates if their common arms begin with the same samples, even with different start times. The
-    bench that comes first in ``benches`` is kept.
+    Two benches are duplicates if they have common arms, all of which begin with the same samples, or if they began at
+    the same uptime, even with different start times. The bench that comes first in ``benches`` is kept.
     """
 
-    def same(one: tuple[Window, ...], other: tuple[Window, ...]) -> bool:
-        return all(a == b for a, b in zip(one, other, strict=False))
+    def duplicates(one: Bench, other: Bench) -> bool:
+        arms = {arm.name: arm.samples for arm in one.arms}
+        pairs = [pair for arm in other.arms for pair in zip(arms.get(arm.name, ()), arm.samples, strict=False)]
+        uptimes = {one.session.uptime_seconds, other.session.uptime_seconds}
+        return (len(uptimes) == 1 and None not in uptimes) or (bool(pairs) and all(a == b for a, b in pairs))
 
     found: list[Bench] = []
     for each in benches:
-        arms = {arm.name: arm.samples for arm in each.arms}
-        if not any(all(same(arms.get(arm.name, ()), arm.samples) for arm in other.arms) for other in found):
+        if not any(duplicates(each, other) for other in found):
             found.append(each)
     return sorted(found, key=lambda each: each.session.start_utc)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
@@ -81,12 +81,15 @@ def _utc(text: str) -> str:
     return text
 
 
+Utc = Annotated[str, AfterValidator(_utc)]
+"""ISO 8601, to the second."""
+
+
 class Session(Record):
     """One session of the bench: its time and the state of the machine. The times and ``boot_id`` decide which benches
     belong together; no figure is computed from the other values."""
 
-    start_utc: Annotated[str, AfterValidator(_utc)]
-    """ISO 8601, to the second."""
+    start_utc: Utc
     boot_id: str | None
     """Id of the boot. Sessions of one boot share everything that is randomised at boot. Here, in ``uptime_seconds`` and
     in ``steal_fraction``, None means that the system does not report the value."""
@@ -96,13 +99,15 @@ class Session(Record):
     """The system's load average over the minute before the session."""
     steal_fraction: float | None
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
-    end_utc: str | None = None
-    """ISO 8601, to the second. None in a file of an older version, which did not record the end."""
+    end_utc: Utc | None = None
+    """None in a file of an older version, which did not record the end."""
 
 
-ONE_SESSION = timedelta(hours=1)
-"""Benches of one boot belong to one session if the second bench begins within this time after the first bench's end.
-Such benches are not independent, because they share the host's other guests and the time of day."""
+ONE_SESSION = 3600.0
+"""Benches of one boot belong to one session if the second bench begins within this time (in seconds) after the first
+bench's end. Such benches are not independent, because they share the host's other guests and the time of day."""
+CLOCKS_AGREE = 60.0
+"""Within one boot, wall clock and uptime show the same duration up to this many seconds, unless the clock was set."""
 
 
 class Bench(Document):
@@ -145,17 +150,38 @@ class Bench(Document):
         """Number of rounds. An arm that was settled early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
 
+    @property
+    def lasted_seconds(self) -> float:
+        """Time from the session's start to its end by the wall clock."""
+        end = self.session.end_utc
+        return self.seconds if end is None else _between(self.session.start_utc, end)
+
     def goes_on_in(self, later: Session) -> bool:
-        """Return True if the bench with the session record ``later`` belongs to the same session as this bench."""
-        began, ended = (
-            datetime.fromisoformat(each) for each in (later.start_utc, self.session.end_utc or self.session.start_utc)
-        )
-        if self.session.end_utc is None:
-            ended += timedelta(seconds=self.seconds)
-        return began - ended < ONE_SESSION and later.boot_id == self.session.boot_id
+        """Return True if the bench with the session record ``later`` belongs to the same session as this bench.
+
+        In one boot, both the wall clock and the uptime must show that the session is over. An uptime that goes on shows
+        that there was no boot in between, whatever the ids of the boots say.
+        """
+        by_wall = by_uptime = _between(self.session.start_utc, later.start_utc)
+        one_boot = later.boot_id == self.session.boot_id
+        if self.session.uptime_seconds is not None and later.uptime_seconds is not None:
+            by_uptime = later.uptime_seconds - self.session.uptime_seconds
+            one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
+        return one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
     def problems(self) -> list[str]:
         found = []
+        windows = [
+            each.measured_steps * arm.batch_size / each.samples_per_second
+            for arm in self.arms
+            for each in arm.samples
+            if each.samples_per_second
+        ]
+        if sum(windows) > self.seconds:
+            found.append(f"the bench took {self.seconds:g} s, although its windows alone took {sum(windows):g} s")
+        if self.lasted_seconds < self.seconds - CLOCKS_AGREE:
+            times = f"from {self.session.start_utc} to {self.session.end_utc}"
+            found.append(f"the bench ran {times}, although it took {self.seconds:g} s")
         for arm in self.arms:
             rounds: dict[str, int] = {}
             for number, sample in enumerate(arm.samples, 1):
@@ -181,11 +207,15 @@ class Bench(Document):
         return next((arm for arm in self.arms if (arm.role, arm.variant, arm.technique) == wanted), None)
 
 
+def _between(start_utc: str, end_utc: str) -> float:
+    """Return the seconds between two times."""
+    return (datetime.fromisoformat(end_utc) - datetime.fromisoformat(start_utc)).total_seconds()
+
+
 def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
     """Group benches into sessions. Sessions, and the benches of a session, are sorted from the oldest to the newest.
 
-    A bench belongs to the session of the previous bench if it began less than ``ONE_SESSION`` after the end of the
-    previous bench, without a boot in between.
+    A bench belongs to the session of the previous bench if this bench ``goes_on_in`` it.
     """
     found: list[list[Bench]] = []
     for each in sorted(benches, key=lambda each: each.session.start_utc):

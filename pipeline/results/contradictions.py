@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import combinations
 
 from pipeline.params import Train
 from pipeline.results.records import HistoryRow, Result, Run, summarise
@@ -13,10 +12,14 @@ from pipeline.results.records import HistoryRow, Result, Run, summarise
 def of_result(result: Result, train: Train) -> list[str]:
     """Return one message for each figure of a result that contradicts the job ``train``, the data or another figure."""
     found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
+    seeds: dict[str, list[int]] = {}
+    for run in result.runs:
+        seeds.setdefault(run.model_sha256, []).append(run.seed)
     found += [
-        f"seeds {one.seed} and {other.seed} ended in the same weights, so one is a copy"
-        for one, other in combinations(result.runs, 2)
-        if one.model_sha256 == other.model_sha256
+        f"seeds {', '.join(map(str, equal))} ended in the same weights, so they are copies, or the job ignores its "
+        f"seed (then draw its random numbers from torch's generators, or set train.seeds: [{equal[0]}])"
+        for equal in seeds.values()
+        if len(equal) > 1
     ]
     told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
     wrong = [key for key in told if not _close(told[key], expected[key])]

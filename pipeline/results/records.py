@@ -213,7 +213,7 @@ class RunConditions(Record):
     decided: dict[str, str]
     """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
     a deterministic run is impossible."""
-    batch_size: int
+    batch_size: Count
     """Global batch size of the training; with weak scaling, a multiple of the job's batch size."""
     learning_rate: float
     """Peak learning rate of the training; with weak scaling, a multiple of the job's learning rate."""

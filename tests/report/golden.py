@@ -23,6 +23,7 @@ from tests.factories import (
     make_result,
     make_results,
     make_run,
+    make_session,
     with_samples,
 )
 from tests.report.conftest import REASON, Made, made
@@ -105,8 +106,7 @@ def over_sessions() -> Made:
     measured = make_results()
 
     def session(day: int, ddp: float, **changes: Any) -> Bench:
-        told = {"start_utc": f"2026-11-{day}T08:00:00+00:00", "boot_id": f"{day}-boot", "steal_fraction": 0.012}
-        start = make_bench().session.model_copy(update=told | {"load_average": 0.5})
+        start = make_session(f"2026-11-{day}T08:00", boot_id=f"{day}-boot", steal_fraction=0.012, load_average=0.5)
         return make_bench(measured, throughput={"ddp": ddp, "memory": 0.8}, rejected={}, session=start, **changes)
 
     before = {"baseline": "k", "ddp": "before", "memory": "k"}
