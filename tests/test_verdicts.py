@@ -145,11 +145,11 @@ QUIET = "let nothing else run here"
             "at most 15.0%",
             QUIET,  # 155 rounds would take more than an hour
         ),
-        (STEADY[:5], STEADY[:5], "5 rounds, but at least 6 are needed", "set bench.max_minutes: 7"),
+        (STEADY[:5], STEADY[:5], "5 accepted rounds, but at least 6 are needed", "set bench.max_minutes: 7"),
         (
             [*[THROTTLED] * 5, *STEADY[5:]],
             STEADY,
-            "5 rounds, but at least 6 are needed",
+            "5 accepted rounds, but at least 6 are needed",
             f"5 of 10 rounds had to be rejected, most often because {THROTTLED}; or set bench.max_minutes: 13",
         ),
         ([THROTTLED] * 10, STEADY, "10 of 10 rounds had to be rejected", THROTTLED),

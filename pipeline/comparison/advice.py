@@ -88,15 +88,15 @@ def ratio_reasons(ratio: Ratio, quantity: Quantity, cost: RoundCost, *, stopped:
             return [f"{over}, and no forecast is possible; more rounds in each may help (bench.max_minutes)"]
         more = count(ratio.more_sessions, "more session")
         return [f"{over}: about {more} will suffice, {ODDS} (bench --again, on other days)"]
-    another = f"after {ratio.pairs} rounds, another session helps most (bench --again)"
+    another = "another session helps most (bench --again)"
     if stopped:
         return [f"{said}: {another}"]
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None:
-        lost = f", and {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
+        lost = f", but {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(stats.FEWEST_PAIRS, ratio.pairs, ratio.rejected))
-        return [f"{said}: at least {stats.FEWEST_PAIRS} rounds are needed{lost} ({remedy})"]
-    first = f"{another}; " if ratio.pairs >= FULL_ROUNDS else ""
+        return [f"{said}: at least {stats.FEWEST_PAIRS} accepted rounds are needed{lost} ({remedy})"]
+    first = f"{another}; " if measured >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():

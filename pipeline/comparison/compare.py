@@ -73,7 +73,7 @@ def compare(
 
     def compared(each: Result) -> Compared:
         judged, time, another = judgements.get(each.variant), time_of(each), figures.another_model(each, baseline)
-        differs = judged and (another or each.applied.get("distillation"))
+        differs = another or each.applied.get("distillation")
         return Compared(
             variant=each.variant,
             on_front=each.variant in front,
@@ -83,7 +83,9 @@ def compare(
             time_to_target=time,
             time_to_target_ratio=figures.time_ratio(time, time_of(baseline), judged and judged.throughput),
             another_model=another,
-            equal_time=figures.equal_time(each, baseline, histories, speeds) if differs else None,
+            equal_time=figures.equal_time(each, baseline, histories, speeds[baseline.variant], judged.throughput)
+            if judged and differs
+            else None,
         )
 
     return Comparison(

@@ -62,7 +62,8 @@ class TimeToTarget(Record):
     reached_count: int
     """How many seeds reached the target."""
     samples: float | None
-    """Median of the seeds' steps, times the global batch. None unless every seed reached the target."""
+    """Median of the seeds' steps, times the global batch. None unless every seed reached the target; also None if the
+    median is the first evaluation, because then the target was reached at an unknown time before it."""
     train_seconds: float | None
     """None if ``samples`` is None, or if the throughput is unknown or not trusted."""
 
@@ -173,8 +174,8 @@ class Compared(Record):
     another_model: str | None = Field(None, exclude_if=operator.not_)
     """The variant's model, if it is not the baseline's."""
     equal_time: EqualTime | None = Field(None, exclude_if=operator.not_)
-    """Only for a variant with another model or a teacher. None if a throughput is unknown or not trusted, or if the
-    time is too short for an evaluation."""
+    """Only for a variant with another model or a teacher. None if the ratio of the throughputs is not decided, or if
+    the time is too short for an evaluation."""
     runs: tuple[Run, ...]
 
 

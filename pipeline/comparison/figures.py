@@ -104,14 +104,17 @@ def time_to_target(
     result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
 ) -> TimeToTarget:
     """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed. The
-    time is None if a seed does not reach the target, or if the speed is unknown."""
-    reached = [(row.seed, row.step) for row in history if row.test_accuracy is not None and row.test_accuracy >= target]
+    time is None if a seed does not reach the target, if the first evaluation shows it already, or if the speed is
+    unknown."""
+    evaluated = [(row.seed, row.step, row.test_accuracy) for row in history if row.test_accuracy is not None]
+    reached = [(seed, step) for seed, step, accuracy in evaluated if accuracy >= target]
     seeds = tuple(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
         for run in result.runs
     )
     steps = [each.steps for each in seeds if each.steps is not None]
-    samples = statistics.median(steps) * result.batch_size if len(steps) == len(seeds) else None
+    known = len(steps) == len(seeds) and statistics.median_low(steps) > min(step for _, step, _ in evaluated)
+    samples = statistics.median(steps) * result.batch_size if known else None
     return TimeToTarget(
         seeds=seeds, reached_count=len(steps), samples=samples, train_seconds=_quotient(samples, samples_per_second)
     )
@@ -136,16 +139,22 @@ def another_model(result: Result, baseline: Result) -> str | None:
 
 
 def equal_time(
-    result: Result, baseline: Result, histories: Mapping[str, Sequence[HistoryRow]], speeds: Mapping[str, float | None]
+    result: Result,
+    baseline: Result,
+    histories: Mapping[str, Sequence[HistoryRow]],
+    speed: float | None,
+    throughput: Ratio | None,
 ) -> EqualTime | None:
     """Return the test accuracies of ``result`` and ``baseline`` at the time when the faster training ends.
 
-    Return None if a throughput is unknown, or if a seed was not evaluated by this time. ``histories`` and ``speeds``:
-    variant -> its history, or its throughput in the bench.
+    Return None if the baseline's ``speed`` is unknown, if the ratio ``throughput`` is not decided, or if a seed was not
+    evaluated by this time. If the ratio is the *same*, both speeds are taken as equal: otherwise, the noise of the
+    ratio would decide whether the last evaluation counts. ``histories``: variant -> its history.
     """
-    rates = [(speeds[each.variant] or 0.0) / each.batch_size for each in (result, baseline)]  # steps a second
-    if not all(rates):
+    if not speed or not throughput or throughput.decision in ("undecided", "untrusted"):
         return None
+    ours = speed * (1.0 if throughput.decision == "same" else throughput.interval.estimate)
+    rates = ours / result.batch_size, speed / baseline.batch_size  # steps a second
     seconds = min(each.runs[0].steps / rate for each, rate in zip((result, baseline), rates, strict=True))
     accuracies = []
     for each, rate in zip((result, baseline), rates, strict=True):

@@ -124,8 +124,8 @@ def distrust(aa: Interval, wide: Interval, max_spread: float, negligible: float 
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low <= 0:
         return (
-            f"the baseline was measured against itself in {count(aa.count, 'round')}, but at least {FEWEST_PAIRS} are "
-            "needed to know how noisy the machine is"
+            f"the baseline was measured against itself in {count(aa.count, 'accepted round')}, but at least "
+            f"{FEWEST_PAIRS} are needed to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low > 0 else (aa, "95%")
     if held.low > 1 + negligible or held.high < 1 / (1 + negligible):

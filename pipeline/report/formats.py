@@ -102,7 +102,7 @@ def interval(each: Ratio | Noise | Accuracy) -> str:
             return f"too few seeds ({each.seeds}) for an interval"
         return _to(points(each.low_fraction), points(each.high_fraction))
     if each.low is None or each.high is None:
-        return f"too few rounds ({each.pairs}) for an interval"
+        return f"too few accepted rounds ({each.pairs}) for an interval"
     return ends(each.low, each.high, _decimals(each))
 
 

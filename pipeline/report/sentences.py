@@ -94,14 +94,12 @@ def advice(comparison: Comparison) -> str:
 
 
 def _saving(each: Compared) -> str:
-    """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. A price that
-    is not decided is marked as such. Return an empty text if there is no gain, or if an interval is missing."""
+    """Say when to use a variant whose verdict is trades or undecided, what it gains, and at what price. Return an empty
+    text if there is no gain."""
     gains, price = (_figures(each, decision) for decision in ("better", "worse"))
     if each.verdict == "undecided":
-        price += [(need, f"{text} (not decided yet)") for need, text in _figures(each, "undecided")]
-    ends = [ratio.low for ratio in (each.throughput, each.memory) if ratio]
-    ends += [each.accuracy.low_fraction] if each.accuracy else []
-    if each.verdict not in ("trades", "undecided") or not gains or None in ends:
+        price += _figures(each, "undecided")
+    if each.verdict not in ("trades", "undecided") or not gains:
         return ""
     (need, gain), *_ = gains
     return f"`{each.variant}` if {need}: {gain} at {' and '.join(text for _, text in price)}"
@@ -117,9 +115,15 @@ _NEEDS = {
 
 
 def _figures(each: Compared, decision: str) -> list[tuple[str, str]]:
-    """Return, for each quantity with this ``decision``, when the quantity matters and how large the difference is."""
-    found = {noun: interval(one) for noun, one in quantities(each).items() if one.decision == decision}
-    return [(_NEEDS[noun][0], f"{shown} {_NEEDS[noun][1]}") for noun, shown in found.items()]
+    """Return, for each quantity with this ``decision``, when the quantity matters and how large the difference is. A
+    difference that is not decided is marked as such."""
+    found = []
+    for noun, one in quantities(each).items():
+        known = (one.low_fraction if isinstance(one, Accuracy) else one.low) is not None
+        open_ = " (not decided yet)" if decision == "undecided" else ""
+        text = f"{interval(one)} {_NEEDS[noun][1]}{open_}" if known else f"an unknown {noun}, with {interval(one)}"
+        found += [(_NEEDS[noun][0], text)] if one.decision == decision else []
+    return found
 
 
 def banner(comparison: Comparison) -> list[str]:

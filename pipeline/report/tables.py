@@ -90,6 +90,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     def reached(each: Compared) -> Cell:
         time, ratio = each.time_to_target, each.time_to_target_ratio
         if time.samples is None:
+            if time.reached_count == len(time.seeds):
+                return Cell("before the first evaluation")
             seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
         beside = (formats.times(ratio.estimate), formats.ends(ratio.low, ratio.high)) if ratio else ()
@@ -107,7 +109,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         "At equal time",
         "Only for a variant with another model or a teacher: its score and the baseline's at the time when the faster "
         "of the two trainings ends, by the bench's throughputs, from the last evaluation up to then; mean over seeds. "
-        "The slower training has not finished its learning-rate schedule then. To finish both in equal time, give it "
+        "Known only if the ratio of the throughputs is decided. The slower training has not finished its learning-rate "
+        "schedule then. To finish both in equal time, give it "
         "fewer epochs.",
         alongside,
     )
@@ -147,7 +150,8 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             f"Time to {target}",
             f"Training time, without evaluation and start-up, to the first evaluation with at least {target} "
             f"{sentences.score(comparison)}: the samples until then (median over seeds), divided by the bench's "
-            "throughput. Known only if every seed reached the target, and precise to one epoch. The ratio's interval "
+            "throughput. Known only if every seed reached the target, and most seeds after their first evaluation; "
+            "precise to one epoch. The ratio's interval "
             "covers only the throughput's noise.",
             reached,
         ),

@@ -56,12 +56,12 @@ def test_an_untrusted_ratio_is_in_brackets() -> None:
     noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
     assert plain(formats.text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
     few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
-    assert plain(formats.text(few)) == "untrusted [1.42x, too few rounds (3) for an interval]"
+    assert plain(formats.text(few)) == "untrusted [1.42x, too few accepted rounds (3) for an interval]"
     unknown = few.model_copy(update={"estimate": None, "pairs": 0})
     assert formats.text(unknown) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
-    assert plain(formats.text(few)) == "1.42x undecided (too few rounds (4) for an interval)"
+    assert plain(formats.text(few)) == "1.42x undecided (too few accepted rounds (4) for an interval)"
     assert plain(formats.text(ONE_SEED)) == "+0.03 points undecided (too few seeds (1) for an interval)"

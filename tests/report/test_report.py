@@ -7,7 +7,7 @@ from pipeline import report
 from pipeline.report import html, markdown, sentences, tables
 from pipeline.results import Unit
 from pipeline.tracking import labels, metrics
-from tests.factories import make_result, make_results, make_run
+from tests.factories import make_comparison, make_history, make_result, make_results, make_run
 from tests.report.conftest import Made, made, plain
 from tests.report.golden import alone
 from tests.report.reader import Page
@@ -100,6 +100,15 @@ def test_a_student_is_compared_at_equal_epochs_and_at_equal_time() -> None:
         ):
             assert words in of_student
             assert words not in of_other
+
+
+def test_a_target_that_the_first_evaluation_shows_already_has_no_time() -> None:
+    measured = make_results()[:2]
+    early = {each.variant: make_history(accuracies=(0.9, 0.91)) for each in measured}
+    found = Made(make_comparison(measured, histories=early), early)
+    assert [each.time_to_target.train_seconds for each in found.comparison.variants] == [None, None]
+    for text in (markdown(found.comparison), Page(html(*found)).heard):
+        assert text.count("before the first evaluation") == 2
 
 
 def test_mlflow_has_the_unit_the_directions_and_the_figures_of_the_task() -> None:
