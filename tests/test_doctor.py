@@ -256,7 +256,8 @@ def git(*arguments: str) -> None:
 
 
 def test_git(checkout: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    assert "PROBLEM git fatal: not a git repository" in report("git")
+    assert "PROBLEM git fatal: not a git repository" in (said := report("git"))
+    assert "-> git init, or start from a clone" in said
     git("init", "--quiet")
     assert "warning git there is no commit yet" in report("git")
     git("commit", "--quiet", "--allow-empty", "--message", "first")
@@ -274,7 +275,7 @@ def test_git(checkout: Path, monkeypatch: pytest.MonkeyPatch, report: Report) ->
         ("", ["ok DVC the cache is {here}/.dvc/cache/files/md5", "- DVC there is no default remote"]),
         ("[core]\n remote = nas\n['remote \"nas\"']\n url = s3://t0ken@nas/x\n", ["remote is nas (s3://***@nas/x)"]),
         ("[cache\n", ["PROBLEM DVC ", "-> see `dvc doctor`"]),
-        (None, ["PROBLEM DVC NotDvcRepoError", "-> cd to the top of the checkout"]),
+        (None, ["PROBLEM DVC NotDvcRepoError", "python -m pipeline init writes params.yaml and .dvc"]),
     ],
 )
 def test_dvc(config: str | None, said: list[str], checkout: Path, report: Report) -> None:

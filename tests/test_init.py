@@ -284,6 +284,32 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
 
 
 @pytest.mark.parametrize(
+    ("inputs", "targets", "task"),
+    [
+        (np.ones((40, 3, 8, 8), np.float32), np.ones(40, np.float32), "regression"),
+        (np.ones((40, 9, 3), np.float32), np.arange(40) % 2, "classification"),
+    ],
+)
+def test_arrays_of_any_shape_need_only_a_model_of_ones_own(
+    inputs: Any, targets: Any, task: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(repository / "nets.py", NET)
+    np.savez(repository / "mine.npz", inputs=inputs, targets=targets)
+    assert cli.main(["init", "--arrays", "mine.npz"]) == 2
+    assert "init knows no model for the shapes in mine.npz; name your own, such as --model" in capsys.readouterr().err
+    init.run(LAPTOP, model="nets:net", arrays="mine.npz")
+    assert (load().train.task, load().train.model) == (task, "nets:net")
+    assert ("channels-last" in load().variants) is (inputs.ndim == 4)
+
+
+def test_arrays_that_are_neither_targets_nor_tokens_have_no_task(repository: Path) -> None:
+    add(repository / "nets.py", NET)
+    np.savez(repository / "mine.npz", inputs=np.ones((40, 3)))
+    with pytest.raises(ConfigError, match=r"found inputs.*, for which init knows no task; add the array targets"):
+        init.run(LAPTOP, model="nets:net", arrays="mine.npz")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--images", "nowhere"], "fetch.image_folder: found 'nowhere', which has no directory 'train'"),

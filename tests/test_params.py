@@ -120,9 +120,16 @@ def test_no_variants_at_all() -> None:
         (b"train: [", "is not YAML"),
         (b"when: 2024-13-01", "is not YAML: month"),
         (b"variants:\n  ddp: {}\n  ddp: {}\n", "(?s)the key 'ddp' occurs twice.*line 3, column 3"),
+        (b"variants:\n  no: {}\n", "(?s)the key 'no' is of type bool in YAML; quote it.*line 2, column 3"),
+        (b"variants:\n  16: {}\n", "the key '16' is of type int in YAML; quote it"),
+        (
+            b"variants: {'no': {}, baseline: {}}\ncompare: {baseline: no}\n",
+            r"compare.baseline: found false; input should be a valid string\. If it is a name, quote it\.$",
+        ),
+        (b"variants: {baseline: {}}\ntrain: {model: on}\n", r"train.model: found true; .* quote it\.$"),
         (b"\0", "is not YAML"),
         (b"\xff\xfe\x00", "cannot be read as text"),
-        (None, "is missing: run from the top of the checkout"),
+        (None, "is missing: run in the folder that has it, or run `python -m pipeline init`"),
     ],
 )
 def test_a_file_that_is_no_params_file(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -78,12 +78,15 @@ def load(path: Path = PARAMS_FILE) -> Config:
 
 def read(path: Path) -> Any:
     """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, exceeds
-    a limit, or has a duplicate key."""
+    a limit, or has a key that is a duplicate or no text."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LIMIT + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing: run from the top of the checkout.") from None
+        raise ConfigError(
+            f"{path} is missing: run in the folder that has it, or run `python -m pipeline init` in a repository of "
+            "your own."
+        ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
     if len(text) > LIMIT:
@@ -218,9 +221,9 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys; PyYAML would silently keep the last value. It also limits the length
-    of a value, and the number of values. Values are counted after aliases are expanded, because a few lines of aliases
-    can expand to more values than fit in RAM."""
+    """A YAML loader that refuses duplicate keys (PyYAML would silently keep the last value) and keys that are no text,
+    such as ``no``. It also limits the length of a value, and the number of values. Values are counted after aliases are
+    expanded, because a few lines of aliases can expand to more values than fit in RAM."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -246,9 +249,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                kind = key.tag.rpartition(":")[2]  # YAML 1.1 reads no, on and 16 as other types than text
+                wrong = f"is of type {kind} in YAML; quote it" if kind != "str" else "occurs twice in one mapping"
+                if kind != "str" or key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} occurs twice in one mapping", key.start_mark
+                        None, None, f"the key {key.value!r} {wrong}", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -263,6 +268,8 @@ def _mistakes(error: ValidationError, values: Any) -> list[str]:
     """Return a line for each wrong key in ``values``: its path, the value found, and what is allowed."""
     at: dict[tuple[Any, ...], list[Any]] = {}
     for each in error.errors(include_url=False):
+        if each["type"] == "default_factory_not_called":  # another error is the reason
+            continue
         at.setdefault(_path(each, values), []).append(each)
     return [f"{'.'.join(map(str, path)).removesuffix('.[key]')}: {_mistake(path, at[path])}" for path in at]
 
@@ -292,6 +299,8 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
     said = " or ".join(each["msg"] for each in errors).replace(" or Input should be ", " or ")
     allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping, such as {}", said)
     hint = did_you_mean(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
+    if "string_type" in kinds and not isinstance(found, dict | list | None):
+        hint = " If it is a name, quote it."
     return f"found {_shown(found)}; {allowed[0].lower()}{allowed[1:]}.{hint}"
 
 

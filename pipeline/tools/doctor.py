@@ -51,14 +51,22 @@ DRIVER = (
 )
 """Driver 580 runs every minor version of CUDA 13, and all older versions of CUDA (NVIDIA's table of minor version
 compatibility)."""
-TO_THE_TOP = "cd to the top of the checkout; in a container, mount the checkout at the working directory"
+TO_THE_TOP = (
+    "cd to the folder of params.yaml; in a container, mount this folder at the working directory; in a repository of "
+    "your own, python -m pipeline init writes params.yaml and .dvc"
+)
+MODULES = (
+    "make repro, which installs requirements.lock into .venv; in a container, rebuild the image; if you installed the "
+    "package into an environment of your own, install the module there"
+)
 REMEDIES = {
     "params.yaml is missing": TO_THE_TOP,
     "NotDvcRepoError": TO_THE_TOP,
-    "not a git repository": "start from a clone; a worktree also needs its main checkout, mounted at the same path",
+    "not a git repository": "git init, or start from a clone; a worktree also needs its main checkout, mounted at the "
+    "same path",
     "dubious ownership": 'git config --global --add safe.directory "$PWD"',
-    "ImportError": "make repro, which installs requirements.lock into .venv; in a container, rebuild the image",
-    "ModuleNotFoundError": "make repro, which installs requirements.lock into .venv; in a container, rebuild the image",
+    "ImportError": MODULES,
+    "ModuleNotFoundError": MODULES,
     "no answer": "try again: a first import or a busy machine is slow; if the check fails again, a device, a server "
     "or a file system may hang",
     "ersion mismatch": "reboot the host: the driver was updated while the old driver was loaded",

@@ -237,8 +237,12 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str
     for kind, path in data.items():
         chosen, count = _LOOKS[kind](path)
         chosen["batch_size"] = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about 20 steps per epoch
-    images = chosen.get("model", "resnet18") == "resnet18"
+    images = chosen.pop("images", True)
     chosen["model"] = model or chosen.get("model", "resnet18")
+    if chosen["model"] is None:
+        raise ConfigError(
+            f"--arrays: init knows no model for the shapes in {path}; name your own, such as --model my_nets:factory."
+        )
     for key, value in chosen.items():
         text = _with(text, key, value)
     shipped = params.parse(yaml.safe_load(text))
@@ -312,8 +316,8 @@ def _images(path: str) -> tuple[dict[str, Any], int]:
 
 
 def _arrays(path: str) -> tuple[dict[str, Any], int]:
-    """Return settings for arrays, and the number of samples. Raises PipelineError if the arrays cannot be read, or if
-    no model and task follow from their shapes and types."""
+    """Return settings for arrays, and the number of samples. The model is None if ``init`` knows none for these shapes.
+    Raises PipelineError if the arrays cannot be read, or if no task follows from their shapes and types."""
     from pipeline.data import arrays
 
     fetch = Fetch(dataset="arrays", arrays=path)
@@ -328,12 +332,13 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
         task = "language_model" if targets is None else "classification"
     fitting = {"regression": {2: "mlp"}, "classification": {2: "mlp", 4: "resnet18"}, "language_model": {2: "gpt"}}
     model = fitting[task].get(inputs.ndim)
-    if model is None or (model == "gpt" and inputs.dtype.kind not in "iu"):
+    if targets is None and (model is None or inputs.dtype.kind not in "iu"):
         raise ConfigError(
-            f"--arrays: found {arrays.named(found)}, for which init knows no model; write {PARAMS_FILE} yourself."
+            f"--arrays: found {arrays.named(found)}, for which init knows no task; add the array targets, or write "
+            f"{PARAMS_FILE} yourself."
         )
-    about = {"dataset": "arrays", "arrays": path, "task": task, "model": model} | OPTIMIZERS.get(task, {})
-    return about, len(inputs)
+    about = {"dataset": "arrays", "arrays": path, "task": task, "model": model, "images": inputs.ndim == 4}
+    return about | OPTIMIZERS.get(task, {}), len(inputs)
 
 
 def _text_files(path: str) -> tuple[dict[str, Any], int]:
@@ -343,10 +348,10 @@ def _text_files(path: str) -> tuple[dict[str, Any], int]:
 
     fetch = Fetch(dataset="text_folder", text_folder=path)
     size = sum((text.root(fetch) / name).stat().st_size for name in text.files(fetch))
-    about = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt"}
+    about = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt", "images": False}
     return about | OPTIMIZERS["language_model"], size // params.parse({"variants": {"baseline": {}}}).prepare.window
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
-"""Option -> the function that inspects its data. The function returns settings for params.yaml and the number of
-samples."""
+"""Option -> the function that inspects its data. The function returns settings for params.yaml, and whether the inputs
+are ``images`` (True if not named); and the number of samples."""

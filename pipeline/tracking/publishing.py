@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, redacted
 from pipeline.files import PREPARED
 from pipeline.params import Config
 from pipeline.processes import importing
@@ -70,7 +70,8 @@ def publish(config: Config, root: Path = Path()) -> Published:
             return Published(failed=True)
     link = stores.page(uri, experiment_id)
     if not uri.startswith("http"):
-        link += " (after `make ui`)"
+        in_checkout = (root / "pipeline").is_dir()  # which has a Makefile
+        link += f" (after `{'make ui' if in_checkout else f'mlflow ui --backend-store-uri {redacted(uri)}'}`)"
     if not changes:
         print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
         return Published(children)
