@@ -205,15 +205,22 @@ def _ready() -> tuple[Config, Machine]:
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.
     """
-    from pipeline import environment, params
+    from pipeline import environment, params, processes
 
     config, machine = params.load(), environment.machine()
-    if not environment.ENVIRONMENT_FILE.exists():
-        from pipeline.distributed import launched_size
-
-        if launched_size() is None:
-            _environment(argparse.Namespace())
+    if not environment.ENVIRONMENT_FILE.exists() and processes.launched_size() is None:
+        _environment(argparse.Namespace())
     return config, machine
+
+
+def _live() -> None:
+    """If a launcher has started this process, let the other ranks know from now on that it is alive."""
+    from pipeline import processes
+
+    if processes.launched_size() is not None:
+        with processes.importing():
+            from pipeline.distributed import live
+        live()
 
 
 def _fetch(_: argparse.Namespace) -> None:
@@ -237,6 +244,7 @@ def _prepare(_: argparse.Namespace) -> None:
 def _train(parsed: argparse.Namespace) -> None:
     from pipeline import processes
 
+    _live()
     config, machine = _ready()  # reports an error in params.yaml before torch is imported
     with processes.importing():
         from pipeline.training import job
@@ -263,6 +271,7 @@ def _arms(_: argparse.Namespace) -> None:
 def _profile(parsed: argparse.Namespace) -> None:
     from pipeline import processes
 
+    _live()
     config, machine = _ready()
     with processes.importing():
         from pipeline.profiling import steps

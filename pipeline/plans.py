@@ -213,13 +213,19 @@ def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
     """
     return {
         "variants": {
-            name: frozenset(each for technique in catalogue.requested(variant) for each in technique.relies_on)
-            | set(map(outside.package_of, variant.extra))
-            | ({"transformers"} & {config.train_of(name).model})
-            for name, variant in config.variants.items()
+            name: variant_relies_on(variant, config.train_of(name)) for name, variant in config.variants.items()
         },
         "forms": {form: frozenset(_FORMS_RELY_ON.get(form, ())) for form in config.infer.forms},
     }
+
+
+def variant_relies_on(variant: Variant, train: Train) -> frozenset[str]:
+    """Return the optional software on whose versions the variant's numbers depend, as in ``relied_on``."""
+    return (
+        frozenset(each for technique in catalogue.requested(variant) for each in technique.relies_on)
+        | set(map(outside.package_of, variant.extra))
+        | ({"transformers"} & {train.model})
+    )
 
 
 def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, launched: int | None) -> int:

@@ -81,15 +81,15 @@ def test_a_library_is_imported_only_where_it_is_allowed(library: str, only: set[
     assert knowing <= only
 
 
-def test_launcher_variables_are_known_in_one_place() -> None:
+def test_launcher_variables_are_known_in_one_place_and_a_light_module_knows_whether_there_is_a_launcher() -> None:
     variables = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     knowing = {
-        unit(module)
+        (unit(module), node.value if unit(module) == "processes" else "")
         for module in MODULES
         for node in ast.walk(tree(module))
         if isinstance(node, ast.Constant) and node.value in variables
     }
-    assert knowing == {"distributed"}
+    assert knowing == {("distributed", ""), ("processes", "RANK"), ("processes", "WORLD_SIZE")}
 
 
 @pytest.mark.parametrize(

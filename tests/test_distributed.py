@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
+from pipeline.distributed.worlds import STORE
 from pipeline.errors import PipelineError
 from tests.ranks import run_ranks
 
@@ -61,12 +62,15 @@ def test_a_rank_without_a_gpu_says_so(as_if_cuda: list[int], monkeypatch: pytest
     assert as_if_cuda == []
 
 
-def test_two_ranks_on_one_gpu_are_refused(as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_refused(
+    as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, STORE: str(tmp_path / "store")}.items():
         monkeypatch.setenv(name, value)
     with (
         pytest.raises(PipelineError, match="rank 1 and another rank of this host were given the same GPU"),

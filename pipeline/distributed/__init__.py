@@ -1,8 +1,11 @@
-"""Processes that train together. Only this package reads the environment variables that launchers set."""
+"""Processes that train together. Only this package, and ``processes.launched_size``, read the environment variables
+that launchers set."""
 
 from pipeline.distributed.interruptions import Interruption, interruption
 from pipeline.distributed.launching import WorkerError, forked, launch
-from pipeline.distributed.worlds import ALONE, World, launched_size, own_part, share_of, whole, world
+from pipeline.distributed.meeting import live
+from pipeline.distributed.worlds import ALONE, World, own_part, share_of, whole, world
+from pipeline.processes import launched_size
 
 __all__ = [
     "ALONE",
@@ -13,6 +16,7 @@ __all__ = [
     "interruption",
     "launch",
     "launched_size",
+    "live",
     "own_part",
     "share_of",
     "whole",

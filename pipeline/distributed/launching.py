@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from pipeline.distributed.worlds import STORE, launched_size
+from pipeline.distributed.worlds import STORE
 from pipeline.errors import PipelineError, said
-from pipeline.processes import end_with_parent
+from pipeline.processes import end_with_parent, launched_size
 
 T = TypeVar("T")
 

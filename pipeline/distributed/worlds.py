@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,14 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
+from pipeline.distributed.meeting import TIMEOUT, met, refuse_differences
 from pipeline.errors import PipelineError
-from pipeline.processes import default_environment
+from pipeline.processes import default_environment, launched_size
 
 T = TypeVar("T")
-
-TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits for a rank that does not join it: long enough for a rank that writes to a slow disk. The
-launcher notices a dead rank earlier."""
 
 A_GPU_EACH = "Start one process per GPU."
 
@@ -129,6 +126,10 @@ class World:
             for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
 
+    def check_same(self, **record: Any) -> None:
+        """Raise PipelineError, on every rank, if the ranks' records of plain values differ."""
+        refuse_differences(self.gather((platform.node(), record)))
+
     def barrier(self) -> None:
         """Wait until all ranks have called ``barrier``."""
         if self.size > 1:
@@ -191,15 +192,14 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 """A single process on the CPU."""
 
 
-def launched_size() -> int | None:
-    """Return the world size if a launcher (``forked``, torchrun, a wrapper for Slurm or Kubernetes) started this
-    process, else None."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-
-
 @contextmanager
-def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
+def world(
+    device: Literal["cpu", "cuda"], cores: float = 1, record: Callable[[], Mapping[str, Any]] = dict
+) -> Iterator[World]:
     """Yield this process's world. The process group lives as long as the block.
+
+    ``record`` returns the plain values on which the world's numbers depend, except for the number of threads. They must
+    be the same on all ranks that another launcher than ``forked`` started (``meeting.met``).
 
     A process that no launcher started is a world of one process, without a process group. On CUDA, the backend is NCCL,
     and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the
@@ -223,11 +223,12 @@ def world(device: Literal["cpu", "cuda"], cores: float = 1) -> Iterator[World]:
             yield World(rank=0, size=1, device=here, backend=None)
             return
         backend = "nccl" if device == "cuda" else "gloo"
+        private = dist.FileStore(os.environ[STORE]) if STORE in os.environ else None  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
                 backend,
                 timeout=TIMEOUT,
-                store=dist.FileStore(os.environ[STORE]) if STORE in os.environ else None,  # type: ignore[attr-defined]
+                store=private or met({**record(), "threads": torch.get_num_threads()}),
                 rank=int(os.environ["RANK"]),
                 world_size=size,
                 device_id=here if device == "cuda" else None,

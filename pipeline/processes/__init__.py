@@ -18,6 +18,12 @@ _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 
+def launched_size() -> int | None:
+    """Return the world size if a launcher (``distributed.forked``, torchrun, a wrapper for Slurm or Kubernetes) started
+    this process, else None. ``distributed`` reads all other variables of launchers, but imports torch."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
 def age_seconds() -> float:
     """Return the seconds since this process began, to a hundredth.
 

@@ -21,7 +21,7 @@ from pipeline.distributed import own_part
 from pipeline.errors import ConfigError
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Setup, Technique
-from pipeline.techniques.lockstep import Lockstep, keep_parameters
+from pipeline.techniques.lockstep import keep_in_step, keep_parameters
 from pipeline.techniques.sharded_state import in_parts
 
 
@@ -56,18 +56,17 @@ class FSDP(Technique):
         for unit in units:
             self._shard(unit, inside, reshard)
         self.model: FSDPModule = self._shard(model, outside, reshard)
-        self._lockstep = Lockstep(self.world, self.where("parallelism"))
-        self._lockstep.watch(model, _named(model, units))
-        for name, part in _named(model, (*units, model)).items():
-            keep_parameters(part, partial(part.named_parameters, name), self.where("parallelism"))
+        where, self._evaluated = self.where("parallelism"), list[str]()
+        keep_in_step(model, FSDPModule, self.world, where, [])
+        for name, part in model.named_modules():
+            keep_parameters(part, partial(part.named_parameters, name), where)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` like the trained model, but gather parameters in float32; reshard each part after its run."""
         model.to(memory_format=torch.contiguous_format)
-        units = list(blocks(model))
-        for part in (*units, model):
+        for part in (*blocks(model), model):
             self._shard(part, MixedPrecisionPolicy(), reshard=True)
-        self._lockstep.watch(model, _named(model, units), training=False)
+        keep_in_step(model, FSDPModule, self.world, self.where("parallelism"), self._evaluated, training=False)
         return model
 
     def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
@@ -127,11 +126,6 @@ class FSDP(Technique):
         homes = Counter(each for group in groups for each in group)
         if any(count > 1 for count in homes.values()):
             raise ConfigError(f"{where} uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'.")
-
-
-def _named(model: nn.Module, parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    names = {part: name for name, part in model.named_modules()}
-    return {names[part]: part for part in parts}
 
 
 class _FusedOnOwnParts(TorchFunctionMode):

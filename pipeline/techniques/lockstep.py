@@ -6,7 +6,7 @@ other, or would exchange the parameters of different modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,48 +21,43 @@ USE_EVERY_PART = (
 )
 
 
-class Lockstep:
-    """Raises ConfigError before a module communicates if another rank, or an earlier pass, runs another module there.
+def keep_in_step(
+    model: nn.Module, kind: Any, world: World, where: str, first: list[str], training: bool = True
+) -> None:
+    """Raise ConfigError before a module of this ``kind`` inside ``model`` communicates if another rank, or an earlier
+    forward pass, runs another module there.
 
     In the first pass, the ranks compare names before each module runs. Each later pass must repeat the first, which a
-    rank checks alone. ``where``: the beginning of the error.
+    rank checks alone. ``where``: the beginning of the error. ``first``: gets the names of the modules of the first
+    pass, in order. ``training``: the mode of the passes that are checked.
     """
+    now: list[str] | None = None  # None outside a pass, such as while a block is recomputed
 
-    def __init__(self, world: World, where: str) -> None:
-        self.world, self.where = world, where
-        self._first: dict[bool, list[str]] = {}
-        """Whether the model was in training mode -> the names of the modules of the first pass, in order."""
-        self._now: list[str] | None = None
-        """The names of the modules of the present pass; None outside a pass, such as while a block is recomputed."""
+    def begin(*_: Any) -> None:
+        nonlocal now
+        now = [] if model.training is training else None
 
-    def watch(self, model: nn.Module, parts: Mapping[str, nn.Module], training: bool = True) -> None:
-        """Check the forward passes of ``model`` in this mode. ``parts``: name -> module that communicates."""
-        for name, part in parts.items():
-            part.register_forward_pre_hook(partial(self._next, name, training), prepend=True)
-        model.register_forward_pre_hook(partial(self._begin, training), prepend=True)
-        model.register_forward_hook(partial(self._next, "no more part", training))
-
-    def _begin(self, training: bool, model: nn.Module, _: Any) -> None:
-        self._now = [] if model.training is training else None
-
-    def _next(self, name: str, training: bool, *passed: Any) -> None:
-        if self._now is None:
+    def check(name: str, *_: Any) -> None:
+        if now is None:
             return
-        first, place = self._first.get(training), len(self._now)
-        names = self.world.gather(name) if first is None else [first[place], name]
-        if len(set(names)) > 1:
-            why = (
-                f"one process ran {names[0]} and another process ran {next(each for each in names if each != names[0])}"
-                if first is None
-                else f"a step ran {name} where the first step ran {first[place]}"
-            )
+        names = [first[len(now)], name] if first else world.gather(name)
+        if other := next((each for each in names if each != names[0]), None):
             raise ConfigError(
-                f"{self.where}, whose processes must run the same parts of the model in the same order, but {why}. "
-                f"{USE_EVERY_PART}."
+                f"{where}, whose processes must run the same parts of the model in the same order in each step, but "
+                f"one ran {names[0]} where another process or step ran {other}. {USE_EVERY_PART}."
             )
-        self._now.append(name)
-        if len(passed) > 2:  # the end of the pass: the model's hook also gets the outputs
-            self._first[training], self._now = self._now, None
+        now.append(name)
+
+    def end(*_: Any) -> None:
+        nonlocal now
+        check("no more part")
+        first[:], now = now or first, None
+
+    for name, part in model.named_modules():
+        if isinstance(part, kind) and part is not model:
+            part.register_forward_pre_hook(partial(check, name), prepend=True)
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end)
 
 
 def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Tensor]]], where: str) -> None:
@@ -74,11 +69,11 @@ def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Ten
     before: list[tuple[str, Tensor, int]] = []
 
     def note(*_: Any) -> None:
+        first.remove()
         before.extend((name, each, each._version) for name, each in named())
 
     def compare(*_: Any) -> None:
-        for hook in hooks:
-            hook.remove()
+        last.remove()
         if changed := [name for name, each, version in before if each._version != version]:
             raise ConfigError(
                 f"{where}, but the model's forward pass changes its parameter {changed[0]}. Each process would "
@@ -87,4 +82,4 @@ def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Ten
             )
         before.clear()
 
-    hooks = [part.register_forward_pre_hook(note), part.register_forward_hook(compare, prepend=True)]
+    first, last = part.register_forward_pre_hook(note), part.register_forward_hook(compare, prepend=True)

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ConfigError
 from pipeline.techniques.base import Setup, Technique
-from pipeline.techniques.lockstep import Lockstep
+from pipeline.techniques.lockstep import keep_in_step
 
 
 class SyncBatchNorm(Technique):
@@ -25,6 +25,5 @@ class SyncBatchNorm(Technique):
                 f"{self.where('sync_batchnorm')}, but {type(model).__name__} has no BatchNorm; allowed: false, or a "
                 "model with nn.BatchNorm layers."
             )
-        setup.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        synced = {name: each for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)}
-        Lockstep(self.world, self.where("sync_batchnorm")).watch(model, synced)
+        setup.model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        keep_in_step(setup.model, nn.SyncBatchNorm, self.world, self.where("sync_batchnorm"), [])

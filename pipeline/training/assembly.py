@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline import models, tasks
+from pipeline import environment, models, tasks
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
-from pipeline.environment import code, cores
+from pipeline.environment import code, cores, stages
 from pipeline.errors import ConfigError, count
 from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
 from pipeline.params import Config, Machine, catalogue
-from pipeline.plans import Plan
+from pipeline.plans import Plan, variant_relies_on
 from pipeline.plans import plan as plan_of
 from pipeline.processes import importing, malloc
 from pipeline.tasks import Task
@@ -62,10 +62,11 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 
 @contextmanager
-def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
+def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]:
     """Set up this process as a rank of the variant's world; yield the parts from which it makes trainings.
 
-    ``prepared``: the data set's folder. Raises PipelineError.
+    ``prepared``: the data set's folder. ``settings``: plain values that must be the same on all ranks, in addition to
+    the plan. Raises PipelineError.
     """
     train, check_imports = plan.train, code.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
@@ -82,11 +83,30 @@ def assembled(plan: Plan, prepared: Path) -> Iterator[Assembly]:
     Memory.note_imports()
     task = tasks.of_job(train, read_dataset(prepared))
     task.check()
-    with joined_world(plan.device, cores()) as world:
+    with joined_world(plan.device, cores(), lambda: settings | _depends_on(plan, task)) as world:
         _make_exact()
         wanted = next((each.placement for each in catalogue.in_effect(plan.applied) if each.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_imports)
+
+
+def _depends_on(plan: Plan, task: Task) -> dict[str, Any]:
+    """Return the plain values that ranks on several hosts must have in common, besides the number of threads.
+
+    The environment is that of this worker, not environment.json's, because a launcher may have changed variables. Names
+    of network interfaces may differ between equal hosts.
+    """
+    here = environment.fingerprint({"variants": {plan.name: variant_relies_on(plan.requested, plan.train)}})
+    made_of = stages.training(plan)
+    return {
+        "train": plan.train.model_dump(mode="json"),
+        "variants": {plan.name: plan.model_dump(mode="json", exclude={"name", "train", "requested"})},
+        "code": made_of["code"] | made_of["variant"]["code"],
+        "data": {"name": task.dataset.name, "sha256": task.dataset.sha256},
+        "hardware": here["hardware"],
+        "software": here["software"] | here["relied_on"]["variants"][plan.name],
+        "environment": {name: value for name, value in here["settings"].items() if not name.endswith("_SOCKET_IFNAME")},
+    }
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ class Job:
         checkpoint = checkpoints.checkpoint_file(self.plan.name, seed)
         taught_by = checkpoints.teacher_weights(self.config, self.plan.name, seed)
         teacher_sha256 = checkpoints.state_sha256(taught_by) if taught_by else None
+        self.world.check_same(teacher_weights=teacher_sha256)
         identity = self._identity(seed, teacher_sha256)
         found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
         saved, source = self.world.announced(found) or (None, checkpoint)

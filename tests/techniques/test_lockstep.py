@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
-from pipeline.techniques.lockstep import Lockstep
+from pipeline.techniques.lockstep import keep_in_step
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 from tests.nets import changed, conv_net, make_plan
 from tests.ranks import run_ranks
@@ -77,7 +77,7 @@ def test_ranks_that_skip_different_layers_are_refused_and_the_advice_works(
 
 
 def test_ranks_that_skip_different_layers_in_evaluation_are_refused_if_they_share_parameters(digits: Dataset) -> None:
-    with pytest.raises(WorkerError, match=r"one process ran (blocks\.\d|no more part) and another process ran "):
+    with pytest.raises(WorkerError, match=r"one ran (blocks\.\d|no more part) where another process or step ran "):
         run_ranks(_dropping, digits, "evaluation", {"parallelism": "fsdp"})
     assert run_ranks(_dropping, digits, "evaluation", {"parallelism": "ddp"}) == [5, 5], (
         "evaluation does not communicate"
@@ -116,7 +116,7 @@ def _passes(joined: World) -> list[str]:
     """Let the ranks run a model alike, then recompute a part, then leave out a part on one rank; return the errors."""
     parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model, seen = nn.Sequential(*parts), []
-    Lockstep(joined, "key").watch(model, {"first": model[0], "second": model[1]})
+    keep_in_step(model, nn.Linear, joined, "key", [])
     for _ in range(2):
         model(torch.zeros(1, 2))
     model[1](torch.zeros(1, 2))  # outside a pass, as in a backward pass
@@ -135,7 +135,7 @@ def _passes(joined: World) -> list[str]:
 def test_parts_of_a_pass_are_compared_with_the_first_pass() -> None:
     for (error,) in run_ranks(_passes):
         assert error.startswith("key, whose processes must run")
-        assert "a step ran second where the first step ran first" in error
+        assert "one ran 0 where another process or step ran 1." in error
 
 
 def _synced(joined: World) -> None:
@@ -150,6 +150,6 @@ def _synced(joined: World) -> None:
 
 
 def test_ranks_that_skip_different_batchnorms_are_refused_if_statistics_are_exchanged() -> None:
-    says = r"sync_batchnorm: found true, .* one process ran 1\.0 and another process ran 0\.0\."
+    says = r"sync_batchnorm: found true, .* one ran 1\.0 where another process or step ran 0\.0\."
     with pytest.raises(WorkerError, match=says):
         run_ranks(_synced)

@@ -132,7 +132,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
 def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any]) -> None:
     """Profile a window in each process; the main process writes the files."""
     keep_freed_memory()
-    with assembled(plan, prepared) as assembly, tempfile.TemporaryDirectory() as scratch:
+    with assembled(plan, prepared, steps=config.profile.steps) as assembly, tempfile.TemporaryDirectory() as scratch:
         world, seed = assembly.world, plan.train.seeds[0]
         steps = plan.train.warmup_steps + LEAD_STEPS + SNAPSHOT_STEPS + 3 * (config.profile.steps + 1)
         epochs = steps + 4  # enough, because a window that does not fit into an epoch begins in the next epoch
