@@ -315,7 +315,7 @@ def test_arrays_that_are_neither_targets_nor_tokens_have_no_task(repository: Pat
         (["--images", "nowhere"], "fetch.image_folder: found 'nowhere', which has no directory 'train'"),
         (["--arrays", "nowhere.npz"], "fetch.arrays: found 'nowhere.npz', which does not exist"),
         (["--arrays", "mine:samples"], "--arrays: found mine:samples, but init reads only files"),
-        (["--text", "nowhere"], "fetch.text_folder: found 0 files in nowhere; expected two or more"),
+        (["--text", "nowhere"], "fetch.text_folder: nowhere: No such file or directory; expected a folder"),
         (["--model", "nets:net"], "train.model: found 'nets:net', but there is no module 'nets'"),
         (["--model", "resnet81"], "train.model: found 'resnet81'. Did you mean"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ def summed(*, classes):
 def weighted_by_the_batch(*, classes):
     weights = torch.arange(1.0, classes + 1)
     return lambda logits, labels: F.cross_entropy(logits, labels, weights)
+
+def ignoring_the_last(*, classes):
+    return lambda logits, labels: F.cross_entropy(logits, labels, ignore_index=classes - 1)
 
 class Weighted(nn.Module):
     def __init__(self, classes):
@@ -124,6 +128,18 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
 def test_what_is_wrong_with_a_loss_is_said(name: str, message: str, digits: Dataset) -> None:
     with pytest.raises(ObjectiveError, match=message):
         task_of(digits, Train(loss=name)).check()
+
+
+@pytest.mark.parametrize("name", ["own_code:weighted_by_the_batch", "own_code:ignoring_the_last"])
+@pytest.mark.parametrize("last", [1, 100])
+def test_a_mean_that_depends_on_the_batch_is_found_in_a_sorted_data_set(name: str, last: int, digits: Dataset) -> None:
+    """``last``: the number of samples of the last class."""
+    order = digits.train.targets.argsort(stable=True)
+    rows = torch.cat((order[digits.train.targets[order] < 9], order[-last:]))
+    ordered = replace(digits, train=digits.train[rows])
+    with pytest.raises(ObjectiveError, match="expected the mean of the samples' own losses"):
+        task_of(ordered, Train(loss=name)).check()
+    task_of(ordered, Train(loss="own_code:smoothed")).check()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def picture(kind: str) -> bytes:
 def decode(folder: Path) -> None:
     content = (folder / "picture").read_bytes()
     image = datasets._Image("picture", hashlib.sha256(content).hexdigest(), 0)
-    datasets._decode_chunk(folder, [image], (8, 8))
+    datasets._decode_chunk(folder, [image], (8, 8), None)
 
 
 def of_arrays(kind: str, valid: bytes) -> Parser:

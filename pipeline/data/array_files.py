@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,9 +34,9 @@ LIMIT_ROW_BYTES = 64 << 20
 chunk holds at least one row."""
 
 
-def read(path: Path, unpacked: Path) -> dict[str, Rows]:
+def read(path: Path, unpacked: Path, changes: Counter[str]) -> dict[str, Rows]:
     """Return the arrays of a file by name, memory-mapped. A file other than .npy is first unpacked into the empty
-    folder ``unpacked``.
+    folder ``unpacked``. Columns that are left out are counted in ``changes``.
 
     Raises DataError if the file is damaged, or if it holds anything but numbers in rows of one shape.
     """
@@ -43,7 +44,8 @@ def read(path: Path, unpacked: Path) -> dict[str, Rows]:
         if path.suffix == ".npz":
             _unzip(path, unpacked)
         elif path.suffix != ".npy":
-            write(_in_table(path) if path.suffix == ".parquet" else _in_safetensors(path), str(path), unpacked)
+            chunks = _in_table(path, changes) if path.suffix == ".parquet" else _in_safetensors(path)
+            write(chunks, str(path), unpacked)
         arrays: dict[str, Rows] = {}
         for each in [path] if path.suffix == ".npy" else sorted(unpacked.iterdir()):
             check_name(each.stem, path)
@@ -114,21 +116,25 @@ def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
                 yield {name: rows[start : min(start + length, size)]}
 
 
-def _in_table(path: Path) -> Iterator[dict[str, Rows]]:
+def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
     """If a column is named ``inputs``, yield each column as an array. Otherwise yield all columns except ``targets`` as
     one array, the inputs, and also the column ``targets`` if it exists.
 
     A column holds numbers, or lists of numbers, which may be nested. All lists of a column have the length that the
-    column's type declares.
+    column's type declares. The index of a pandas data frame, which numbers or names the rows, is left out, unless it is
+    named ``inputs`` or ``targets``.
     """
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
 
     with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
         row_bytes = sum(map(_row_bytes, table.schema_arrow.types))
         _check_row_bytes(path, row_bytes)
+        noted = (table.schema_arrow.pandas_metadata or {}).get("index_columns", ())
+        kept = [name for name in table.schema_arrow.names if name in ("inputs", "targets") or name not in noted]
+        changes.update(f"left out: {name!r}, the data frame's index" for name in {*table.schema_arrow.names} - {*kept})
         found = 0
         for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1))):
-            columns = {name: _values(path, name, batch.column(name)) for name in batch.schema.names}
+            columns = {name: _values(path, name, batch.column(name)) for name in kept}
             if "inputs" not in columns:
                 features = [rows for name, rows in columns.items() if name != "targets"]
                 columns = {name: rows for name, rows in columns.items() if name == "targets"}

@@ -6,6 +6,7 @@ the library ``datasets`` saved. A function may also yield the arrays. scikit-lea
 An array's type decides how the array is used. Integer targets, one per sample, are labels; float targets are numbers to
 predict. Two-dimensional integer inputs without targets are tokens. Other inputs, and float targets, become float32, but
 uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
+Numbers of which float32 keeps too little are refused.
 
 ``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out
 for testing.
@@ -13,6 +14,7 @@ for testing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
 from pipeline.data.array_files import Rows, naming
-from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.data.decoded import AGAIN, Chunk, Decoded, drawn, held_out, listed
 from pipeline.files import file_sha256
 from pipeline.params import Config, Fetch
 
@@ -41,6 +43,8 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files that ``save_to_disk`` of the library ``datasets`` writes: the first for a data set without splits, the second
 for a data set with splits."""
 Named = Mapping[str, Rows]
+LIMIT_ROUNDING = 2.0**-12
+"""Largest allowed rounding error of a number, relative to the span of its channel (``prepared.Statistics``)."""
 CHUNK_ROWS = 1000
 """Largest number of rows per chunk of a data set that the library ``datasets`` saved."""
 
@@ -141,7 +145,7 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         if not path.is_file() or file_sha256(path) != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         paths.append(path)
-    found = read(paths, work)
+    found = read(paths, work, changes := Counter[str]())
     train = {name: each for name, each in found.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
     if "inputs" not in train or (test and test.keys() != train.keys()):
@@ -172,10 +176,15 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
     else:
         out = held_out(map(str, range(len(labels))), labels, kept.test_fraction)
         chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
+
+    def limited(arrays: Named, rows: npt.NDArray[np.intp], limit: int | None) -> npt.NDArray[np.intp]:
+        return rows if limit is None else rows[drawn(len(rows), limit, arrays["targets"][rows] if classes else None)]
+
     return Decoded(
-        train=_rows(train, types, chosen[: kept.train_limit]),
-        test=_rows(test or train, types, tested[: kept.test_limit]),
+        train=_rows(train, types, limited(train, chosen, kept.train_limit), check_rounding=True),
+        test=_rows(test or train, types, limited(test or train, tested, kept.test_limit)),
         arrays=tuple(types),
+        changes=changes,
         classes=tuple(map(str, range(classes))),
         vocabulary=vocabulary,
     )
@@ -219,8 +228,9 @@ def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint16]:
     return labels
 
 
-def read(paths: Iterable[Path], work: Path | None) -> Named:
+def read(paths: Iterable[Path], work: Path | None, changes: Counter[str]) -> Named:
     """Return the arrays of the files by name, the inputs first, memory-mapped. Raises DataError for an unusable file.
+    What is left out is counted in ``changes``.
 
     Files other than .npy are unpacked in the folder ``work`` (None: the system's folder for temporary files). The
     unpacked files have no names any more when this function returns, and the system deletes them with the last memory
@@ -229,7 +239,7 @@ def read(paths: Iterable[Path], work: Path | None) -> Named:
     found: dict[str, Rows] = {}
     with TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as unpacked:
         for path in paths:
-            found |= array_files.read(path, Path(unpacked))
+            found |= array_files.read(path, Path(unpacked), changes)
     return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 
@@ -238,28 +248,45 @@ def named(arrays: Named) -> str:
     return ", ".join(f"{name} {rows.dtype} {list(rows.shape)}" for name, rows in arrays.items())
 
 
-def _rows(arrays: Named, types: Mapping[str, np.dtype[Any]], chosen: npt.NDArray[np.intp]) -> Iterator[Chunk]:
-    """Yield chunks of the rows ``chosen`` [n] of every array, converted to ``types``."""
+def _rows(
+    arrays: Named, types: Mapping[str, np.dtype[Any]], chosen: npt.NDArray[np.intp], *, check_rounding: bool = False
+) -> Iterator[Chunk]:
+    """Yield chunks of the rows ``chosen`` [n] of every array, converted to ``types``. With ``check_rounding``, raise
+    DataError at the end for numbers of which float32 keeps too little."""
     length = max(1, array_files.CHUNK_BYTES // (sum(rows[:1].nbytes for rows in arrays.values()) or 1))
+    most: dict[str, npt.NDArray[np.float64]] = {}  # [3, channels]: the largest error, x and -x of the numbers x
     for start in range(0, len(chosen), length):
-        part = chosen[start : start + length]
-        yield tuple(_as(dtype, arrays[name][part], name) for name, dtype in types.items())
+        chunk = []
+        for name, dtype in types.items():
+            given = arrays[name][chosen[start : start + length]]
+            chunk.append(rows := _as(dtype, given, name))
+            if check_rounding and dtype == np.float32 and not np.can_cast(given.dtype, dtype):
+                exact = given.astype(np.float64).reshape(len(given), given.shape[1] if given.ndim > 1 else 1, -1)
+                with np.errstate(invalid="ignore"):  # infinite values, which packing refuses
+                    error = np.abs(exact - rows.reshape(exact.shape))
+                seen = np.stack([error.max((0, 2)), exact.max((0, 2)), -exact.min((0, 2))])
+                most[name] = np.maximum(most.get(name, -np.inf), seen)
+        yield tuple(chunk)
+    for name, (error, high, low) in most.items():
+        for channel in np.flatnonzero((high > -low) & (error > LIMIT_ROUNDING * (high + low)))[:1]:
+            raise DataError(
+                f"{KEY}: channel {channel} (of a table: column; first: 0) of the training {name}: float32 changes "
+                f"values by up to {error[channel]:g}, and they span only {high[channel] + low[channel]:g}. Subtract a "
+                "constant, such as the smallest value (of times: the first)."
+            )
 
 
 def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
-    """Return ``rows`` as ``dtype``. Raises DataError for a value that does not fit, and for an integer that changes.
+    """Return ``rows`` as ``dtype``. Raises DataError for a value that does not fit.
 
-    NaN and infinite values pass, because ``packing`` refuses them.
+    NaN and infinite values pass, because ``packing`` refuses them. Floats are rounded.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         found = rows.astype(dtype)
-        if rows.dtype.kind in "iu":
+        if dtype.kind in "iu":
             lost = (found.astype(rows.dtype) != rows) | ((found < 0) != (rows < 0))
         else:
             lost = np.isinf(found) & ~np.isinf(rows)
     if lost.any():
-        raise DataError(
-            f"{KEY}: {name} has {rows[lost][0]:,}, which {dtype} cannot hold; scale down large values, and write "
-            "integers beyond 2^24 as floats."
-        )
+        raise DataError(f"{KEY}: {name} has {rows[lost][0]:,}, which {dtype} cannot hold; scale down large values.")
     return found

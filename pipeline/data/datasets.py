@@ -11,16 +11,17 @@ import itertools
 import pickle
 import sys
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from pipeline import environment
@@ -138,10 +139,12 @@ class _Image(NamedTuple):
 
 def _decode_image_folder(config: Config, directory: Path) -> Decoded:
     classes, train, test = _read_listing(directory / LISTING, config.prepare.test_fraction)
+    changes: Counter[str] = Counter()
     return Decoded(
         classes=classes,
-        train=_decode_images("train", train[: config.prepare.train_limit], config),
-        test=_decode_images("test", test[: config.prepare.test_limit], config),
+        train=_decode_images("train", train[: config.prepare.train_limit], config, changes),
+        test=_decode_images("test", test[: config.prepare.test_limit], config, changes),
+        changes=changes,
     )
 
 
@@ -164,19 +167,21 @@ def _read_listing(path: Path, test_fraction: float) -> tuple[tuple[str, ...], li
     return classes, train, test
 
 
-def _decode_images(what: str, images: list[_Image], config: Config) -> Iterator[Chunk]:
-    """Decode ``images`` in worker processes, and yield chunks in order. Memory holds only a few chunks per process."""
+def _decode_images(what: str, images: list[_Image], config: Config, changes: Counter[str]) -> Iterator[Chunk]:
+    """Decode ``images`` in worker processes, and yield chunks in order. Memory holds only a few chunks per process.
+    Count in ``changes`` what is left out or changed."""
     assert config.fetch.image_folder is not None  # params.parse requires both settings for image_folder
     assert config.prepare.image_size is not None
     root, (height, width) = Path(config.fetch.image_folder).expanduser(), config.prepare.image_size
     length = max(1, min(CHUNK_IMAGES, CHUNK_BYTES // (3 * height * width)))
     chunks = [images[start : start + length] for start in range(0, len(images), length)]
     workers = max(1, int(environment.cores())) if config.prepare.workers == "auto" else config.prepare.workers
-    calls = ((root, chunk, (height, width)) for chunk in chunks)
-    skipped = 0
+    calls = ((root, chunk, (height, width), config.prepare.image_range) for chunk in chunks)
     with tqdm(total=len(images), desc=f"decode {what}", unit=" images", leave=False, disable=None) as bar:
-        for chunk, (pixels, broken) in zip(chunks, _decode_chunks(calls, min(workers, len(chunks))), strict=True):
+        decoded = _decode_chunks(calls, min(workers, len(chunks)))
+        for chunk, (pixels, broken, changed) in zip(chunks, decoded, strict=True):
             bar.update(len(chunk))
+            changes.update({f"{what} images, {change}": times for change, times in changed.items()})
             for index, reason in broken.items():
                 place = root / chunk[index].path
                 if config.prepare.broken_images == "fail":
@@ -185,18 +190,18 @@ def _decode_images(what: str, images: list[_Image], config: Config) -> Iterator[
                         "`dvc repro --force fetch`, or set prepare.broken_images: skip."
                     )
                 tqdm.write(printable(f"skipped broken image {place}: {reason}"), file=sys.stderr)
-            skipped += len(broken)
+                changes[f"{what} images, skipped because they are broken"] += 1
             labels = np.array([image.label for image in chunk], dtype=np.int64)
             yield np.delete(pixels, list(broken), axis=0), np.delete(labels, list(broken))
-    if skipped:
-        tqdm.write(f"{what}: skipped {skipped} of {len(images)} images", file=sys.stderr)
 
 
-Pixels = tuple[npt.NDArray[np.uint8], dict[int, str]]
-"""A chunk's images, and a dictionary: index of a broken image -> the reason why it could not be decoded."""
+Call = tuple[Path, list[_Image], tuple[int, int], Sequence[float] | None]
+Pixels = tuple[npt.NDArray[np.uint8], dict[int, str], Counter[str]]
+"""A chunk's images; the index of each broken image -> the reason why it could not be decoded; a change -> the number of
+images that it affects."""
 
 
-def _decode_chunks(calls: Iterable[tuple[Path, list[_Image], tuple[int, int]]], workers: int) -> Iterator[Pixels]:
+def _decode_chunks(calls: Iterable[Call], workers: int) -> Iterator[Pixels]:
     if workers <= 1:
         yield from itertools.starmap(_decode_chunk, calls)
         return
@@ -214,12 +219,12 @@ def _decode_chunks(calls: Iterable[tuple[Path, list[_Image], tuple[int, int]]], 
         pool.shutdown(cancel_futures=True)
 
 
-def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> Pixels:
-    """Decode images to RGB, and resize them to [height, width] with Pillow's antialiased bilinear filter, as
-    torchvision's Resize does."""
+def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int], span: Sequence[float] | None) -> Pixels:
+    """Decode images to RGB, and resize them to ``size`` (height, width) with Pillow's antialiased bilinear filter, as
+    torchvision's Resize does. ``span``: ``prepare.image_range``."""
     height, width = size
     images = np.zeros((len(chunk), 3, height, width), dtype=np.uint8)
-    broken = {}
+    broken, changed = {}, Counter[str]()
     for index, image in enumerate(chunk):
         try:
             content = (root / image.path).read_bytes()
@@ -232,13 +237,47 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int]) -> Pix
                 warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
                 Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as opened,
             ):
-                resized = opened.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+                picture, changes = _as_seen(opened, root / image.path, span)
+                resized = picture.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
             images[index] = np.asarray(resized).transpose(2, 0, 1)
+            changed.update(changes)
+        except DataError:
+            raise
         except UnidentifiedImageError:  # its message contains an object's address in memory
             broken[index] = "cannot identify image file"
         except Exception as error:  # Pillow's decoders raise exceptions of many types for damaged files
             broken[index] = first_line(error)
-    return images, broken
+    return images, broken, changed
+
+
+def _as_seen(opened: Image.Image, path: Path, span: Sequence[float] | None) -> tuple[Image.Image, list[str]]:
+    """Return the picture upright and with 8 bits per value, and what its conversion to RGB changes.
+
+    Values of more than 8 bits are scaled so that ``span`` becomes 0..255. Raises DataError if they are not in the span.
+    Of colours with 16 bits, Pillow keeps the upper 8.
+    """
+    opened.load()
+    picture, turned = opened, 1
+    with suppress(Exception):  # damaged metadata do not spoil a picture
+        turned = opened.getexif().get(ExifTags.Base.Orientation, 1)
+        ImageOps.exif_transpose(opened, in_place=True)
+    if opened.mode[0] in "IF":
+        values, (low, high) = np.asarray(opened, np.float32), span or (0, 0)
+        if not low <= values.min() <= values.max() <= high > low:
+            raise DataError(
+                f"{path}: found values from {values.min():g} to {values.max():g}, of more than 8 bits; allowed: "
+                f"{f'{low:g} to {high:g}' if span else '8 bits'}. Set prepare.image_range to the range that becomes 0 "
+                "to 255, such as [0, 65535], or convert the images."
+            )
+        picture = Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
+    changes = {
+        "scaled to 8 bits by prepare.image_range": picture is not opened,
+        "whose transparency is dropped": picture.has_transparency_data
+        and any(picture.convert("RGBA").getchannel("A").histogram()[:255]),
+        "of which only the first frame is kept": getattr(opened, "is_animated", False),
+        "turned upright, as their EXIF data say": turned in range(2, 9),
+    }
+    return picture, [change for change, applies in changes.items() if applies]
 
 
 _CHANGED = f"the image folder has changed; {AGAIN}"

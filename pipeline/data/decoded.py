@@ -1,24 +1,33 @@
-"""The type that every decoder returns, and the functions that decoders share: reading ``fetch``'s listing, and choosing
-test samples."""
+"""The type that every decoder returns, and the functions that decoders share: listing the user's files, reading
+``fetch``'s listing, and choosing samples."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from pipeline.data import DataError
+from pipeline.errors import printable
 
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
 """The next n rows [n, ...] of each array, the inputs first."""
+
+
+GENERATED = ("__MACOSX", "__pycache__", "@eaDir", "lost+found")
+"""Names of folders that programs make beside the user's files. Other such folders are hidden."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,47 @@ class Decoded:
     """Names of the classes in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None = None
     """Size of the vocabulary, which is greater than every token; None if the inputs are not tokens."""
+    changes: Counter[str] = field(default_factory=Counter)
+    """What was left out or changed -> how often. Complete after both splits were read."""
     version: str = ""
     """Python's version if its source code is the data, and the tokenizer's version if there is one; else empty."""
+
+
+def is_data(name: str) -> bool:
+    """Whether a file or folder of this name is neither hidden nor generated."""
+    return not name.startswith(".") and name not in GENERATED
+
+
+def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Container[str] = ()) -> list[str]:
+    """Return the paths of the files under ``top``, relative to it and sorted. Links are followed, except to a folder
+    that contains them.
+
+    What is left out is printed with its count and ``key``, the folder's setting; nothing is printed if ``key`` is
+    empty. ``why_not`` returns why a file, named by its path below ``top``, is left out; empty if it is not. ``unread``:
+    names of further folders to leave out. Raises DataError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"{key}: {error.filename}: {error.strerror}; expected a folder that can be read.")
+
+    found: list[Path] = []
+    left: Counter[str] = Counter()
+    for place, folders, names in os.walk(top, onerror=refuse, followlinks=True):
+        here = Path(place)
+        for name in [*folders]:
+            circular = any(above.samefile(here / name) for above in (here, *here.absolute().parents))
+            if circular or name in unread or not is_data(name):
+                left["link to a folder that contains it" if circular else f"folder {name}"] += 1
+                folders.remove(name)
+        for path in map(here.joinpath, names):
+            why = why_not(path.relative_to(top)) if path.is_file() else "dangling link or special file"
+            if why := why if is_data(path.name) else "hidden file":
+                left[why] += 1
+            else:
+                found.append(path.relative_to(top))
+    for what, times in sorted(left.items()) if key else ():
+        tqdm.write(printable(f"{key}: left out {times:,} x {what}"), file=sys.stderr)
+    return [path.as_posix() for path in sorted(found)]
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
@@ -70,6 +118,24 @@ def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt
             chosen[order[start : start + count]] = True
         start += size
     return chosen
+
+
+def drawn(size: int, count: int, labels: npt.NDArray[Any] | None = None) -> npt.NDArray[np.intp]:
+    """Choose ``count`` of ``size`` rows from all over, because the rows may be sorted. Returns ascending indices [n],
+    where n is at most ``size``.
+
+    A row is drawn from each of n equal parts, the same on every machine. With ``labels`` [size], a class has its share
+    of the rows, but at least one row as far as n allows.
+    """
+    count = min(count, size)
+    if labels is not None:
+        order = np.argsort(labels, kind="stable")
+        starts = np.unique(labels[order], return_index=True)[1]  # the first row of each class
+        ones, rest = order[starts[drawn(len(starts), count)]], np.delete(order, starts)
+        return np.sort(np.append(ones, rest[drawn(len(rest), count - len(ones))]))
+    ends = np.arange(count + 1) * size // max(count, 1)
+    random = np.random.PCG64(0).random_raw(count)  # a bit generator: its output is the same in every version
+    return ends[:-1] + (random % np.diff(ends).astype(np.uint64)).astype(np.intp)
 
 
 def hashed(key: str) -> bytes:

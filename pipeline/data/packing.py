@@ -56,11 +56,18 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_class_counts=test_counts,
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
+            changes=dict(decoded.changes),
             statistics={name: statistics(name, train[name]) for name in coded if name in train and not coded[name]},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
         (work / DESCRIPTION).write_text(description.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for change, times in description.changes.items():
+        print(f"{change}: {times:,}", file=sys.stderr)
+    for split, counts in (("training", train_counts), ("test", test_counts)):
+        if absent := counts.count(0):
+            first = f"the first is {decoded.classes[counts.index(0)]!r}"
+            print(f"warning: {absent} of {len(counts)} classes have no {split} sample; {first}", file=sys.stderr)
     print(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
         f"samples of {_named(forms)}; {description.test_in_train_count:,} test inputs are also training inputs, "

@@ -59,6 +59,17 @@ class Split:
     def __len__(self) -> int:
         return self.inputs.shape[0]
 
+    def drawn(self, count: int) -> Tensor:
+        """Return the indices of at most ``count`` samples from all over the split, every class among them if the
+        targets are labels; see ``decoded.drawn``."""
+        import torch
+
+        from pipeline.data.decoded import drawn
+
+        targets = self.arrays.get("targets")
+        labels = None if targets is None or targets.is_floating_point() else targets.numpy()
+        return torch.from_numpy(drawn(len(self), count, labels))
+
     def __getitem__(self, rows: slice | Tensor) -> Split:
         return Split({name: array[rows] for name, array in self.arrays.items()})
 
@@ -118,14 +129,16 @@ class Description(BaseModel):
     test_in_train_count: int | None = None
     """``Dataset`` explains this count and the next."""
     test_repeated_count: int | None = None
+    changes: dict[str, int] = {}
+    """What ``prepare`` left out or changed -> how often."""
     statistics: dict[str, Statistics]
     files: dict[str, str]
     """File name -> SHA-256."""
     sha256: str = ""
-    """SHA-256 over all fields above except ``test_in_train_count`` and ``test_repeated_count``."""
+    """SHA-256 over all fields above except ``test_in_train_count``, ``test_repeated_count`` and ``changes``."""
 
     def digest(self) -> str:
-        counted = {"sha256", "test_in_train_count", "test_repeated_count"}
+        counted = {"sha256", "test_in_train_count", "test_repeated_count", "changes"}
         return json_sha256(self.model_dump(mode="json", exclude=counted))
 
 

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeline import factories
 from pipeline.data import LISTING, DataError
-from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.data.decoded import AGAIN, Chunk, Decoded, files_under, held_out, listed
 from pipeline.errors import count, first_line
 from pipeline.params import Config, Fetch
 
@@ -47,14 +47,13 @@ def files(fetch: Fetch) -> list[str]:
     Raises DataError for fewer than two files, and for an empty file in the user's folder.
     """
     top, of_python = root(fetch), fetch.dataset == "python_source"
-    found, unread = [], _UNREAD if of_python else set()
-    for path in sorted(top.rglob("*.py" if of_python else "*")):
-        name = path.relative_to(top)
-        if path.is_file() and not unread & set(name.parts) and not any(part.startswith(".") for part in name.parts):
-            if path.stat().st_size:
-                found.append(name.as_posix())
-            elif not of_python:
-                raise DataError(f"fetch.{fetch.dataset}: {path} is empty; remove it.")
+    if of_python:
+        found = files_under(top, "", lambda place: "" if place.suffix == ".py" else "other", _UNREAD)
+        found = [name for name in found if (top / name).stat().st_size]
+    else:
+        found = files_under(top, f"fetch.{fetch.dataset}", lambda _: "")
+        for empty in (name for name in found if not (top / name).stat().st_size):
+            raise DataError(f"fetch.{fetch.dataset}: {top / empty} is empty; remove it.")
     if len(found) < 2:
         there = f"found {count(len(found), 'file')} in {top}"
         raise DataError(f"fetch.{fetch.dataset}: {there}; expected two or more, because testing needs its own file.")

@@ -105,13 +105,17 @@ class Prepare(Section):
     broken_images: Literal["fail", "skip"] = "fail"
     """For image_folder. fail: stop at an unreadable image. skip: leave the image out. In both cases, a message names
     the image."""
+    image_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """For image_folder: the range [low, high] that becomes 0 to 255 in images of more than 8 bits, such as 16-bit PNG
+    or float TIFF; null: such images are refused."""
     test_fraction: ProperFraction = 0.2
     """Share held out for testing if the data set has no test split. With classes, it is a share of each class; without
     classes, a share of all samples; for text, a share of the files."""
     train_limit: PositiveInt | None = None
-    """For trials: number of training samples to keep, from the first on; null: all."""
+    """For trials: number of training samples to keep: the first ones; of arrays, which may be sorted, samples from all
+    over, every class among them. null: all."""
     test_limit: PositiveInt | None = None
-    """For trials: number of test samples to keep, from the first on; null: all."""
+    """For trials: number of test samples to keep, as for train_limit; null: all."""
     tokenizer: str | None = None
     """For text: a tokenizer.json, read by the library tokenizers; null: the bytes are the tokens. If you change the
     file, run `dvc repro --force prepare`."""

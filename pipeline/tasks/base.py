@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
 """The model's inputs [b, ...] and the loss's targets [b, ...]."""
 PROBES = 6
-"""Number of samples on which ``Task.check`` tries loss and score."""
+"""Number of samples in a batch on which ``Task.check`` tries loss and score."""
+PROBED_BATCHES, PROBED_NUMBERS = 6, 1 << 26
+"""``Task.check`` tries as many batches as there are, or as all classes need, but at most this many outputs in all."""
 
 
 class TaskError(PipelineError):
@@ -161,11 +164,21 @@ class Task(ABC):
         return inputs.new_zeros((count, *inputs.shape[1:]))
 
     def check(self) -> None:
-        """Try the user's own loss and score on noise. Raises ObjectiveError if they are unfit to compare variants."""
-        rows = torch.arange(PROBES) % len(self.dataset.train)
-        _, targets = self.on(CPU).batch([self.dataset.train.arrays[name][rows] for name in self.arrays])
-        noise = torch.randn(PROBES, *self.output_shape(), generator=torch.Generator().manual_seed(0))
-        loss_and_metric.check(self.train, self.on(CPU).objective, noise, targets)
+        """Try the user's own loss and score on noise. Raises ObjectiveError if they are unfit to compare variants.
+
+        The targets are from all over the training set, every class among them. A batch shares a sample with the next
+        one. So classes that count differently meet in a batch, even if the data set is sorted.
+        """
+        if not any(":" in name for name in (self.train.task, self.train.loss, self.train.metric)):
+            return
+        task, train, generator = self.on(CPU), self.dataset.train, torch.Generator().manual_seed(0)
+        most = PROBED_NUMBERS // (PROBES * math.prod(self.output_shape()))
+        batches = max(1, min(most, max(PROBED_BATCHES, -(-len(self.dataset.classes) // (PROBES - 1)))))
+        rows = train.drawn(count := batches * (PROBES - 1) + 1)
+        for batch in rows[torch.arange(count) % len(rows)].unfold(0, PROBES, PROBES - 1):
+            _, targets = task.batch([train.arrays[name][batch] for name in self.arrays])
+            noise = torch.randn(PROBES, *self.output_shape(), generator=generator)
+            loss_and_metric.check(self.train, task.objective, noise, targets)
 
 
 class LogitsTask(Task):

@@ -14,6 +14,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -323,7 +324,7 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     fetch = Fetch(dataset="arrays", arrays=path)
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
-    found = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], None)
+    found = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], None, Counter())
     if "inputs" not in found:
         raise ConfigError(f"--arrays: {path} has {arrays.named(found) or 'no array'}; expected the array inputs.")
     inputs, targets = found["inputs"], found.get("targets")

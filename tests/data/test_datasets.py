@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 import struct
 import threading
 from collections.abc import Callable
@@ -14,14 +15,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from sklearn.datasets import load_digits
 from torchvision.datasets import MNIST, ImageFolder
 from torchvision.transforms import Compose, Resize
 
 from pipeline.data import DataError, datasets
 from pipeline.data.datasets import decode
-from pipeline.data.decoded import Chunk, Decoded, held_out
+from pipeline.data.decoded import Chunk, Decoded, drawn, held_out
 from pipeline.data.sources import fetch
 from pipeline.params import Config, parse
 from tests.conftest import Terminal
@@ -43,6 +44,22 @@ def joined(chunks: Any) -> Chunk:
 def _unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the files of a published data set have any content."""
     monkeypatch.setattr(datasets, "_published", Path.read_bytes)
+
+
+def test_drawn_rows_are_from_all_over_and_every_class_is_among_them() -> None:
+    assert drawn(5, 9).tolist() == [0, 1, 2, 3, 4]
+    assert drawn(0, 3).tolist() == []
+    rows = drawn(10**12, 1000)
+    assert (rows // 10**9).tolist() == list(range(1000))
+    assert drawn(1000, 5).tolist() == [71, 217, 424, 733, 971]  # the same on every machine
+    labels = np.repeat([0, 1, 2, 3], [600, 395, 4, 1])
+    for order in (np.arange(1000), RANDOM.permutation(1000)):
+        for count in (2, 4, 20, 999, 1000):
+            rows = drawn(1000, count, labels[order])
+            assert len(np.unique(rows)) == len(rows) == count
+            counts = np.bincount(labels[order][rows], minlength=4)
+            assert np.count_nonzero(counts) == min(count, 4)
+            assert abs(counts[0] - 0.6 * count) <= 2
 
 
 def write_idx(folder: Path) -> None:
@@ -202,6 +219,58 @@ def test_an_image_folder_without_a_test_split_is_split_by_class_and_limits_apply
     assert (len(joined(decoded.train)[0]), len(joined(decoded.test)[0])) == (5, 2)
 
 
+def write_deep(place: Path, name: str, values: Any) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.broadcast_to(values, (12, 16))).save(place / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "span", "expected"),
+    [
+        ("a.png", np.uint16, [0, 65535], {0: 0, 257: 1, 4095: 16, 65535: 255}),
+        ("a.png", np.uint16, [0, 4095], {0: 0, 257: 16, 4095: 255}),
+        ("a.tif", np.int32, [-1000, 100_000], {-1000: 0, 49_500: 128, 100_000: 255}),
+        ("a.tiff", np.float32, [-1, 1], {-1.0: 0, 0.5: 191, 1.0: 255}),
+    ],
+)
+def test_images_of_more_than_8_bits_are_scaled_by_the_range_that_is_set(
+    name: str, dtype: Any, span: list[float], expected: dict[float, int], tmp_path: Path
+) -> None:
+    for number, value in enumerate(expected):
+        write_deep(tmp_path / f"pictures/train/{number}", name, dtype(value))
+        write_deep(tmp_path / f"pictures/test/{number}", name, dtype(value))
+    decoded = fetched(tmp_path / "pictures", image_range=span)()
+    images, labels = joined(decoded.train)
+    assert {list(expected)[label]: set(image.flat) for image, label in zip(images, labels, strict=True)} == {
+        value: {byte} for value, byte in expected.items()
+    }
+    assert decoded.changes == {"train images, scaled to 8 bits by prepare.image_range": len(expected)}
+    for changes, allowed in (({"image_range": [1, 2]}, "1 to 2"), ({"broken_images": "skip"}, "8 bits")):
+        with pytest.raises(DataError, match=rf"found values from .*; allowed: {allowed}\. Set prepare\.image_range"):
+            joined(fetched(tmp_path / "pictures", **changes)().train)
+
+
+def test_what_the_conversion_of_an_image_changes_is_counted(tmp_path: Path) -> None:
+    place = tmp_path / "pictures/train/cat"
+    shutil.copytree(make_folder(tmp_path, splits=("train",)) / "train/digit-1", place)
+    picture = Image.fromarray(RANDOM.integers(0, 256, (16, 12, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    picture.save(place / "turned.png", exif=exif)
+    picture.save(place / "moving.gif", save_all=True, append_images=[picture.rotate(90)])
+    picture.convert("RGBA").resize((16, 12)).rotate(45).save(place / "clear.png")
+    shutil.copytree(tmp_path / "pictures/train", tmp_path / "pictures/test")
+    decoded = fetched(tmp_path / "pictures")()
+    images, _ = joined(decoded.train)
+    upright = np.asarray(picture.transpose(Image.Transpose.ROTATE_270)).transpose(2, 0, 1)
+    assert any(np.array_equal(image, upright) for image in images)
+    assert decoded.changes == {
+        "train images, turned upright, as their EXIF data say": 1,
+        "train images, of which only the first frame is kept": 1,
+        "train images, whose transparency is dropped": 1,
+    }
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_broken_image_is_named_and_fatal(workers: int, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, per_class=60)
@@ -216,13 +285,14 @@ def test_broken_images_are_named_and_skipped(tmp_path: Path, capsys: pytest.Capt
     folder = make_folder(tmp_path, per_class=5, splits=("train", "test"))
     for name, content in {"0.png": b"", "1.jpg": b"<html>", "2.png": b"\x89PNG\r\n\x1a\n" + bytes(40)}.items():
         (folder / "train" / "digit-2" / name).write_bytes(content)
-    images, labels = joined(fetched(folder, broken_images="skip")().train)
+    decoded = fetched(folder, broken_images="skip")()
+    images, labels = joined(decoded.train)
     assert len(images) == 12
     assert np.bincount(labels).tolist() == [5, 5, 2]
     told = capsys.readouterr().err
     assert told.count("skipped broken image") == 3
     assert f"{folder}/train/digit-2/1.jpg: cannot identify image file\n" in told
-    assert "train: skipped 3 of 15 images" in told
+    assert decoded.changes == {"train images, skipped because they are broken": 3}
 
 
 def test_an_image_that_changed_after_fetch_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "integer targets are labels; expected one"),
         (
             {"inputs": TOKENS + (1 << 24), "targets": np.ones(5)},
-            r"inputs has 16,777,217, which float32 cannot hold; .* beyond 2\^24",
+            r"channel 1 .* of the training inputs: float32 changes values by up to 1, and they span only 1[26]",
         ),
         ({"inputs": ROWS * 1e300}, r"inputs has -?\d.*, which float32 cannot hold; scale"),
         ({"inputs": np.zeros((9, 3, 0))}, r"inputs: found float64 \[9, 3, 0\]\); expected numbers"),
@@ -271,9 +272,67 @@ def test_a_table_of_any_size_takes_little_memory_of_pyarrow(
         use_dictionary=False, data_page_size=1 << 16,
     )  # fmt: skip
     before = pyarrow.total_allocated_bytes()
-    held = [pyarrow.total_allocated_bytes() - before for _ in array_files._in_table(tmp_path / "own.parquet")]
+    held = [
+        pyarrow.total_allocated_bytes() - before for _ in array_files._in_table(tmp_path / "own.parquet", Counter())
+    ]
     assert len(held) == 64
     assert max(held) < 2 << 20, "of 8 MiB"
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_times_of_which_float32_keeps_too_little_are_refused(dtype: Any, tmp_path: Path) -> None:
+    """574 of the seconds since 1970: float32 would keep six of these numbers."""
+    seconds = np.sort(RANDOM.choice(640, 574, replace=False))
+    times = (1_700_000_000 + seconds).astype(dtype)[:, None]
+    assert len(np.unique(times.astype(np.float32))) == 6
+    place = saved(tmp_path, "npz", inputs=times, targets=seconds % 2)
+    with pytest.raises(
+        DataError, match=r"training inputs: float32 changes values by up to 64, and .* Subtract a constant"
+    ):
+        packed(tmp_path, "arrays", place)
+    dataset = packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=times - times[0], targets=seconds % 2))
+    assert len(np.unique(torch.cat((dataset.train.inputs, dataset.test.inputs)))) == 574
+    years = (1.5e9 + RANDOM.integers(0, 10**8, (500, 1))).astype(dtype)
+    assert len(packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=years, targets=seconds[:500] % 2)).train)
+
+
+@pytest.mark.parametrize("classes", [[50] * 10, [470, 29, 1]])
+def test_limits_keep_every_class_of_sorted_arrays(classes: list[int], tmp_path: Path) -> None:
+    labels = np.repeat(np.arange(len(classes)), classes)
+    values = {"inputs": RANDOM.normal(size=(500, 2)), "targets": labels}
+    for tests in ({}, {f"test_{name}": rows for name, rows in values.items()}):
+        place = saved(tmp_path, "npz", **values, **tests)
+        dataset = packed(tmp_path, "arrays", place, train_limit=40, test_limit=20)
+        for split, count in ((dataset.train, 40), (dataset.test, 20)):
+            expected = [max(1, share * count / 500) for share in classes]
+            present = 2 if not tests and classes[-1] == 1 and count == 20 else len(classes)  # one sample is not divided
+            np.testing.assert_allclose(np.bincount(split.targets)[:present], expected[:present], atol=2)
+            assert len(split) == count
+            assert len(set(split.targets.tolist())) == present
+
+
+def test_a_class_without_a_test_sample_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tests = {"test_inputs": ROWS, "test_targets": np.arange(9) % 2}
+    packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=ROWS, targets=np.arange(9) % 4, **tests))
+    assert "warning: 2 of 4 classes have no test sample; the first is '2'\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [None, "patient"])
+def test_the_index_of_a_data_frame_is_no_feature(
+    name: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame = (
+        importlib.import_module("pandas")
+        .DataFrame(RANDOM.normal(size=(40, 3)), columns=["a", "b", "c"])
+        .assign(targets=np.arange(40) // 20)
+    )
+    frame.sample(frac=1, random_state=0).rename_axis(name).to_parquet(tmp_path / "own.parquet")
+    column = name or "__index_level_0__"
+    assert column in parquet.read_schema(tmp_path / "own.parquet").names
+    assert packed(tmp_path, "arrays", "own.parquet").shape == (3,)
+    change = f"left out: {column!r}, the data frame's index"
+    assert f"{change}: 1\n" in capsys.readouterr().err
+    assert json.loads((tmp_path / "prepared/dataset.json").read_text())["changes"] == {change: 1}
 
 
 def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None:
@@ -568,6 +627,27 @@ def test_text_that_changed_is_refused_and_hidden_files_do_not_count(
     monkeypatch.setattr(f"{__name__}.fetch", lambda *_: None)
     with pytest.raises(DataError, match=r"0\.txt is not the file that fetch listed"):
         packed(tmp_path, "text_folder", "texts", window=8)
+
+
+def test_linked_text_is_read_and_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_texts(tmp_path)
+    (tmp_path / "texts/.git").mkdir()
+    for link, target in {
+        "more": "texts/inner",
+        "texts/more": "more",
+        "texts/a": "gone",
+        "texts/inner/b": "texts",
+    }.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    fetch = parse({"fetch": {"text_folder": str(tmp_path / "texts")}, "variants": {"baseline": {}}}).fetch
+    names = text.files(fetch.model_copy(update={"dataset": "text_folder"}))
+    assert [name for name in names if name.startswith("more/")] == [f"more/{number}.txt" for number in (1, 3, 5, 7, 9)]
+    assert len(names) == 15
+    assert capsys.readouterr().err.splitlines() == [
+        "fetch.text_folder: left out 1 x dangling link or special file",
+        "fetch.text_folder: left out 1 x folder .git",
+        "fetch.text_folder: left out 2 x link to a folder that contains it",
+    ]
 
 
 def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, d
     limited = read(tmp_path / "limited")
     assert (len(limited.train), len(limited.test)) == (100, 30)
     assert limited.sha256 != read(digits).sha256
-    np.testing.assert_array_equal(limited.train.inputs, read(digits).train.inputs[:100])
+    assert set(limited.train.targets.bincount().tolist()) <= {9, 10, 11}
 
 
 def test_test_inputs_that_were_seen_before_are_counted(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_every_listed_data_set_has_several_sources_over_https_and_checksums(name
 
 def test_an_image_folder_is_listed_not_copied(raw: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
-    for name in ("train/cat/2.png", "train/cat/1.JPG", "test/dog/x/3.webp", "train/cat/notes.txt", "train/dog/.x.png"):
+    for name in ("train/cat/2.png", "train/cat/1.JPG", "test/dog/x/3.webp", "train/cat/notes.txt", "train/cat/.x.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
     fetch(config(dataset="image_folder", image_folder=str(folder)), raw)
@@ -424,6 +424,41 @@ def test_an_image_folder_is_listed_not_copied(raw: Path, tmp_path: Path) -> None
     found = ("test/dog/x/3.webp", "train/cat/1.JPG", "train/cat/2.png")
     rows = [f"{name},{len(name)},{hashlib.sha256(name.encode()).hexdigest()}" for name in found]
     assert listing.read_text().splitlines() == ["path,size_bytes,sha256", *rows]
+
+
+def test_what_an_image_folder_holds_is_listed_or_named_with_its_count(
+    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, files = tmp_path / "pictures", ["train/cat/1.png", "train/dog/2.png", "test/cat/3.png", "test/dog/4.png"]
+    left = ["train/.ipynb_checkpoints/1.png", "train/cat/.ipynb_checkpoints/1.png", "train/__MACOSX/cat/1.png",
+            "train/dog/a.HEIC", "train/dog/b.HEIC", "train/5.png", "val/cat/6.png", "train/cat/.x.png"]  # fmt: skip
+    for name in [*files, *left]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/7.png").touch()
+    (folder / "train/cat/linked").symlink_to(tmp_path / "more")
+    (folder / "train/cat/gone.png").symlink_to("nowhere")
+    (folder / "train/cat/round").symlink_to(folder)
+    asked = config(dataset="image_folder", image_folder=str(folder))
+    fetch(asked, raw)
+    lines = (raw / "image_folder/files.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines[1:]] == sorted([*files, "train/cat/linked/7.png"])
+    assert capsys.readouterr().err.splitlines() == [
+        "fetch.image_folder: left out 1 x dangling link or special file",
+        "fetch.image_folder: left out 2 x file of type .HEIC",
+        "fetch.image_folder: left out 2 x file that is not in train/CLASS or test/CLASS",
+        "fetch.image_folder: left out 2 x folder .ipynb_checkpoints",
+        "fetch.image_folder: left out 1 x folder __MACOSX",
+        "fetch.image_folder: left out 1 x hidden file",
+        "fetch.image_folder: left out 1 x link to a folder that contains it",
+        "listed 5 files of fetch.image_folder",
+    ]
+    (folder / "train/bird").mkdir()
+    (folder / "train/fish").mkdir()
+    (folder / "train/fish/1.heic").touch()
+    with pytest.raises(DataError, match=r"fetch\.image_folder: no image in train/bird, train/fish; .*, or remove it"):
+        fetch(asked, raw)
 
 
 def test_an_image_folder_without_images_says_what_is_expected(raw: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError
+from pipeline.data.decoded import files_under, is_data
 from pipeline.data.sources.store import progress, say
 from pipeline.errors import printable, said
 from pipeline.files import file_sha256, whole, write_text
@@ -39,8 +40,9 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
 def images_of(config: Fetch) -> tuple[Path, list[str]]:
     """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
 
-    Raises DataError if the folder has no training images, or an image larger than ``LIMIT_BYTES``. Also raises
-    DataError if a class name is not one line of printable UTF-8, because reports and MLflow show class names.
+    Prints what it leaves out. Raises DataError if the folder has no training images, a class without an image, or an
+    image larger than ``LIMIT_BYTES``. Also raises DataError if a class name is not one line of printable UTF-8, because
+    reports and MLflow show class names.
     """
     root = Path(config.image_folder or "").expanduser()
     if config.image_folder is None or not (root / "train").is_dir():
@@ -48,17 +50,24 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
             f"fetch.image_folder: found {config.image_folder!r}, which has no directory 'train'; expected "
             f"train/CLASS/* and, if there is a test split, test/CLASS/*.{parent_instead(root)}"
         )
-    paths = [
-        path.relative_to(root).as_posix()
-        for split in ("train", "test")
-        for path in (root / split).glob("*/**/*")
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
-    ]
-    paths.sort()
+
+    def why_not(place: Path) -> str:
+        if place.parts[0] not in ("train", "test") or len(place.parts) < 3:
+            return "file that is not in train/CLASS or test/CLASS"
+        return "" if place.suffix.lower() in IMAGE_SUFFIXES else f"file of type {place.suffix or 'unknown'}"
+
+    paths = sorted(files_under(root, "fetch.image_folder", why_not))
+    folders = {each.relative_to(root) for each in root.glob("*/*") if each.is_dir() and is_data(each.name)}
+    empty = {each.as_posix() for each in folders if each.parts[0] in ("train", "test")}
+    empty -= {path.rsplit("/", path.count("/") - 1)[0] for path in paths}
     if not any(path.startswith("train/") for path in paths):
         raise DataError(
             f"fetch.image_folder: {root}/train holds no image; expected train/CLASS/NAME with one of "
             f"{', '.join(sorted(IMAGE_SUFFIXES))}."
+        )
+    if empty:
+        raise DataError(
+            f"fetch.image_folder: no image in {', '.join(sorted(empty)[:5])}; add or convert some, or remove it."
         )
     for name in {path.split("/")[1] for path in paths}:
         if printable(name) != name or "\n" in name:
