@@ -214,6 +214,18 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("job")
+def test_a_copy_of_the_bench_is_no_further_session() -> None:
+    bench = json.loads(Path(BENCH).read_text(encoding="utf-8"))
+    bench["session"].update(start_utc="2026-11-23T08:00:00+00:00", boot_id="another")
+    for arm in bench["arms"]:
+        for number, sample in enumerate(arm["samples"]):
+            sample["peak_memory_bytes"] += 4096 * (number % 3)
+    save(Path("sessions/20261123T080000.json"), bench)
+    assert cli.main(["compare"]) == 0
+    assert len(json.loads(Path(REPORT).read_text(encoding="utf-8"))["sessions"]) == 1
+
+
 def refused(command: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main([command]) == 2

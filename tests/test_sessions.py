@@ -15,6 +15,7 @@ from pipeline.comparison.verdicts import THROUGHPUT, Ratio, estimated
 from pipeline.params import Compare
 from pipeline.report.sentences import banner
 from pipeline.results import Bench, Result, sessions_of
+from pipeline.tracking import promoting
 from tests.factories import (
     ENVIRONMENT,
     make_bench,
@@ -125,7 +126,7 @@ def throughput(compared: Compared) -> Ratio:
 def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
     found = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
     assert found.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
-    assert len(found.sessions) == 3
+    assert found.session_count == len(found.sessions) == 3
     assert found.high is not None
     assert found.high > 1.8
 
@@ -187,7 +188,7 @@ def test_copies_of_a_session_are_one_session(changes: list[dict[str, Any]]) -> N
     first = session(20, 1.5, session=make_session(uptime_seconds=3600.0))
     compared = over_all(first, *(jittered(first, **each) for each in changes))
     assert len(compared.sessions) == 1
-    assert throughput(compared.variants[1]).session_count == 1
+    assert promoting.sessions_of(compared.model_dump(mode="json"), "ddp") == 1 < promoting.FEWEST_SESSIONS
 
 
 def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:

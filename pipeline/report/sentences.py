@@ -68,14 +68,16 @@ def _part(noun: str, each: Ratio | Accuracy) -> str:
 
 
 def advice(comparison: Comparison) -> str:
-    """Say in one sentence which variant to use. If no verdict can be trusted, say what is decided nevertheless, if
-    anything."""
+    """Say in one sentence which variant to use, and what is decided of variants whose verdict cannot be trusted."""
     others = comparison.variants[1:]
     judged = [each for each in others if each.verdict != UNTRUSTED]
+    known = {
+        each.variant: _figures(each, "better") + _figures(each, "worse") for each in others if each.verdict == UNTRUSTED
+    }
+    has = [f"`{name}` has {' and '.join(text for _, text in found)}" for name, found in known.items() if found]
+    nevertheless = [f"decided nevertheless: {'; '.join(has)}"] if has else []
     if not judged:
-        known = {each.variant: _figures(each, "better") + _figures(each, "worse") for each in others}
-        parts = [f"`{name}` has {' and '.join(text for _, text in found)}" for name, found in known.items() if found]
-        return sentences([f"decided nevertheless: {'; '.join(parts)}"])[0] if parts else ""
+        return "".join(sentences(nevertheless))
     take, best = [], comparison.champion
     if best:
         gain = f": {interval(best.ratio)} times the {best.quantity}" if best.ratio else ""
@@ -90,7 +92,7 @@ def advice(comparison: Comparison) -> str:
         unclear = [f"`{each.variant}`" for each in others if each.verdict == verdict and each.variant not in saving]
         if unclear:
             parts.append(f"{', '.join(unclear)} {'is' if len(unclear) == 1 else 'are'} {words}")
-    return sentences(["; ".join(parts) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
+    return sentences(["; ".join([*parts, *nevertheless]) or f"keep `{comparison.baseline}`: nothing here is better"])[0]
 
 
 def _saving(each: Compared) -> str:

@@ -55,6 +55,11 @@ def test_decided_quantities_of_an_untrusted_variant_are_named() -> None:
     both = {arm: dict.fromkeys(range(2, 10), REASON) for arm in ("baseline", "m")}
     found = made(measured, memory={"m": 0.5}, rejected=both)
     assert re.fullmatch(r"Decided nevertheless: `m` has 0\.\d+ to 0\.5\d* times the memory\.", advised(found))
+    measured.append(make_result("same", runs))
+    beside = advised(made(measured, memory={"m": 0.5}, rejected={"m": both["m"]}))
+    assert re.fullmatch(
+        r"`m` is not to be trusted; decided nevertheless: `m` has 0\.\d+ to 0\.5\d* times the memory\.", beside
+    )
 
 
 def test_names_and_commands_are_code(usual: Made) -> None:
