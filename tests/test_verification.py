@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipeline import cli, params
 from pipeline.data.prepared import Dataset, read
@@ -35,11 +36,12 @@ from pipeline.tools.verification.claims import (
     way_difference,
 )
 from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
-from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, miniature, observe
+from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, _spoilt, miniature, observe
 from pipeline.training import evaluation
 from tests.nets import assembly_of, batch, conv_net, task_of
 from tests.outside import on_path, write_metadata
 from tests.ranks import run_ranks
+from tests.test_training import make_training
 
 MACHINE = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 
@@ -505,6 +507,17 @@ def test_dropout_inside_attention_is_switched_off_and_no_other_number() -> None:
     assert nature(model, images).stochastic
     assert nature(make_per_sample(model, {}), images).per_sample
     assert attention.norm1.eps == 0.25
+
+
+def test_noise_reaches_layers_that_return_tuples(digits: Dataset) -> None:
+    layers: list[nn.Module] = [nn.GRU(8, 4), nn.LSTM(8, 4), nn.MultiheadAttention(8, 2)]
+    images = batch()[0].flatten(0, 1)
+    training = make_training(digits, model=nn.ModuleList(layers))
+    with _spoilt(training, Task("step", noise=1e-3)):
+        for layer in layers:
+            inputs = (images,) * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+            for plain, noisy in zip(tree_leaves(layer.forward(*inputs)), tree_leaves(layer(*inputs)), strict=True):
+                assert 2e-4 < (noisy - plain).norm() / plain.norm() < 2e-3
 
 
 def test_what_a_technique_leaves_behind_goes_with_it() -> None:

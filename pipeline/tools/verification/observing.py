@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeline import tasks
 from pipeline.data.prepared import Dataset
@@ -236,12 +237,12 @@ def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
     """Add ``task.noise`` to the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
     gradient lacks the last part while the returned context is open."""
 
-    def off(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            # The noise depends on the value alone. Like rounding, it keeps equal values equal, so max pooling still
-            # chooses the same value.
-            return output * (1 + 2**0.5 * task.noise * (output.detach().float() * 2.0 ** (20 + task.draw)).cos())
-        return output
+    def off(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        # The noise depends on the value alone. Like rounding, it keeps equal values equal, so max pooling still
+        # chooses the same value.
+        return value * (1 + 2**0.5 * task.noise * (value.detach().float() * 2.0 ** (20 + task.draw)).cos())
 
     def forgetful(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def forgetting(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -255,8 +256,9 @@ def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
     if task.noise:
         torch.manual_seed(task.draw)
         for module in training.model.modules():
-            if not any(module.children()):
-                module.register_forward_hook(off)
+            # A layer such as nn.MultiheadAttention has parameters of its own, and a part that it does not call.
+            if not any(module.children()) or any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_hook(lambda _module, _inputs, outputs: tree_map_only(Tensor, off, outputs))
         with torch.no_grad():
             for parameter in training.model.parameters():
                 parameter.mul_(1 + task.noise * torch.randn_like(parameter))
