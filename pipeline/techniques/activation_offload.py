@@ -26,22 +26,32 @@ class ActivationOffload(Technique):
     """
 
     name = "activation_offload"
+    offloaded = 0
+    """Number of activations that have left the device."""
 
     def change_step(self, setup: Setup) -> None:
         step, copies = setup.step, torch.cuda.Stream(self.world.device)
         forward = step.forward
 
         def offloaded(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), inputs)}):
-                return forward(inputs, targets)
+            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), inputs)}) as sizes:
+                loss = forward(inputs, targets)
+            self.offloaded += len(sizes)
+            return loss
 
         step.forward = offloaded
 
+    def why_idle(self) -> str:
+        where = self.where("activation_offload")
+        small = f"no activation has {LEAST_BYTES:,} bytes or more, so all stay on the device"
+        return "" if self.offloaded else f"{where}, but {small}; allowed: false, or a larger micro-batch."
+
 
 @contextmanager
-def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
+def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[list[int]]:
     """While the context is active, autograd saves tensors in host memory, except small tensors and tensors whose
-    storage is in ``staying``."""
+    storage is in ``staying``. Yields a list, to which the sizes of the offloaded tensors in bytes are added."""
+    sizes: list[int] = []
     leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()  # tensors whose copies may not be complete
 
     def let_go() -> None:
@@ -58,6 +68,7 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
             waiting.copy_(tensor, non_blocking=True)
         copied = copies.record_event()
         leaving.append((copied, tensor.detach()))
+        sizes.append(tensor.nbytes)
         if len(leaving) > IN_FLIGHT:
             let_go()
 
@@ -68,7 +79,7 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[None]:
         return back
 
     with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, torch.Tensor) else packed()):
-        yield
+        yield sizes
     while leaving:
         let_go()
 

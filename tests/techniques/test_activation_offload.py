@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipeline.data.prepared import Dataset
 from pipeline.techniques.activation_offload import ActivationOffload
-from tests.nets import GPU, batch, changed, conv_net, gradients, make_plan, make_step
+from tests.nets import ALONE, GPU, batch, changed, conv_net, gradients, make_plan, make_step
 from tests.test_training import make_training, weights
 
 
@@ -31,9 +31,18 @@ def test_activations_leave_the_gpu_and_no_bit_of_the_gradients_changes() -> None
     loss, everything = kept(lambda images, labels: F.cross_entropy(plain(images), labels))
     offloaded_loss, rest = kept(forward)
     assert rest < 0.2 * everything
+    assert technique.why_idle() == ""
     loss.backward()
     offloaded_loss.backward()
     assert all(map(torch.equal, gradients(plain), gradients(away)))
+
+
+def test_where_every_activation_is_small_offloading_has_no_effect() -> None:
+    technique = ActivationOffload(make_plan(activation_offload=True), ALONE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda _: None)
+        make_step(conv_net(), [technique]).forward(*batch())
+    assert "no activation has 65,536 bytes or more" in technique.why_idle()
 
 
 @pytest.mark.gpu
