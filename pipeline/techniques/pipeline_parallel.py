@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError, count
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique, load_share
+from pipeline.techniques.lockstep import USE_EVERY_PART
 from pipeline.techniques.model_chain import NotAChain, chain, joined
 from pipeline.techniques.pipeline_cut import Cut, best_cut, described, parts
 from pipeline.techniques.precision import DTYPES
@@ -106,8 +107,11 @@ class Pipeline(Technique):
                 return_outputs=False,
             )
             if self._replicas > 1:  # average over the replicas of this stage
-                held = (parameter.grad for parameter in self._module.parameters())
-                self.world.average_([gradient for gradient in held if gradient is not None], self._alike)
+                held = [each.grad for each in self._module.parameters() if each.requires_grad]
+                if any(gradient is None for gradient in held):  # other replicas would wait for this gradient
+                    where = f"{self.where('parallelism')} with replicas, which average the gradients of all parameters"
+                    raise ConfigError(f"{where}, but a step did not use some parameters. {USE_EVERY_PART}.")
+                self.world.average_(cast("list[torch.Tensor]", held), self._alike)
 
         step.accumulate = scheduled
         if self._is_last:

@@ -84,6 +84,28 @@ def test_ranks_that_skip_different_layers_in_evaluation_are_refused_if_they_shar
     )
 
 
+class Skipped(nn.Sequential):
+    """Runs in about half of the passes."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self if torch.rand(()) > 0.5 else ():
+            values = layer(values)
+        return values
+
+
+def _staged(joined: World, dataset: Dataset) -> int:
+    model = nn.Sequential(*conv_net(), Skipped(nn.Linear(10, 10)), nn.Linear(10, 10))
+    applied: dict[str, Any] = {"parallelism": "pipeline", "replicas": 2, "gradient_accumulation": 2}
+    make_training(dataset, joined, model=model, **applied).advance(20)
+    return 0
+
+
+def test_replicas_of_a_pipeline_that_skip_different_layers_are_refused(digits: Dataset) -> None:
+    with pytest.raises(WorkerError, match=r"found 'pipeline' with replicas, .* did not use some parameters") as refused:
+        run_ranks(_staged, digits, size=4)
+    assert REMEDY in str(refused.value)
+
+
 class MaxNorm(nn.Module):
     def __init__(self, within: bool) -> None:
         super().__init__()
