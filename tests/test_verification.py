@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,19 @@ def test_the_miniature_is_whole_batches_and_a_prime_number_of_tests(digits: Data
     assert len(small.train) == 320
     assert all(len(small.test) % ranks for ranks in range(2, 20))
     assert len(miniature(digits, 1000).train) == 1000
+
+
+def test_the_miniature_of_a_sorted_data_set_has_every_class(digits: Dataset) -> None:
+    splits = {name: getattr(digits, name) for name in ("train", "test")}
+    ordered = {name: split[split.targets.argsort()] for name, split in splits.items()}
+    small = miniature(replace(digits, **ordered), 16)
+    for split in (small.train, small.test):
+        assert split.targets.bincount().min() >= len(split) / 10 - 2
+    assert len(set(small.train.targets[:32].tolist())) >= 8, "in random order"
+    small = miniature(digits, 16)
+    for name, split in splits.items():
+        part = getattr(small, name)
+        assert part.inputs.data_ptr() == split.inputs.data_ptr(), "no copy of mixed data"
 
 
 def write(path: Path, **values: torch.Tensor) -> Path:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline import tasks
-from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
 from pipeline.files import json_sha256
@@ -192,7 +192,20 @@ def miniature(dataset: Dataset, batch_size: int) -> Dataset:
     """Return the data set cut to a few batches of the training set and a part of the test set."""
     steps = min(EPOCH_STEPS, len(dataset.train) // batch_size)
     tested = next((n for n in range(min(TEST_SAMPLES, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
-    return replace(dataset, train=dataset.train[: max(1, steps) * batch_size], test=dataset.test[:tested])
+    return replace(dataset, train=_part(dataset.train, max(1, steps) * batch_size), test=_part(dataset.test, tested))
+
+
+def _part(split: Split, count: int) -> Split:
+    """Return ``count`` samples of ``split``: the first ones, which need no copy. But if they lack half of a class's
+    share (the data set is sorted), return samples from all over, in random order."""
+    labels = split.arrays.get("targets")
+    if labels is None or labels.is_floating_point():
+        return split[:count]
+    least = labels.bincount() * count // (2 * len(split))
+    if bool((labels[:count].bincount(minlength=len(least)) >= least).all()):
+        return split[:count]
+    rows = split.drawn(count)
+    return split[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]]
 
 
 def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
