@@ -79,6 +79,25 @@ def normed_net(*, channels: int, height: int, width: int, classes: int) -> nn.Se
     return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU()), classifier)
 
 
+class Counting(nn.Sequential):
+    """Counts its batches in training mode, and keeps the count as extra state."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(normed_net(**sizes))
+        self.batches = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.batches += self.training
+        logits: torch.Tensor = self[0](images)
+        return logits
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"batches": self.batches, "shares": [torch.ones(2)]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
 class Attending(nn.Module):
     """Adds self-attention among the pixels to images [N, C, H, W]. It has two heads and no parameters."""
 
@@ -155,7 +174,7 @@ def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement
 def setup_of(model: nn.Module, zeros: torch.Tensor | None = None) -> Setup:
     """Return the setup in which a technique changes ``model``. The model takes images [b, 1, 8, 8], or inputs like
     ``zeros``."""
-    task: Any = SimpleNamespace(zeros=lambda count: torch.zeros(count, 1, 8, 8) if zeros is None else zeros)
+    task: Any = SimpleNamespace(inputs=lambda count: batch(count)[0] if zeros is None else zeros)
     return Setup(model, task, batch)
 
 

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import copy
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from pipeline.processes import randomness
 from pipeline.training import checkpoints
 
 
@@ -55,11 +60,23 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert found[0]["steps"] == 1
 
 
-def test_the_random_state_comes_back() -> None:
-    state = checkpoints.random_state()
-    first = torch.rand(4)
-    checkpoints.restore_random_state(state)
-    assert torch.equal(torch.rand(4), first)
+def test_the_random_state_of_torch_numpy_and_python_comes_back_from_a_file(tmp_path: Path) -> None:
+    def drawn() -> list[float]:
+        return [*torch.rand(4).tolist(), *np.random.rand(4), *np.random.randn(1), random.random(), random.gauss()]
+
+    np.random.randn(1)  # numpy keeps the second normal number of a pair for the next call
+    checkpoints.save(randomness.state(), tmp_path / "state.pt")
+    first = drawn()
+    randomness.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert drawn() == first
+
+
+def test_state_sha256_depends_on_extra_state_to_its_last_part() -> None:
+    states: list[dict[str, Any]] = [
+        {"_extra_state": {"step": step, "scales": [torch.full((2,), scale)]}}
+        for step, scale in ((1, 2.0), (1, 3.0), (2, 2.0))
+    ]
+    assert len({checkpoints.state_sha256(state) for state in [*states, copy.deepcopy(states[0])]}) == 3
 
 
 def test_state_sha256_depends_on_name_dtype_shape_and_values() -> None:

@@ -82,7 +82,7 @@ def test_the_trial_leaves_the_model_and_the_random_state_unchanged(digits: Datas
 
 
 def test_an_operation_that_first_runs_after_the_trial_is_an_error_with_a_remedy(digits: Dataset) -> None:
-    made, third_step = job({}), partial(Puts, first=3)  # after the trial and two steps
+    made, third_step = job({}), partial(Puts, first=2)  # the trial leaves no trace
     with (
         assembly_of(made, ALONE, digits).training(0, change_model=third_step) as training,
         pytest.raises(PipelineError, match=r"train.deterministic: found true.*epoch 1, step 3 put_ has no"),

@@ -96,6 +96,24 @@ def test_the_variants_of_params_yaml(
     assert (" -> " in printed) is ("0 problems, 0 warnings" not in printed), "what is wrong has a remedy"
 
 
+SPARSE = """
+import threading
+import torch
+from torch import nn
+
+class net(nn.Module):
+    def __init__(self, classes, hidden, **_):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, classes))
+        self.held = getattr(self, "lock", None)
+
+    def forward(self, images):
+        bits = (images.flatten(1) > 0).long()
+        return nn.functional.embedding(bits, self.weight, sparse=True).sum(1)
+
+"""
+
+
 def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     net = "lambda classes, hidden, **_: nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.Linear(hidden, classes))"
     (checkout / "nets.py").write_text(f"from torch import nn\n\nprint('words')\nnet = {net}\n")
@@ -113,6 +131,12 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     assert "nets.py, line 4, in <lambda>" in raising
     assert "-> correct params.yaml, or your module that the message names" in raising
     assert "train.batch_size: found 6, but digits has 5" in parts(batch_size=6)
+    (checkout / "nets.py").write_text(SPARSE)
+    sparse = parts()
+    assert "PROBLEM model, data train.model: nets:net fails in a step of 6 samples: " in sparse
+    assert "sparse" in sparse
+    (checkout / "nets.py").write_text(SPARSE.replace("sparse=True", "sparse=False") + "    lock = threading.Lock()\n")
+    assert "PROBLEM model, data train.model: nets:net cannot be copied (cannot pickle '_thread.lock'" in parts()
     job({"baseline": {}}, trian={})
     assert report("model, data") == "0 problems, 0 warnings", "the check of params.yaml reports the error"
 

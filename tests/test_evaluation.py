@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
@@ -66,6 +67,22 @@ def test_evaluation_leaves_the_model_unchanged(digits: Dataset) -> None:
     assert model.training
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert evaluate(model, task_of(_with_test_samples(digits, 64)), ALONE, 16) == first  # dropout was off
+
+
+def test_evaluation_leaves_each_part_in_its_own_mode(digits: Dataset) -> None:
+    model = conv_net(norm=True)
+    model[0].eval()
+    modes = [part.training for part in model.modules()]
+    with pytest.raises(RuntimeError, match="forward"):
+        evaluate(nn.Sequential(model, Failing()), task_of(digits), ALONE, 64)
+    evaluate(model, task_of(_with_test_samples(digits, 64)), ALONE, 16)
+    assert [part.training for part in model.modules()] == modes
+    assert set(modes) == {True, False}
+
+
+class Failing(nn.Module):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("forward")
 
 
 def test_a_model_without_weights_takes_them_from_a_state() -> None:

@@ -24,7 +24,7 @@ from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine, load, parse
 from pipeline.processes import age_seconds
 from pipeline.results import Result
-from pipeline.training import job
+from pipeline.training import checkpoints, job
 from pipeline.training.checkpoints import checkpoint_file, state_sha256
 from tests.commands import Command
 from tests.conftest import ROOT, Terminal
@@ -136,6 +136,14 @@ def test_a_job_writes_a_result_that_fits_its_files() -> None:
     assert not checkpoint_file("baseline", 0).exists()
     with results.system_file("baseline").open() as file:
         assert {"seed", "seconds", "cpu_utilization_percentage"} <= set(next(csv.DictReader(file)))
+
+
+def test_a_model_with_extra_state_is_trained_saved_and_read_back() -> None:
+    result = train("baseline", seeds=[0], epochs=1, model="tests.nets:Counting")
+    [run] = result.runs
+    state: dict[str, Any] = checkpoints.weights(result, 0)
+    assert state["_extra_state"]["batches"] == run.steps
+    assert state_sha256(state) == run.model_sha256
 
 
 def test_no_duration_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

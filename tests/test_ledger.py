@@ -134,6 +134,18 @@ def test_adamw_keeps_twice_what_momentum_does(digits: Dataset) -> None:
     assert watched(asked(momentum=0.0), digits).optimizer_state_bytes == 0
 
 
+def mostly_frozen(**data: int) -> nn.Module:
+    frozen, trained = nn.Linear(64, 130, bias=False).requires_grad_(False), nn.Linear(130, data["classes"], bias=False)
+    return nn.Sequential(nn.Flatten(), frozen, trained)
+
+
+@pytest.mark.parametrize("variant", [{}, {"optimizer_kernel": "for_loop"}])
+def test_frozen_parameters_have_no_momentum(digits: Dataset, variant: dict[str, Any]) -> None:
+    config = asked("tests.test_ledger:mostly_frozen", variant=variant)
+    assert watched(config, digits).optimizer_state_bytes == 130 * 10 * 4
+    assert rehearsed(config, digits).optimizer_state_bytes == 130 * 10 * 4
+
+
 def test_the_parts_add_up_to_the_peak(digits: Dataset) -> None:
     found = watched(asked(), digits)
     assert added_up(found) == found.peak_bytes == PEAK

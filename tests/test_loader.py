@@ -5,21 +5,25 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from pipeline.data.prepared import Dataset
+from pipeline.params import Augment, Train
 from pipeline.tasks import loader
 from pipeline.tasks.batches import TrainBatches
+from pipeline.tasks.classification import Classification
 from tests.test_batches import EVERYTHING, make, same
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +83,28 @@ def test_reading_draws_nothing_from_the_generator_that_the_model_uses(digits: Da
         for epoch in (0, 1):
             list(made.epoch(epoch))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Noisy(Classification):
+    """Adds a number from each of the process's generators to the inputs."""
+
+    def batch(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = super().batch(rows)
+        return inputs + torch.rand(1) + np.random.rand() + random.random(), targets
+
+
+def test_what_a_task_draws_in_a_worker_is_the_same_after_a_restart(digits: Dataset) -> None:
+    def batches(start_step: int, seed: int = 3) -> list[torch.Tensor]:
+        settings: dict[str, Any] = {"batch_size": 128, "micro_batches": 1, "rank": 0, "world_size": 1, "workers": 2}
+        task = Noisy(Train(), digits)
+        with TrainBatches(task, seed=seed, augment=Augment(), placement="dataloader", **settings) as made:
+            return [inputs for inputs, _ in made.epoch(0, start_step)]
+
+    first = batches(0)
+    assert all(map(torch.equal, first[3:], batches(3)))
+    noise = {float(inputs.min()) for inputs in first}
+    assert len(noise) == len(first)
+    assert not {float(inputs.min()) for inputs in batches(0, seed=4)} & noise
 
 
 def test_only_the_latest_epoch_can_be_read(digits: Dataset) -> None:

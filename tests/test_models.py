@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import inspect
 import io
+import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,7 @@ from torchvision import models as torchvision_models
 from torchvision.models.regnet import BlockParams
 
 from pipeline.data.prepared import Dataset, Statistics
-from pipeline.models import ModelError, build
+from pipeline.models import ModelError, build, keeping
 from pipeline.models.gpt import GPT
 from pipeline.tasks.base import Normalise
 from pipeline.tasks.batches import evaluation_batches
@@ -220,6 +223,7 @@ def test_an_unknown_name_or_option_is_answered_with_known_ones(
 
 
 NETS = """
+import torch
 from torch import nn
 
 def flat(*, channels, height, width, classes, hidden=8):
@@ -255,6 +259,49 @@ def too_few_arguments(channels):
 
 def careless(**data):
     raise RuntimeError("my own mistake")
+
+class Rows(nn.Sequential):
+    def __init__(self, channels, height, width, classes):
+        super().__init__(nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+class Squeezed(Rows):
+    def forward(self, images):
+        return super().forward(images).squeeze()
+
+class PairInEvaluation(Rows):
+    def forward(self, images):
+        return super().forward(images) if self.training else (super().forward(images), images)
+
+class Extra(Rows):
+    extra = staticmethod(lambda: {"seen": 3, "scale": torch.ones(2)})
+
+    def get_extra_state(self):
+        return self.extra()
+
+    def set_extra_state(self, state):
+        assert state["seen"] == 3
+
+class ExtraObject(Extra):
+    extra = Pair
+
+class ExtraThatCannotBeSet(Rows):
+    def get_extra_state(self):
+        return 1
+
+def lazy(classes, **data):
+    return nn.Sequential(nn.LazyConv2d(3, 2), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(classes))
+
+def with_expanded(**sizes):
+    model = Rows(**sizes)
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    model.weights = nn.Parameter(torch.ones(1).expand(4))
+    return model
+
+def of_pixels(channels, height, width, classes):
+    class Pixels(nn.Module):
+        def forward(self, images):
+            return (images.flatten(1) > 0).long()
+    return nn.Sequential(Pixels(), nn.EmbeddingBag(2, classes, mode="sum", sparse=True))
 
 SIZE = 28
 """
@@ -302,12 +349,115 @@ def test_a_factory_of_the_users_own_is_found_and_the_check_draws_no_random_numbe
         ("my_nets:nothing_to_train", r"my_nets:nothing_to_train has no parameter to train"),
         ("my_nets:no_parameter", r"my_nets:no_parameter has no parameter to train"),
         ("my_nets:Pair", r"returns tuple; expected a tensor, torch.float32 of shape \[2, 10\]"),
+        ("my_nets:PairInEvaluation", r"in evaluation mode on a batch of shape \[1, 1, 4, 4\] returns tuple"),
+        ("my_nets:Squeezed", r"in evaluation mode on .* returns torch\.float32 of shape \[10\]; .* of shape \[1, 10\]"),
+        (
+            "my_nets:ExtraObject",
+            r"the state dict of my_nets:ExtraObject has .*_extra_state.*Pair.*, which no checkpoint can",
+        ),
+        ("my_nets:ExtraThatCannotBeSet", r"cannot load its own state dict: .*_extra_state"),
     ],
 )
 @pytest.mark.usefixtures("my_nets")
 def test_what_is_wrong_with_a_factory_is_said(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_for(name, (1, 4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.usefixtures("my_nets")
+def test_lazy_modules_get_their_shapes_and_no_statistics_from_the_check() -> None:
+    model = build_for("my_nets:lazy", (1, 4, 4))
+    assert weight_shapes(model) == [(3, 1, 2, 2), (10, 27)]
+    assert model.get_buffer("1.num_batches_tracked").item() == 0
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.usefixtures("my_nets")
+def test_expanded_tensors_get_memory_of_their_own_and_extra_state_is_saved() -> None:
+    model = build_for("my_nets:with_expanded", (1, 4, 4))
+    assert [tensor.stride() for tensor in (model.get_buffer("mask"), model.get_parameter("weights"))] == [(1,), (1,)]
+    assert build_for("my_nets:Extra", (1, 4, 4)).state_dict()["_extra_state"]["seen"] == 3
+
+
+@pytest.mark.usefixtures("my_nets")
+def test_a_sparse_embedding_gets_dense_gradients_and_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"my_nets:of_pixels: an embedding with sparse=True gets dense gradients"):
+        model = build_for("my_nets:of_pixels", (1, 4, 4))
+    model(torch.zeros(2, 1, 4, 4)).sum().backward()
+    gradient = model.get_parameter("1.weight").grad
+    assert gradient is not None
+    assert not gradient.is_sparse
+
+
+class OfFirstBatch(nn.Module):
+    """Normalises by the spread of its first batch, which it keeps as a plain attribute; counts and draws, too."""
+
+    ema: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread: torch.Tensor | None = None
+        self.calls, self.shapes = 0, [0]
+        self.generator, self.own = torch.Generator().manual_seed(1), random.Random(1)
+        self.register_buffer("ema", torch.zeros(2), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.spread is None:
+            self.spread = images.std()
+        self.calls += 1
+        self.shapes.append(len(images))
+        self.ema = 0.5 * self.ema + images.mean().detach()
+        torch.rand(1, generator=self.generator)
+        self.own.random(), random.random(), np.random.rand()
+        return images / self.spread
+
+
+def of_first_batch(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    return nn.Sequential(OfFirstBatch(), nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+
+def is_fresh(part: OfFirstBatch) -> bool:
+    drawn = torch.equal(part.generator.get_state(), torch.Generator().manual_seed(1).get_state())
+    same = part.own.getstate() == random.Random(1).getstate()
+    return drawn and same and (part.spread, part.calls, part.shapes, part.ema.tolist()) == (None, 0, [0], [0.0, 0.0])
+
+
+def test_the_check_leaves_no_trace_in_a_model_or_in_a_generator() -> None:
+    before = random.getstate(), str(np.random.get_state())
+    model: Any = build_for("tests.test_models:of_first_batch", (1, 4, 4))
+    assert is_fresh(model[0])
+    assert (random.getstate(), str(np.random.get_state())) == before
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_trial_leaves_no_trace_even_in_a_model_that_cannot_be_copied(copies: bool) -> None:
+    model: Any = of_first_batch(1, 4, 4, 10)
+    model.lock = None if copies else threading.Lock()
+    tried: Any
+    with keeping.trial(model) as tried:
+        assert (tried is model) is not copies
+        tried(torch.randn(2, 1, 4, 4))
+        assert not is_fresh(tried[0])
+    assert is_fresh(model[0])
+
+
+def partly_frozen(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    backbone = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False).eval()
+    backbone.get_buffer("1.running_mean").fill_(0.5)
+    return nn.Sequential(backbone, nn.Flatten(), nn.Linear(4 * (height - 2) * (width - 2), classes))
+
+
+def as_if_loaded(**sizes: int) -> nn.Module:
+    return partly_frozen(**sizes).eval()
+
+
+def test_each_part_keeps_the_mode_of_its_factory_but_a_model_all_in_evaluation_mode_is_trained() -> None:
+    parts = {
+        name: part.training for name, part in build_for("tests.test_models:partly_frozen", (1, 4, 4)).named_modules()
+    }
+    assert parts == {"": True, "0": False, "0.0": False, "0.1": False, "1": True, "2": True}
+    assert all(part.training for part in build_for("tests.test_models:as_if_loaded", (1, 4, 4)).modules())
 
 
 def test_a_factorys_own_exception_is_told_with_its_place(my_nets: Path) -> None:

@@ -62,3 +62,16 @@ def test_sgd_whose_momentum_starts_at_zero_trains_as_torch_s_own() -> None:
 def test_the_rate_warms_up_and_follows_the_schedule(schedule: Any, expected: list[float]) -> None:
     train = Train(learning_rate=1.0, warmup_fraction=1 / 3, schedule=schedule)
     assert [optimizers.learning_rate(train, step, 6) for step in range(6)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_complex_parameters_are_trained_and_frozen_ones_get_no_state(name: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2, dtype=torch.complex64))
+    net[0].requires_grad_(False)
+    frozen, trained = ([each.clone() for each in part.parameters()] for part in net)
+    optimizer = optimizers.of_job(Train(optimizer=name)).make(net.parameters())
+    net(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, frozen, net[0].parameters()))
+    assert not any(map(torch.equal, trained, net[1].parameters()))
+    assert optimizer.state.keys() == set(net[1].parameters())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import math
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +27,7 @@ from pipeline.training.loop import Training
 from pipeline.training.losses import DeviceLosses, NonFiniteLoss
 from tests.nets import ALONE, batches_of, conv_net, make_plan, stopped, task_of, training_of
 from tests.ranks import run_ranks
+from tests.test_models import OfFirstBatch
 
 TRAIN = Train(
     epochs=2, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=5, augment=Augment(crop_padding=1)
@@ -107,6 +111,64 @@ def test_a_seed_repeats_to_the_last_bit_and_another_does_not(digits: Dataset) ->
     for training in (first, again, other):
         list(training.run())
     assert weights(first) == weights(again) != weights(other)
+
+
+def own_state_net() -> nn.Module:
+    """Return a net with a frozen part in evaluation mode, and with state and draws that no state dict has."""
+    torch.manual_seed(0)
+    frozen = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)).requires_grad_(False).eval()
+    return nn.Sequential(
+        frozen, Drawing(), OfFirstBatch(), nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
+class Drawing(nn.Module):
+    """Adds noise from numpy, Python and a generator of its own, to images [N, 4, 8, 8]; returns [N, 8, 8, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return torch.cat([images, images], 1)
+        noise = torch.rand(1, generator=self.generator).item() + random.random() + np.random.rand()
+        return torch.cat([images, images + 0.1 * noise], 1)
+
+
+@pytest.mark.parametrize("stop_after", [13, 44])  # 44 steps are an epoch
+def test_a_run_of_a_model_with_modes_and_state_of_its_own_resumes_to_the_last_bit(
+    digits: Dataset, stop_after: int
+) -> None:
+    def after(steps: int) -> Training:
+        training = make_training(digits, model=own_state_net())
+        training.advance(steps)
+        return training
+
+    whole = after(60)
+    state = copy.deepcopy(after(stop_after).state())
+    resumed = after(0)
+    np.random.seed(5)
+    random.seed(5)
+    resumed.restore(state)
+    resumed.advance(60 - stop_after)
+    assert weights(resumed) == weights(whole)
+    frozen = whole.model.get_submodule("0.1")
+    assert not frozen.training
+    assert frozen.get_buffer("running_mean").tolist() == [0.0] * 4
+    first, last = (vars(training.model.get_submodule("2")) for training in (whole, resumed))
+    assert torch.equal(first["spread"], last["spread"])
+    assert first["calls"] == last["calls"]
+
+
+def _draws(joined: World) -> tuple[float, float]:  # noqa: ARG001
+    return np.random.rand(), random.random()
+
+
+def test_each_process_starts_with_generators_of_its_own() -> None:
+    first, second = run_ranks(_draws)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
 
 
 def _curve(joined: World, dataset: Dataset, applied: dict[str, Any]) -> tuple[list[float], list[float]]:

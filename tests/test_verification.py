@@ -91,7 +91,7 @@ def greedy(**sizes):
 
 class Hungry(nn.Module):
     def forward(self, images):
-        if not self.training:
+        if not self.training and len(images) > 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return images
 
@@ -504,6 +504,16 @@ def test_a_model_s_nature_is_seen_and_it_can_be_made_per_sample(parts: dict[str,
     assert nature(kept, images).per_sample
     assert list(kept.state_dict()) == list(state)
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_norm_in_evaluation_mode_is_per_sample_already_and_keeps_its_statistics() -> None:
+    images, _ = batch()
+    model = conv_net(norm=True).eval()
+    model[2].train()
+    assert nature(model, images).per_sample
+    assert statistics(model, [images]) == {}
+    assert not model.get_submodule("0.1").training
+    assert model.get_buffer("0.1.running_mean").eq(0).all()
 
 
 def test_a_norm_that_is_made_per_sample_starts_with_the_batch_s_statistics() -> None:

@@ -189,6 +189,9 @@ def _forked(
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives this signal too, and ends this process
     os.environ |= variables
+    from numpy import random  # imported here, because this module loads before quick commands end
+
+    random.seed()  # not the server's state; Python's own generator does the same after a fork
     answers = worker(*arguments)
     while True:
         try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import nn
 
 from pipeline import factories
 from pipeline.errors import PipelineError
-from pipeline.models import from_config
+from pipeline.models import from_config, keeping
 from pipeline.models.from_config import FromConfig
 from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
@@ -42,14 +45,17 @@ def build(
     ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
     ``torchvision_model``), or the user's own ``module:factory``. The function that makes the model gets ``options`` and
     ``data``. ``data`` is the task's description of inputs and outputs, such as ``channels``, ``height``, ``width`` and
-    ``classes``. The initial weights depend only on torch's random state. Raises ModelError for an invalid name, option
-    or output.
+    ``classes``. The initial weights depend only on the process's random state. Each part keeps the mode, training or
+    evaluation, in which the factory returned it. But if all parts are in evaluation mode, as pretrained models are when
+    they are loaded, all are put into training mode. Raises ModelError for an invalid name, option or output, and for a
+    model that cannot be trained, evaluated or saved.
     """
     factory = _factory(name) if ":" in name else _OWN.get(name, partial(torchvision_model, name))
     model = factories.call(factory, name, "train.model", options, error=ModelError, **data)
     if not isinstance(model, nn.Module):
         raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
-    _check_output(name, model, inputs, outputs)
+    _make_ready(name, model, inputs)
+    _check(name, model, inputs, outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"train.model: {name} has no parameter to train; expected parameters that require a gradient.")
     return model
@@ -233,21 +239,66 @@ def _factory(name: str) -> Callable[..., Any]:
     return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
 
 
-def _check_output(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
-    """Raise ModelError unless the model, in training mode, returns an output of shape ``outputs`` for each sample.
+def _make_ready(name: str, model: nn.Module, inputs: torch.Tensor) -> None:
+    """Change what training, or the techniques, could not deal with; see ``build`` for the modes.
 
-    Runs a forward pass, which takes less time than a training step. For a small model, a pass on the meta device would
-    take longer, because it imports torch._dynamo. The pass uses copies of the buffers and restores torch's random
-    state, so BatchNorm's statistics and the random numbers do not change.
+    Lazy modules get their shapes. Tensors whose elements share memory get memory of their own. Sparse gradients become
+    dense, because momentum and weight decay change all rows, and fused optimizers take no sparse gradients.
     """
-    where, expected = f"train.model: {name} on a batch of shape {list(inputs.shape)}", (len(inputs), *outputs)
+    if not any(module.training for module in model.modules()):
+        model.train()
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        with torch.no_grad(), keeping.evaluating(model):
+            _output(f"train.model: {name}", model, inputs)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if keeping.overlaps(tensor):
+            tensor.data = tensor.data.contiguous()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            module.sparse = False
+            warnings.warn(f"train.model: {name}: an embedding with sparse=True gets dense gradients.", stacklevel=2)
+    if any(map(torch.is_complex, model.parameters())):
+        warnings.warn(f"train.model: {name}: complex parameters have no fused optimizer.", stacklevel=2)
+
+
+def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
+    """Raise ModelError unless the model returns an output of shape ``outputs`` for each of several samples in training
+    mode, and for one sample in evaluation mode, and its state can be saved and loaded.
+
+    Runs forward passes, which take less time than a training step. For a small model, a pass on the meta device would
+    take longer, because it imports torch._dynamo. The model and the random state stay unchanged.
+    """
+    with torch.no_grad(), keeping.trial(model) as tried:
+        for rows, mode in ((inputs, "training"), (inputs[:1], "evaluation")):
+            where, expected = f"train.model: {name} in {mode} mode", (len(rows), *outputs)
+            with nullcontext() if mode == "training" else keeping.evaluating(tried):
+                found = _output(where, tried, rows)
+            if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (expected, torch.float32):
+                got = type(found).__name__
+                if isinstance(found, torch.Tensor):
+                    got = f"{found.dtype} of shape {list(found.shape)}"
+                raise ModelError(
+                    f"{where} on a batch of shape {list(rows.shape)} returns {got}; expected a tensor, torch.float32 "
+                    f"of shape {list(expected)}."
+                )
+        state = tried.state_dict(keep_vars=True)
+        unfit = {key: each for key, each in state.items() if not (torch.is_tensor(each) or keeping.is_plain(each))}
+        if unfit:
+            raise ModelError(
+                f"train.model: the state dict of {name} has {unfit}, which no checkpoint can hold; expected tensors, "
+                "and from get_extra_state also numbers, text, and lists and dicts of these or of tensors."
+            )
+        try:
+            tried.load_state_dict(state)
+        except Exception as error:
+            raise ModelError(
+                f"train.model: {name} cannot load its own state dict: {shorten(str(error), 250)}"
+            ) from error
+
+
+def _output(where: str, model: nn.Module, inputs: torch.Tensor) -> object:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    buffers = {key: value.clone() for key, value in model.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            found: object = torch.func.functional_call(model, buffers, (inputs.to(device),))
+        return model(inputs.to(device))
     except Exception as error:
-        raise ModelError(f"{where} fails: {error}") from error
-    if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (expected, torch.float32):
-        got = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ModelError(f"{where} returns {got}; expected a tensor, torch.float32 of shape {list(expected)}.")
+        raise ModelError(f"{where} on a batch of shape {list(inputs.shape)} fails: {error}") from error

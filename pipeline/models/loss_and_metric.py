@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline import factories
 from pipeline.errors import PipelineError, count
 from pipeline.params import Train
+from pipeline.processes import randomness
 
 RESOLUTION = 2.0**20
 """A metric's scores are rounded to multiples of 1 / ``RESOLUTION``. Sums of up to 2^32 such scores are exact in
@@ -67,7 +68,7 @@ def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) 
     micro-batches compute for parts of a batch would differ from the whole batch's loss.
     """
     own = {key: name for key in ("task", "loss", "metric") if ":" in (name := getattr(train, key))}
-    with torch.random.fork_rng(devices=[]):
+    with randomness.kept():
         for key in own.keys() & {"task", "loss"}:
             _check_loss(f"train.{key}: {own[key]}", objective, outputs.clone().requires_grad_(), targets)
         for key in own.keys() & {"task", "metric"}:

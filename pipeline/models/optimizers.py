@@ -20,8 +20,13 @@ class OptimizerChoice:
     options: dict[str, Any]
 
     def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Create the optimizer for ``parameters``, at the peak learning rate."""
-        return self.cls(parameters, **self.options)
+        """Create the optimizer for those ``parameters`` that require a gradient, at the peak learning rate.
+
+        Fused kernels take no complex parameters; for a model that has some, PyTorch chooses the kernels.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        fits = not any(parameter.is_complex() for parameter in trained)
+        return self.cls(trained, **{key: value for key, value in self.options.items() if fits or key != "fused"})
 
 
 class SGD(torch.optim.SGD):

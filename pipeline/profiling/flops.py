@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.distributed import ALONE
+from pipeline.models.keeping import copied
 from pipeline.params import entry
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.results import Flops
 from pipeline.tasks import Task
 from pipeline.techniques import Setup, Technique, of_plan
@@ -70,7 +70,7 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     Precision and parallelism do not change the counts. Recomputation inside an attention kernel is not counted. Raises
     ModelError.
     """
-    with torch.random.fork_rng(devices=[]):
+    with randomness.kept():
         model = task.model()
         recomputing = [each(plan, ALONE) for each in of_plan(plan) if entry(each.name).recomputes]
         counts = [_count(model, task, changing) for changing in ([], recomputing)]
@@ -96,8 +96,8 @@ def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int
 
 
 def _count_on(device: str, model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int:
-    setup = Setup(copy.deepcopy(model).to(device), task)
-    inputs = task.zeros(_SAMPLES).to(device)
+    setup = Setup(copied(model, lambda tensor: tensor.detach().to(device, copy=True)), task)
+    inputs = task.inputs(_SAMPLES).to(device)
     for technique in techniques:
         technique.change_model(setup)
     with FlopCounterMode(display=False) as counter:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from pipeline import models
 from pipeline.data.prepared import Dataset, Statistics
-from pipeline.errors import PipelineError
-from pipeline.models import loss_and_metric
+from pipeline.errors import PipelineError, first_line
+from pipeline.models import loss_and_metric, optimizers
+from pipeline.models.keeping import copied
 from pipeline.models.loss_and_metric import Objective
 from pipeline.params import Train
+from pipeline.processes import randomness
 
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
@@ -154,14 +156,37 @@ class Task(ABC):
             name or self.train.model,
             dict(options or {}) if name else self.train.model_options,
             self.input_arguments() | self.output_arguments(),
-            inputs=self.zeros(2),
+            inputs=self.inputs(2),
             outputs=self.output_shape(),
         )
 
-    def zeros(self, count: int) -> Tensor:
-        """Return zeros with the shape and dtype of the model's inputs [count, ...], on the CPU."""
-        inputs, _ = self.on(CPU).batch([self.dataset.train.arrays[name][:1] for name in self.arrays])
-        return inputs.new_zeros((count, *inputs.shape[1:]))
+    def inputs(self, count: int) -> Tensor:
+        """Return the model's inputs [count, ...] of training samples, on the CPU."""
+        return self._samples(torch.arange(count) % len(self.dataset.train))[0]
+
+    def _samples(self, rows: Tensor) -> Batch:
+        return self.on(CPU).batch([self.dataset.train.arrays[name][rows] for name in self.arrays])
+
+    def try_step(self, model: nn.Module) -> None:
+        """Take a training step of ``PROBES`` samples with a copy of ``model``, on the CPU. Raises ModelError if the
+        model cannot be copied, or if its loss, gradients or optimizer fail."""
+        where = f"train.model: {self.train.model}"
+        try:
+            tried = copied(model, lambda tensor: tensor.detach().clone())
+        except Exception as error:
+            raise models.ModelError(
+                f"{where} cannot be copied ({first_line(error)}); expected a model that copy.deepcopy can copy."
+            ) from error
+        try:
+            with randomness.kept():
+                rows = self.dataset.train.drawn(PROBES)
+                inputs, targets = self._samples(rows[torch.arange(PROBES) % len(rows)])
+                self.on(CPU).objective.loss(tried(inputs), targets).backward()
+                optimizers.of_job(self.train).make(tried.parameters()).step()
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise models.ModelError(f"{where} fails in a step of {PROBES} samples: {first_line(error)}") from error
 
     def check(self) -> None:
         """Try the user's own loss and score on noise. Raises ObjectiveError if they are unfit to compare variants.
@@ -176,7 +201,7 @@ class Task(ABC):
         batches = max(1, min(most, max(PROBED_BATCHES, -(-len(self.dataset.classes) // (PROBES - 1)))))
         rows = train.drawn(count := batches * (PROBES - 1) + 1)
         for batch in rows[torch.arange(count) % len(rows)].unfold(0, PROBES, PROBES - 1):
-            _, targets = task.batch([train.arrays[name][batch] for name in self.arrays])
+            _, targets = self._samples(batch)
             noise = torch.randn(PROBES, *self.output_shape(), generator=generator)
             loss_and_metric.check(self.train, task.objective, noise, targets)
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.transforms import functional as F
 
 from pipeline.params import Augment
+from pipeline.processes import randomness
 from pipeline.tasks.base import Batch, Task
 
 Draw = tuple[int, int, int, bool, int, int]
@@ -91,6 +93,13 @@ class _Samples(TorchDataset[Batch]):
     def __init__(self, task: Task, augment: Augment, brake: _Brake) -> None:
         self._task, self._augment, self._brake = task, augment, brake
         self._arrays = [task.dataset.train.arrays[name] for name in task.arrays]
+
+    def __getitems__(self, draws: list[Draw]) -> list[Batch]:
+        """Return a micro-batch's samples. What a task's own code draws in a worker depends only on the micro-batch, so
+        a resumed training repeats it."""
+        if get_worker_info():
+            randomness.seed(zlib.crc32(repr(draws).encode()))
+        return [self[draw] for draw in draws]
 
     def __getitem__(self, draw: Draw) -> Batch:
         """Return the sample's inputs [...] and targets [...]."""

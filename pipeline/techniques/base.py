@@ -19,6 +19,7 @@ from torch import nn
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
+from pipeline.models.keeping import unchanged
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import TrainingStep
@@ -70,16 +71,14 @@ class Setup:
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
     """Functions that return the bytes kept between steps for exchanging gradients, not counting the gradients."""
 
-    def zeros(self) -> torch.Tensor:
-        """Return two samples of zeros with the shape of the model's inputs, on the model's device."""
-        return self.task.zeros(2).to(next(self.model.parameters()).device)
+    def inputs(self) -> torch.Tensor:
+        """Return the model's inputs of two samples, on the model's device."""
+        return self.task.inputs(2).to(next(self.model.parameters()).device)
 
     def outputs(self) -> torch.Tensor:
-        """Return the model's outputs for ``zeros``, or for random numbers if its inputs are not integers. The model's
-        buffers and the random state stay unchanged."""
+        """Return the model's outputs for ``inputs``. The model and the random state stay unchanged."""
         with torch.no_grad(), unchanged(self.model):
-            inputs = self.zeros()
-            found: torch.Tensor = self.model(torch.randn_like(inputs) if inputs.is_floating_point() else inputs)
+            found: torch.Tensor = self.model(self.inputs())
         return found
 
 
@@ -92,19 +91,6 @@ def load_share(optimizer: torch.optim.Optimizer, whole: dict[str, Any], paramete
     groups = [{**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], held, strict=True)]
     state = {index: whole["state"][place] for index, place in enumerate(own) if place in whole["state"]}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers and the random state after the block."""
-    device = next(model.parameters()).device
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for buffer, values in before:
-            buffer.copy_(values)
 
 
 @contextmanager

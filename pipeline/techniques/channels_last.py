@@ -21,7 +21,7 @@ class ChannelsLast(Technique):
     name = "channels_last"
 
     def change_model(self, setup: Setup) -> None:
-        model, inputs = setup.model, setup.zeros()
+        model, inputs = setup.model, setup.inputs()
         parameters = [each for each in model.parameters() if each.dim() in _FORMATS]
         if not parameters and inputs.dim() not in _FORMATS:
             raise ConfigError(

@@ -34,7 +34,7 @@ class CheckpointingBudget(ActivationCheckpointing):
     def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
         fraction, model = float(self.plan.applied.activation_checkpointing), setup.model
         where = self.where("activation_checkpointing")
-        like = setup.task.zeros(1)
+        like = setup.task.inputs(1)
         try:
             shape = (self.plan.micro_batch_size, *like.shape[1:])
             kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), like.dtype)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.distributed import World
+from pipeline.models.keeping import unchanged
 from pipeline.plans import Plan
-from pipeline.techniques.base import Setup, Technique, explained, unchanged
+from pipeline.techniques.base import Setup, Technique, explained
 from pipeline.techniques.lockstep import USE_EVERY_PART, keep_parameters
 
 _NO_BROADCAST = (
@@ -74,9 +75,9 @@ def arrange_buckets(model: DistributedDataParallel, setup: Setup, plan: Plan) ->
     After the first backward pass DDP rebuilds its buckets, in the order in which the gradients became ready. With more
     than two ranks, a gradient's place in its bucket decides in which order the ranks' values are added. This order
     decides how the sum is rounded. Therefore this function runs a forward and a backward pass, and discards the
-    gradients. The model's buffers and the random state stay unchanged.
+    gradients. The model and the random state stay unchanged.
     """
-    with unchanged(model), reduced(model, plan):
+    with unchanged(model.module), reduced(model, plan):
         setup.step.forward(*setup.sample()).backward()
     for parameter in model.parameters():
         parameter.grad = None

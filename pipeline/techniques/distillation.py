@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import PipelineError
+from pipeline.processes import randomness
 from pipeline.techniques.base import Setup, Technique
 
 
@@ -26,8 +27,8 @@ class Distillation(Technique):
         settings, device = self.plan.applied.distillation, self.world.device
         assert settings is not None
         self._settings, self._task = settings, setup.task
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
+        with randomness.kept():
+            randomness.seed(0)
             made = self._task.model(settings.model, settings.model_options)
         # A memory prediction's parameters have no values and cannot be moved; they are already on the CPU.
         self._teacher = (made if device.type == "cpu" else made.to(device)).eval().requires_grad_(False)

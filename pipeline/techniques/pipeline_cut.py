@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.distributed import World
 from pipeline.errors import count
-from pipeline.techniques.base import unchanged
+from pipeline.models.keeping import unchanged
 from pipeline.techniques.model_chain import NotAChain, balanced, chain, joined
 
 RUNS = 5

@@ -72,7 +72,7 @@ class Pipeline(Technique):
     def why_not_held_by(cls, setup: Setup) -> WhyNotHeldBy:
         model = setup.model
         try:
-            most, why_not = len(parts(model, setup.zeros())[0]), ""
+            most, why_not = len(parts(model, setup.inputs())[0]), ""
         except NotAChain as reason:
             most, why_not = 1, str(reason)
         why_not = why_not or f"{type(model).__name__} can be cut into {count(most, 'part')} at most"

@@ -133,7 +133,9 @@ def parts() -> Iterator[Finding]:
     prepared.check_batch(config.train.batch_size, dataset.name, len(dataset.train))
     task = tasks.of_job(config.train, dataset)
     task.check()
-    parameters = sum(each.numel() for each in task.model().parameters())
+    model = task.model()
+    task.try_step(model)
+    parameters = sum(each.numel() for each in model.parameters())
     yield ok(f"{config.train.model} has {parameters:,} parameters on {dataset.name}")
 
 

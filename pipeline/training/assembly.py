@@ -23,14 +23,14 @@ from pipeline.errors import ConfigError, count
 from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
+from pipeline.models.keeping import trial
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan, variant_relies_on
 from pipeline.plans import plan as plan_of
-from pipeline.processes import importing, malloc
+from pipeline.processes import importing, malloc, randomness
 from pipeline.tasks import Task
 from pipeline.tasks.batches import Placement, choose_placement, evaluation_batches
 from pipeline.techniques import Setup, Technique, of_plan
-from pipeline.techniques.base import unchanged
 from pipeline.techniques.precision import DTYPES
 from pipeline.training.composition import batches_of, compose
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
@@ -145,7 +145,7 @@ class Assembly:
                 f"{train.batch_size} samples per step, but {dataset.name} has {len(dataset.train)}; allowed: 'strong', "
                 f"or a train.batch_size of at most {len(dataset.train) // plan.scale}."
             )
-        torch.manual_seed(seed)
+        randomness.seed(seed)
         model = change_model(task.model())
         with (
             self._repeating(plan, model) as plan,
@@ -230,18 +230,18 @@ class Assembly:
         """Try a step of two samples. Return its first operation that PyTorch refuses in deterministic mode, or None.
 
         The try runs on this rank alone, so no rank waits for a rank that fails. It runs before any technique, so
-        one-time work, such as compilation, still happens in the first step. The model's parameters and buffers and the
-        random state stay unchanged.
+        one-time work, such as compilation, still happens in the first step. The model and the random state stay
+        unchanged.
         """
         device, task = self.world.device, self.task
         dtype = DTYPES.get(plan.applied.precision)
         model.to(device)
         try:
             samples = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=2)
-            with unchanged(model):
+            with trial(model) as tried:
                 inputs, targets = next(samples)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                    outputs = model(inputs)
+                    outputs = tried(inputs)
                     loss = task.objective.loss(outputs, targets)
                 loss.backward()
             task.objective.scores(outputs.detach().float(), targets)

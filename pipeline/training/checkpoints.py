@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from pipeline import files, results
 from pipeline.distributed import World, whole
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import Config, catalogue
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.results import MODELS, Result, ResultError
 
 CHECKPOINTS = Path("checkpoints")
@@ -156,32 +158,22 @@ def seed_random(seed: int, plan: Plan, world: World) -> None:
     equal draws, all ranks that share one model draw the same numbers."""
     alike = any(each.shared_rng for each in catalogue.in_effect(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
-    torch.manual_seed(seed + 1_000_003 * (stream + 1))
+    randomness.seed(seed + 1_000_003 * (stream + 1))
 
 
-def random_state() -> dict[str, torch.Tensor]:
-    """Return the state of this process's random generators: the CPU's and, if a GPU is in use, the current GPU's."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what ``random_state`` returned."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def state_sha256(state: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in the dict's order.
+def state_sha256(state: dict[str, Any]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and bytes of a model's state dict, in the dict's order. A module's
+    extra state counts as its parts; a part that is no tensor counts as its representation.
 
     If ranks hold parts of tensors, all ranks call this function together.
     """
     digest = hashlib.sha256()
-    for name, tensor in state.items():
-        plain = whole(tensor).detach().cpu().contiguous()
+    for path, value in tree_leaves_with_path(state):
+        name = ".".join(str(key.key if isinstance(key, MappingKey) else key) for key in path)
+        if not isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value!r}\n".encode())
+            continue
+        plain = whole(value).detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
     return digest.hexdigest()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.distributed import World
+from pipeline.models.keeping import copied, evaluating
 from pipeline.models.loss_and_metric import RESOLUTION, ObjectiveError
 from pipeline.tasks import Task
 from pipeline.tasks.batches import evaluation_batches
@@ -31,17 +29,6 @@ class Score:
     def accuracy(self) -> float:
         """The metric's mean over the samples, 0 to 1."""
         return self.correct / self.count
-
-
-def copied(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a copy of ``model``, in which ``change`` has replaced each parameter and buffer."""
-    copies: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        changed = change(tensor)
-        copies[id(tensor)] = (
-            nn.Parameter(changed, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else changed
-        )
-    return copy.deepcopy(model, copies)
 
 
 def without_weights(model: nn.Module) -> nn.Module:
@@ -69,10 +56,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     most = math.ceil(math.ceil(len(test) / shares) / batch_size)
     not_counted = next(evaluation_batches(test[:1], task, rank=0, world_size=1, batch_size=1))
     world.broadcast_buffers_(model)
-    training = model.training
-    model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # scores, samples, losses, scores out of bounds
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         for _ in range(most):
             batch = next(batches, not_counted)
             inputs, targets = batch
@@ -86,7 +71,6 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             sums[0] += scores.sum()
             sums[1] += len(targets)
             sums[2] += objective.test_losses(outputs, targets)
-    model.train(training)
     correct, count, loss, outside = world.sum_(sums).tolist()
     if outside:
         raise ObjectiveError(

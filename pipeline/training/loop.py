@@ -19,8 +19,10 @@ from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory, Resumable
 from pipeline.models import optimizers
+from pipeline.models.keeping import kept_values, put_back
 from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.results import HistoryRow
 from pipeline.step import Losses
 from pipeline.tasks import Task
@@ -231,6 +233,7 @@ class Training:
         for technique in self.techniques:
             model = technique.for_evaluation(model)
         model.load_state_dict(self.model_state.read(), assign=True)
+        put_back(model, kept_values(self.model, leave_out=set(map(id, self.model.buffers()))))
         return evaluate(model, self.task, self.world, batch_size)
 
     def state(self) -> dict[str, Any]:
@@ -241,9 +244,11 @@ class Training:
         """
         with self._located():
             self.losses.read()
+        in_checkpoint = [each for each in self.model.state_dict(keep_vars=True).values() if torch.is_tensor(each)]
         ranks = self.world.gather(
             {
-                "random": checkpoints.random_state(),
+                "random": randomness.state(),
+                "kept": kept_values(self.model, leave_out=set(map(id, in_checkpoint))),
                 "last_row": self._last_row,  # holds seconds of this rank's clock
                 "losses": float(self.losses.total),
                 "parts": [part.state() for part in self._resumable()],
@@ -271,7 +276,8 @@ class Training:
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.unmeasured_until_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
-        checkpoints.restore_random_state(mine["random"])
+        put_back(self.model, mine["kept"])
+        randomness.restore(mine["random"])
 
     def _resumable(self) -> list[Resumable | Technique]:
         return [self.clock, self.memory, *self.techniques, *self.detectors]

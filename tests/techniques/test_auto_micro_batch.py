@@ -107,7 +107,7 @@ def test_ranks_agree_on_micro_batches_that_fit_and_train_as_with_the_number_requ
 def test_ranks_agree_that_no_number_fits(digits: Dataset) -> None:
     """Parts must not be too small for BatchNorm: with one sample, rank 1 runs out of memory before it reaches the
     BatchNorm layer that fails on rank 0."""
-    tries: list[Try] = [({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 13}, 2, 128)]
+    tries: list[Try] = [({"most": 0, "where": "backward"}, "auto", 128), ({"most": 32, "calls": 11}, 2, 128)]
     tries += [({"most": 0, "compares": True}, "auto", 16), ({"most": 8, "compares": True}, "auto", 2)]
     (too_large, later, divided, never_fitted), others = run_ranks(_train, digits, tries)
     assert too_large.startswith("variants.tried.gradient_accumulation: found 'auto', but even 64 micro-batches of 1 ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -17,8 +16,10 @@ from pipeline.data.reader import READ_AHEAD
 from pipeline.distributed import ALONE, share_of
 from pipeline.environment import cores
 from pipeline.errors import PipelineError, count, first_line
+from pipeline.models.keeping import copied
 from pipeline.params import catalogue
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.profiling.ledger.fakes import CudaAutocast, FakeTracker, UnreadLosses, faked, faked_task
 from pipeline.profiling.ledger.tracker import Call, KernelTracker, ledger_parts, resident_bytes, tracked_step
 from pipeline.results import Ledger
@@ -82,7 +83,7 @@ class Estimate:
     def __init__(self, plan: Plan, task: Task, placement: Placement | None = None) -> None:
         self.plan, self.task = plan, task.on(ALONE.device)
         self.placement = placement or ("streamed" if plan.train.placement == "streamed" else "resident")
-        with torch.random.fork_rng(devices=[]):
+        with randomness.kept():
             self._model = self.task.model()
         self._tries: dict[int, dict[Call, int]] = {}
 
@@ -99,7 +100,7 @@ class Estimate:
                 f"variants.{self.plan.name}: the memory of {' and '.join(unforeseen)} cannot be predicted; measure it."
             )
         try:
-            with torch.random.fork_rng(devices=[]):
+            with randomness.kept():
                 return self._ledger(micro_batch_size)
         except PipelineError:
             raise
@@ -187,8 +188,9 @@ class Estimate:
             if samples > len(train):  # repeats samples; their content does not matter here
                 repeated = train[torch.arange(samples) % len(train)]
                 task = replace(task, dataset=replace(task.dataset, train=repeated))
-            with torch.random.fork_rng(devices=[]), share_of(cores(), self.plan.processes):
-                training = self._training(copy.deepcopy(self._model), task, UnreadLosses(ALONE), samples, 1, 1)
+            with randomness.kept(), share_of(cores(), self.plan.processes):
+                model = copied(self._model, lambda tensor: tensor.detach().clone())
+                training = self._training(model, task, UnreadLosses(ALONE), samples, 1, 1)
                 tracker = KernelTracker()
                 # The update is left out, because the optimizer's state can be large.
                 with training.step.instrument(update=lambda _: lambda: None):

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.data.prepared import Split
+from pipeline.models.keeping import copied
 from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.profiling.ledger.tracker import Call, Calls, Tracker
 from pipeline.tasks import Task
-from pipeline.training.evaluation import copied
 from pipeline.training.losses import HostLosses
 
 _IN_FLOAT32 = {

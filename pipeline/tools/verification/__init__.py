@@ -41,6 +41,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             task = tasks.of_job(config.train, read_dataset(prepared))
             check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))
             task.check()
+            task.try_step(task.model())
             verifier = Verifier(config, machine, prepared, task, Path(folder))
         about = {
             "model": config.train.model,

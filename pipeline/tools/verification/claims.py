@@ -20,6 +20,7 @@ from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
 from pipeline.tools.verification.observing import (
     EPOCHS,
@@ -182,8 +183,8 @@ class Verifier:
         if file not in self._natures:
             task = replace(self._small, train=train)
             batches = first_inputs(task, STATISTICS_BATCHES)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(train.seeds[0])
+            with randomness.kept():
+                randomness.seed(train.seeds[0])
                 model = task.model()
                 as_it_is, found = nature(model, batches[0]), statistics(model, batches)
                 made_per_sample = nature(make_per_sample(model, found), batches[0])

@@ -7,7 +7,6 @@ both reasons from the model.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import update_bn
+
+from pipeline.models import keeping
+from pipeline.processes import randomness
 
 _MIXED = 1e-3
 """Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of
@@ -38,10 +39,10 @@ class Nature:
 
 
 def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
-    """Return the nature of ``model``, found by running a copy on ``inputs`` [samples, ...]. There must be at least four
-    samples, in the form that the model takes. The model and the random state do not change."""
-    tried = copy.deepcopy(model).train()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    """Return the nature of ``model``, found by running a copy, in its parts' own modes, on ``inputs`` [samples, ...].
+    There must be at least four samples, in the form that the model takes. The model and the random state do not
+    change."""
+    with torch.no_grad(), keeping.trial(model) as tried:
         before = torch.get_rng_state()
         whole = tried(inputs)
         if not torch.equal(before, torch.get_rng_state()):
@@ -54,11 +55,15 @@ def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     """Return BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
     With its initial statistics (mean 0, variance 1) a BatchNorm would not normalise, and a deep model would diverge.
-    The model changes, but not the random state.
+    A BatchNorm in evaluation mode is left out. The model changes, but not the random state.
     """
-    with torch.random.fork_rng(devices=[]):
-        update_bn(batches, model)
     norms = _norms(model)
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the average over all batches
+    with torch.no_grad(), randomness.kept():
+        for batch in batches:
+            model(batch)
     return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
 
 
@@ -83,7 +88,7 @@ def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name and isinstance(module, _BatchNorm) and module.track_running_stats
+        if name and isinstance(module, _BatchNorm) and module.track_running_stats and module.training
     }
 
 

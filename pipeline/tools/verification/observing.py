@@ -23,6 +23,7 @@ from pipeline.errors import first_line
 from pipeline.files import json_sha256
 from pipeline.params import Train
 from pipeline.plans import Plan
+from pipeline.processes import randomness
 from pipeline.tasks.batches import evaluation_batches
 from pipeline.tools.verification.natures import make_per_sample
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
@@ -231,7 +232,7 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
     """Return the sum of the scores, the number of samples and the number of ties over the test set. This process alone
     computes them, from raw inputs."""
     task = training.task
-    with torch.random.fork_rng(devices=[]):
+    with randomness.kept():
         model = task.model()
     model.load_state_dict(state)
     deployed = nn.Sequential(task.preprocess, model.to(task.device)).eval()
