@@ -16,7 +16,7 @@ from pipeline.comparison.figures import accuracy_difference, equal_time, time_to
 from pipeline.comparison.stats import Decision
 from pipeline.comparison.verdicts import Ratio
 from pipeline.files import file_sha256
-from pipeline.params import Compare
+from pipeline.params import Compare, Margins
 from pipeline.report import sentences
 from pipeline.results import Arm, Bench, Result, Unit
 from tests.factories import (
@@ -440,6 +440,17 @@ def test_all_rejections_advise_one_value_of_the_foreign_load() -> None:
     rejected = {"ddp": {2: advised.format(21, 0.4), 3: advised.format(73, 0.9)}, "memory": {5: advised.format(41, 0.6)}}
     found = make_comparison(bench=make_bench(rejected=rejected)).to_json()
     assert re.findall(r"max_foreign_load: (\S+)\"", found) == ["0.9"] * 3
+
+
+def test_margins_that_were_changed_after_the_measurement_are_told() -> None:
+    def told(then: Margins | None) -> list[str]:
+        compared = make_comparison(bench=make_bench(margins=then), margins={"throughput": 0.1})
+        return [text for text in sentences.basis(compared) if "changed after" in text]
+
+    assert told(Margins(throughput=0.1)) == told(None) == []
+    assert told(Margins()) == [
+        "The margins were changed after the measurement: compare.margins.throughput from 0.03 to 0.1."
+    ]
 
 
 def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:

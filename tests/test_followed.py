@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from pipeline import cli
 from pipeline.environment import code
+from pipeline.errors import ConfigError
 from pipeline.params import outside, parse
 from pipeline.plans import Plan, plan
 from pipeline.training.assembly import assembled
@@ -24,8 +29,12 @@ from tests.workspaces import furnish
 NET = """
 from importlib import import_module
 
+from pathlib import Path
+
 import torch
 from torch import nn
+
+_OWN = Path(__file__).parent
 
 
 def inside(channels, height, width, classes):
@@ -35,6 +44,13 @@ def inside(channels, height, width, classes):
 
 def hidden(channels, height, width, classes):
     return import_module("own_layers_by_name").flat(channels * height * width, classes)
+
+
+def reading(channels, height, width, classes):
+    (_OWN / "settings.json").read_text()
+    (_OWN / "ours.txt").write_text("written and read by this process")
+    (_OWN / "ours.txt").read_text()
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
 
 
 class Late(nn.Sequential):
@@ -158,12 +174,152 @@ def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(tmp_path: Pat
             check()
 
 
-@pytest.mark.parametrize(("factory", "code_"), [("inside", 0), ("hidden", 2), ("late", 2)])
-def test_training_refuses_a_module_without_a_digest(
-    factory: str, code_: int, capfd: pytest.CaptureFixture[str]
+SCORES = """
+from own_layers import flat
+from own_other import top
+
+K = 1
+WIDTH = 64
+
+
+def mine(outputs, targets):
+    return _hit(top(outputs, K), targets)
+
+
+def _hit(found, targets):
+    return (found == targets).any(1)
+
+
+def net(classes):
+    return flat(WIDTH, classes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "changed"),
+    [
+        ("own_scores", "K = 1", "K = 3", True),
+        ("own_scores", "any(1)", "all(1)", True),
+        ("own_scores", "K = 1", "K = 1\nprint(K)", True),  # any statement may change what the metric uses
+        ("own_other/__init__", "", "top = max", True),
+        ("own_scores", "WIDTH = 64", "WIDTH = 32", False),
+        ("own_scores", "net(classes):", 'net(classes):\n    """Another net."""', False),
+        ("own_scores", "targets):\n    return _hit", 'targets):\n    """Score."""\n    return _hit', False),
+        ("own_layers", "nn.Flatten(), ", "", False),
+    ],
+)
+def test_a_metric_s_digest_covers_what_it_refers_to_and_no_more(
+    file: str, before: str, after: str, changed: bool, checkout: Path
 ) -> None:
+    (checkout / "own_scores.py").write_text(SCORES, encoding="utf-8")
+    found = code.of_function("own_scores:mine")
+    path = checkout / ("src" if "other" in file else "") / f"{file}.py"
+    path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1), encoding="utf-8")
+    code._source.cache_clear()
+    assert (code.of_function("own_scores:mine") != found) is changed
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("settings.json", True),
+        ("folder/.env", True),
+        ("../beside/table.csv", True),
+        (".cache/kernel.bin", False),
+        ("src/own.egg-info/PKG-INFO", False),
+        (".venv/lib/python3.12/site-packages/own_installed.py", False),
+        ("../../elsewhere.txt", False),
+    ],
+)
+def test_what_the_job_s_own_code_reads_in_the_repository_is_refused_if_it_has_no_digest(
+    name: str, refused: bool, checkout: Path
+) -> None:
+    (checkout.parent / "repository" / ".git").mkdir(parents=True)
+    here = checkout.rename(checkout.parent / "repository" / "checkout")
+    os.chdir(here)
+    (here / name).parent.mkdir(parents=True, exist_ok=True)
+    (here / name).write_text("1", encoding="utf-8")
+    check = code.unfollowed(planned())
+    Path(name).read_bytes()
+    np.loadtxt(name, ndmin=1)
+    with pytest.raises(code.Unfollowed, match=f"{re.escape(name)} was read by") if refused else nullcontext():
+        check()
+
+
+def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -> None:
+    (checkout / "own_tables").mkdir()
+    (checkout / "own_tables" / "one.csv").write_text("1", encoding="utf-8")
+    (checkout / "settings.json").write_text("{}", encoding="utf-8")
+    train = {"model": "own_net:inside", "files": ["own_tables", "settings.json"]}
+    listed = plan(parse({"train": train, "variants": {"baseline": {}}}), "baseline", CPU)
+    before = code.of_variant(listed)
+    assert {"own_tables/one.csv", "settings.json"} <= set(before)
+    check = code.unfollowed(listed)
+    (checkout / "own_tables" / "one.csv").read_bytes()
+    check()
+    (checkout / "own_tables" / "one.csv").write_text("2", encoding="utf-8")
+    assert {file for file, _ in before.items() ^ code.of_variant(listed).items()} == {"own_tables/one.csv"}
+    (checkout / "settings.json").unlink()
+    with pytest.raises(ConfigError, match=r"train\.files: found 'settings\.json', which is no file and no folder"):
+        code.of_variant(listed)
+
+
+def test_an_extension_module_in_the_checkout_is_refused_unless_it_is_listed(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = code.unfollowed(planned())
+    (checkout / "own_kernels.so").touch()
+    extension = ModuleType("own_kernels")
+    extension.__file__ = str(checkout / "own_kernels.so")
+    monkeypatch.setitem(sys.modules, "own_kernels", extension)
+    with pytest.raises(code.Unfollowed, match=r"own_kernels\.so was read by the job's own code"):
+        check()
+
+
+@pytest.mark.parametrize("shared", ["a module", "a link to a module", "a file", "nothing"])
+def test_in_a_copy_of_the_gate_what_base_and_head_would_share_is_refused(
+    shared: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, copy = checkout.parent, checkout
+    (copy / ".dvc").mkdir()
+    (copy / code.GATE_COPY).write_text(f"{copy}\n{original}\n", encoding="utf-8")
+    (original / "own_beside.py").touch()
+    check = code.unfollowed(planned())
+    if shared == "a file":
+        (original / "own_beside.py").read_text(encoding="utf-8")
+    elif shared != "nothing":
+        folder = original
+        if shared == "a link to a module":
+            folder = copy / "links"
+            folder.mkdir()
+            (folder / "own_beside.py").symlink_to(original / "own_beside.py")
+        monkeypatch.syspath_prepend(folder)
+        import_module("own_beside")
+    refusal = pytest.raises(
+        code.Unfollowed, match=r"own_beside\S* comes from the original work tree \(.*own_beside\.py\)"
+    )
+    with refusal if shared != "nothing" else nullcontext():
+        check()
+
+
+@pytest.mark.parametrize(
+    ("factory", "files", "refused"),
+    [
+        ("inside", [], None),
+        ("hidden", [], "own_layers_by_name ("),
+        ("late", [], "own_layers_by_name ("),
+        ("reading", [], "settings.json was read"),
+        ("reading", ["settings.json"], None),
+    ],
+)
+def test_training_refuses_a_module_or_file_without_a_digest(
+    factory: str, files: list[str], refused: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code_ = 2 if refused else 0
+    Path("settings.json").write_text("{}", encoding="utf-8")
     train = {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2}
-    train |= {"model": f"own_net:{factory}", "deterministic": False}  # true would run a step on trial first
+    train |= {"files": files, "model": f"own_net:{factory}"}
+    train |= {"deterministic": False}  # true would run a step on trial first
     params: dict[str, Any] = {"fetch": {"dataset": "digits"}, "train": train, "publish": {"live": False}}
     params["variants"] = {"baseline": {}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
@@ -171,7 +327,7 @@ def test_training_refuses_a_module_without_a_digest(
     for _ in range(2):  # the refused training must leave no checkpoint, which a second one would accept
         sys.modules.pop("own_layers_by_name", None)
         assert cli.main(["train", "baseline"]) == code_
-        assert ("error: own_layers_by_name (" in capfd.readouterr().err) is (code_ == 2)
+        assert (f"error: {refused}" in capfd.readouterr().err) is (code_ == 2)
         assert Path("results/baseline.json").exists() is (code_ == 0)
 
 

@@ -547,27 +547,6 @@ def test_a_side_that_is_no_dvc_repository() -> None:
         gate.run(configured(), "HEAD")
 
 
-def test_code_that_both_sides_would_take_from_the_work_tree_is_refused(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (repository / "sources").mkdir()
-    for file in ("nets.py", "sources/losses.py", "sources/scores.py"):
-        (repository / file).touch()
-    run("git", "add", "--all")
-    # An ignored module is not in the copy, like a package of a virtual environment in the work tree.
-    (repository / ".gitignore").write_text("/sources/scores.py\n", encoding="utf-8")
-    run("git", "rm", "--quiet", "--cached", "sources/scores.py")
-    run("git", "commit", "--quiet", "--message", "own code")
-    monkeypatch.setenv("PYTHONPATH", str(repository / "sources"))
-    with copies.copies(commit_of("HEAD")) as sides:
-        for side in sides:
-            copies.check_imports(side, ["nets", "scores"])
-            with pytest.raises(GateError, match=r"losses is imported from .*/repository/sources/losses\.py"):
-                copies.check_imports(side, ["nets", "losses"])
-            with pytest.raises(GateError, match="lacks missing"):
-                copies.check_imports(side, ["missing"])
-
-
 def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
     commit = run("git", "rev-parse", "HEAD").strip()
     message = rf"^HEAD \({commit[:12]}\) cannot be measured: it has no `python -m pipeline arms`"
@@ -620,10 +599,10 @@ class Pretended:
     ran: list[str] = field(default_factory=list)
 
 
-def write_digests(root: Path, **stages: str) -> None:
+def write_digests(root: Path, bench: Any = None, **more: Any) -> None:
     """Write an environment.json into ``root``, with as much of variants and stages as the gate reads."""
-    known = {"stages": {"train": {}, "bench": {}} | stages, "variants": {"baseline": {}, "ddp": {}}}
-    text = json.dumps({"hash": "e" * 64, "relied_on": {}} | known)
+    known = {"stages": {"train": {}, "bench": bench or {}}, "variants": {"baseline": {}, "ddp": {}}}
+    text = json.dumps({"hash": "e" * 64, "relied_on": {}} | known | more)
     (root / environment.ENVIRONMENT_FILE).write_text(text, encoding="utf-8")
 
 
@@ -643,7 +622,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
     for side in ("base", "head"):
         (tmp_path / side).mkdir()
         (tmp_path / side / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
-        write_digests(tmp_path / side, bench=side)
+        write_digests(tmp_path / side, bench={"settings": {"side": side}})
 
     class Server(nullcontext[Any]):
         def __init__(self, root: Path, python: Path) -> None:
@@ -690,7 +669,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
     replaced: dict[str, Any] = {"Server": Server, "copies": two, "dvc": dvc, "measure": measure}
     replaced |= {"commit_of": lambda _: "a" * 40, "checked_out": lambda: "b" * 40 + "+"}
-    replaced["check_arms"] = replaced["check_imports"] = lambda *_: None
+    replaced["check_arms"] = lambda *_: None
     replaced["steps_of"] = lambda _, window_seconds: (round(100 * window_seconds), 1.0)
     for name, value in replaced.items():
         monkeypatch.setattr(side_by_side, name, value)
@@ -725,11 +704,11 @@ def test_each_variant_of_the_head_is_measured_beside_that_of_the_base(pretended:
     names = [each["name"] for each in values["base"]["arms"]]
     assert names == ["base baseline, A/A control", "base baseline", "base ddp"]
     assert len(values["head"]["arms"][0]["samples"]) == 14
+    assert (values["sides_are_equal"], values["base"]["made_of"] != values["head"]["made_of"]) == (False, True)
     assert values["head"]["test_accuracies"]["ddp"] == {"0": 0.9, "1": 0.9001, "2": 0.9002}
     assert values["margins"] == Margins().model_dump()
     known = {side: json.loads(Path(side, "environment.json").read_text()) for side in ("base", "head")}
     assert {side: values[side]["made_of"] for side in known} == {side: stages.made_of(known[side]) for side in known}
-    assert values["base"]["made_of"] != values["head"]["made_of"]
     assert pretended.budget == (600.0, None, 150, 10, 6)
 
 
@@ -754,19 +733,28 @@ def test_a_variant_that_the_head_lacks_is_added_in_its_section(tmp_path: Path) -
     load(tmp_path / "params.yaml")
 
 
-@pytest.mark.parametrize("own", [{"model": "nets:mine"}, {"loss": "losses:mine"}, {"metric": "scores:mine"}])
 @pytest.mark.parametrize("seen", [True, False])
-def test_code_of_the_users_own_is_trained_anew_unless_dvc_sees_it(
-    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], seen: bool
+def test_code_is_trained_anew_unless_dvc_sees_it(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    for about in pretended.about:
-        about["train"] |= own
     known: Iterator[dict[str, Any]] = iter([{"stages": {}}, {"stages": {}} if seen else {}])
     monkeypatch.setattr(environment, "read", lambda _: next(known))
     gate.run(configured(), "main")
     trained = [command for command in pretended.ran if "train@" in command]
     anew = f"repro {'' if seen else '--force --no-run-cache --single-item '}train@baseline train@ddp"
     assert trained == [f"base {anew}", f"head {anew}"]
+
+
+@pytest.mark.parametrize("differing", ["nothing", "weights", "environment", "packages"])
+def test_a_gate_of_equal_sides_says_so(pretended: Pretended, tmp_path: Path, differing: str) -> None:
+    for number, side in enumerate(("base", "head")):
+        write_digests(tmp_path / side, teachers={"ddp": str(number) if differing == "weights" else None})
+        pretended.about[number]["environment"] = str(number) if differing == "environment" else "e"
+        version = number if differing == "packages" else 0
+        (tmp_path / side / "requirements.lock").write_text(f"timm=={version}\n", encoding="utf-8")
+    values = gated()
+    assert values["sides_are_equal"] is (differing == "nothing")
+    assert (side_by_side.EQUAL in values["remarks"]) is (differing == "nothing")
 
 
 def test_the_markdown_names_the_score_of_the_job(pretended: Pretended) -> None:
@@ -917,6 +905,7 @@ def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too(pretended:
          r"the stricter requirements of main: variants\.gone\.removed_technique: unknown key"),
         (1, {"dataset": {"name": "mnist"}}, r'(?s)trains on other data.*dataset\.name: base "digits", head "mnist"'),
         (1, {"train": {"metric": "scores:mine"}}, r'^train\.metric: base "accuracy", head "scores:mine"'),
+        (1, {"train": {"task_options": {"tolerance": 1.0}}}, r"^train\.task_options\.tolerance: base null, head 1\.0"),
         (1, {"train": {"seeds": [0]}}, r"^train\.seeds: the base has \[0, 1, 2\] and the head \[0\]"),
     ],
 )  # fmt: skip
@@ -931,6 +920,22 @@ def test_sides_that_cannot_be_compared_are_refused_before_they_are_trained(
     with pytest.raises(PipelineError, match=message):
         gate.run(configured(), "main")
     assert not [command for command in pretended.ran if "train@" in command]
+
+
+def test_a_metric_whose_code_differs_is_refused_unless_accuracy_is_not_compared(
+    pretended: Pretended, tmp_path: Path
+) -> None:
+    for side, about in zip(("base", "head"), pretended.about, strict=True):
+        about["train"] |= {"metric": "scores:mine"}
+        about["gate"]["accuracy"] = False
+        write_digests(tmp_path / side, rulers={"metric": side})
+    gated(gate={"accuracy": False})
+    with pytest.raises(
+        GateError, match=r"^train\.metric: the code of scores:mine differs: the two accuracies are diff"
+    ):
+        gate.run(configured(), "main")
+    write_digests(tmp_path / "base")  # as an older version writes it
+    gated()
 
 
 @pytest.mark.parametrize(
@@ -963,19 +968,20 @@ def test_one_image_a_seed_is_no_loss_of_accuracy(pretended: Pretended) -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> None:
-    for side in ("base", "head"):
-        (tmp_path / side / "pipeline" / "measurement" / "detectors").mkdir(parents=True)
-        for name in ("plans.py", "measurement/windows.py", "measurement/detectors/cpu.py"):
-            (tmp_path / side / "pipeline" / name).write_text(side if name == "plans.py" else "", encoding="utf-8")
-
-    def told() -> list[str]:
+    def told(**bench: str) -> list[str]:
+        write_digests(tmp_path / "head", bench={"code": {"pipeline/step.py": "a"} | bench})
         return [remark for remark in gated()["remarks"] if "with different code" in remark]
 
+    write_digests(tmp_path / "base", bench={"code": {"pipeline/step.py": "a"}})
     assert told() == []
-    (tmp_path / "head" / "pipeline" / "measurement" / "windows.py").write_text("bytes = 1000", encoding="utf-8")
-    (tmp_path / "base" / "pipeline" / "measurement" / "detectors" / "gone.py").touch()
-    [said] = told()
-    assert said.endswith("the measurement: pipeline/measurement/detectors/gone.py, pipeline/measurement/windows.py.")
+    [said] = told(**{"pipeline/step.py": "b", "pipeline/data/reader.py": "new"})
+    assert said.endswith("come from the measurement: pipeline/data/reader.py, pipeline/step.py.")
+
+
+def test_what_measures_is_in_the_code_that_is_compared() -> None:
+    measuring = set(code.of_stage("train")) | set(code.of_stage("bench"))
+    files = ("step", "tasks/batches", "data/reader", "training/evaluation", "benchmark/arm", "measurement/windows")
+    assert {f"pipeline/{file}.py" for file in files} <= measuring
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -983,7 +989,8 @@ def test_sides_that_measure_by_different_code_get_a_remark(tmp_path: Path) -> No
 def test_a_changed_figure_without_a_changed_digest_gets_a_remark(
     pretended: Pretended, tmp_path: Path, speed: float, decision: str, changed: bool
 ) -> None:
-    write_digests(tmp_path / "head", bench="base" if not changed else "head")
+    write_digests(tmp_path / "head", bench={"settings": {"turns": 1 + changed}})
+    write_digests(tmp_path / "base", bench={"settings": {"turns": 1}})
     pretended.speeds = {"head ddp": speed}
     remarks = gated(int(decision == "worse"))["remarks"]
     asked = [remark for remark in remarks if "Find the cause" in remark]
@@ -997,12 +1004,6 @@ def test_a_figure_that_the_head_hides_is_reported(pretended: Pretended) -> None:
     assert markdown().startswith(said)
     assert "* ddp: most samples of the base have a throughput, but most samples of the head have none" in markdown()
     assert "\n| ddp | not known untrusted | 1.000" in markdown()
-
-
-def test_every_ruler_exists() -> None:
-    """If one of these files were moved, the gate would no longer report that it changed."""
-    package = Path(gate.__file__).parent.parent
-    assert all(list(package.glob(ruler)) for ruler in side_by_side.RULERS)
 
 
 def test_versions_that_describe_the_same_data_with_different_keys_are_compared(pretended: Pretended) -> None:
@@ -1096,6 +1097,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
     before = earnest.run("git", "status", "--short")
     output, baseline = against_head(earnest, 0)
     assert "with uncommitted changes; side by side, 7 rounds" in output
+    assert side_by_side.EQUAL in output
     assert (baseline["accuracy"]["decision"], baseline["accuracy"]["mean_fraction"]) == ("same", 0.0)
     assert earnest.run("git", "status", "--short") == before == " M pipeline/training/loop.py\n"
     assert not (earnest.path / "results").exists(), "the gate wrote results into the work tree"

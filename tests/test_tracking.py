@@ -990,6 +990,15 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(promotable: Path, capsys: py
     assert client_of(promotable).search_registered_models() == []
 
 
+def test_a_gate_that_compared_nothing_is_no_reason_to_promote(
+    promotable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(promotable / "reports/gate.json", sides_are_equal=True)
+    assert tracking.promote(config_of(), COMMIT, promotable) == promoting.TOO_FEW
+    assert "not promoted: main has the same code and settings. Run `python -m pipeline gate" in capsys.readouterr().err
+    assert client_of(promotable).search_registered_models() == []
+
+
 def test_a_session_counts_if_it_is_trusted_and_has_enough_pairs() -> None:
     sessions = [
         {"trusted": trusted, "low": low} for trusted, low in ((True, 0.9), (True, 0.8), (False, 1), (True, None))

@@ -29,6 +29,7 @@ def net(channels, height, width, classes):
 PARAMS = {
     "fetch.dataset": "digits",
     "train.model": "net:net",
+    "train.files": ["settings.json"],
     "train.device": "cpu",
     "train.seeds": [0],
     "train.epochs": 1,
@@ -52,6 +53,7 @@ def of_the_user_s(path: Path) -> Clone:
     checkout = Clone(path, {})
     (path / "net.py").write_text(NET)
     (path / "layers.py").write_text(LAYERS)
+    (path / "settings.json").write_text('{"width": 8}')
     checkout.edit(PARAMS)
     return checkout
 
@@ -126,10 +128,11 @@ def test_each_stage_runs_again_for_its_own_code_and_no_other(checkout: Clone) ->
     assert due(checkout) == {"fetch", "prepare", "train@format", "bench"}
 
 
-def test_a_module_that_the_user_s_own_imports_runs_them_again_and_is_named(checkout: Clone) -> None:
-    edit(checkout.path / "layers.py", r"\Z", "\nUNUSED = 1\n")
+@pytest.mark.parametrize("file", ["layers.py", "settings.json"])  # an imported module, and a file of train.files
+def test_a_file_that_the_user_s_own_module_needs_runs_them_again_and_is_named(checkout: Clone, file: str) -> None:
+    edit(checkout.path / file, r"\Z", "\nUNUSED = 1\n")
     assert due(checkout) == MEASURED
-    assert "variants.format.code.layers.py" in checkout.run("dvc", "params", "diff", "--targets", "environment.json")
+    assert f"variants.format.code.{file}" in checkout.run("dvc", "params", "diff", "--targets", "environment.json")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 not_ablated=not_ablated,
                 session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
                 keys=keys,
+                margins=(earlier and earlier.margins) or config.compare.margins,
             )
 
         def keep(rounds: Rounds) -> None:  # a killed bench loses its current round only

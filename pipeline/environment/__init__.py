@@ -116,7 +116,7 @@ def _optional_versions(
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment.json's content without stages, forms and plans. What remains is the environment that the
     variants' numbers depend on."""
-    kept = {key: value for key, value in content.items() if key not in ("stages", "variants", "teachers")}
+    kept = {key: value for key, value in content.items() if key not in ("stages", "variants", "teachers", "rulers")}
     return kept | {"relied_on": {"variants": dict(_optional_versions(content, "variants"))}}
 
 

@@ -2,7 +2,7 @@
 
 The digest of a Python file covers its syntax tree without docstrings, so comments, docstrings and formatting do not
 change the digest. The files are found by following all import statements, also those inside functions. ``unfollowed``
-detects modules of the user that are loaded in another way.
+detects modules of the user that are loaded in another way, and other files that the user's code reads.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
+import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import file_sha256
 from pipeline.params import outside, requested
 from pipeline.plans import Plan
 
@@ -25,6 +29,9 @@ PACKAGE = Path(__file__).parent.parent
 FOUND_AS_VALUES = ("pipeline.errors", "pipeline.params", "pipeline.plans", "pipeline.environment", "pipeline.cli")
 """Modules that get no digest, and whose imports are not followed. Instead, the values that they produce are recorded:
 plans, settings of stages and the environment's hash. So a changed text about a technique changes no digest."""
+
+GATE_COPY = Path(".dvc", "gate-copy")
+"""File in each of the gate's two copies of the project: the top of the copy, and the top of the original repository."""
 
 COMMANDS_STARTED = {"bench": ("arms",)}
 """Stage -> the further commands that its command starts as processes."""
@@ -42,17 +49,59 @@ def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
 
 def of_variant(plan: Plan) -> dict[str, str]:
     """Return file -> digest of the code that the variant adds: its techniques, the user's own modules and their
-    imports, and the configuration files of models of ``transformers``."""
+    imports, the files that the user's code reads (``train.files``), and the configuration files of models of
+    ``transformers``. Raises ConfigError if a file of ``train.files`` is missing."""
     own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
-    return _digests(modules) | {name: _short(Path(name).read_bytes()) for name in sorted(_configurations(plan))}
+    return _digests(modules) | {path.as_posix(): file_sha256(path)[:16] for path in _read_files(plan)}
 
 
-def _configurations(plan: Plan) -> Iterator[str]:
-    for each in (plan.train, plan.applied.distillation):
-        name = str(each.model_options.get("config")) if each and each.model == "transformers" else ""
-        if Path(name).is_file():  # building the model reports a missing file
-            yield name
+def of_function(name: str) -> str:
+    """Return a digest of the user's function or class ``module:name``: of its definition, of all that the definition
+    refers to in the same file, and of the files that it imports. So a change of a model leaves the digest of a metric
+    in the same file as it was. Code of the pipeline is not covered."""
+    module, _, attribute = name.partition(":")
+    located = _located(module, (Path.cwd(), PACKAGE.parent, *map(Path, sys.path)))
+    if not located:
+        return ""  # the training reports a missing module
+    path, names, used = located[1], {attribute}, list[ast.stmt]()
+    statements = [each for each in _tree(path).body if not _is_text(each)]
+    while more := [each for each in statements if each not in used and not names.isdisjoint(_bound(each) or names)]:
+        used += more
+        names |= {node.id for each in more for node in ast.walk(each) if isinstance(node, ast.Name)}
+    imports = [each for statement in used for node in ast.walk(statement) for each in _imported(node)]
+    imported = _imports(imports, module, is_package=path.name == "__init__.py")
+    files = {file for _, file in _files((), imported) if not file.is_relative_to(PACKAGE)}
+    texts = [ast.dump(_without_texts(each)) for each in statements if each in used]
+    return _short("\n".join([*texts, *sorted(_source(file).digest for file in files)]).encode())
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a definition, an import or an assignment binds. An empty set means that the statement may
+    change any name."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(each.asname or each.name).partition(".")[0] for each in statement.names} - {"*"}
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return {node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return set()
+
+
+def _read_files(plan: Plan) -> Iterator[Path]:
+    """Yield the files of ``train.files``, with all files of its folders, and the configurations of models of
+    ``transformers``."""
+    for name in plan.train.files:
+        path = Path(name)
+        inside = sorted(each for each in (path, *path.rglob("*")) if each.is_file())
+        if not inside:
+            raise ConfigError(f"train.files: found {name!r}, which is no file and no folder with files.")
+        yield from inside
+    for given in (plan.train, plan.applied.distillation):
+        path = Path(str(given.model_options.get("config")) if given and given.model == "transformers" else "")
+        if path.is_file():  # building the model reports a missing file
+            yield path
 
 
 def _of_the_user(plan: Plan) -> set[str]:
@@ -65,36 +114,124 @@ def _of_the_user(plan: Plan) -> set[str]:
 
 
 class Unfollowed(PipelineError):
-    """One of the user's own modules is in use, but has no digest, so changes of this module would go unnoticed."""
+    """The user's code uses a file that has no digest, so changes of this file would go unnoticed."""
 
 
 def unfollowed(plan: Plan) -> Callable[[], None]:
-    """Return a check that raises Unfollowed if one of the user's own modules is loaded but not in ``of_variant(plan)``,
-    for example because `importlib` loaded it. The user's own modules are in the current directory or in a package that
-    the plan names. Modules loaded before this call, such as tests, do not count."""
+    """Return a check that raises Unfollowed if the user's code uses one of the user's own files that is not in
+    ``of_variant(plan)``: a module, for example because `importlib` loaded it, or a file that it opened for reading. The
+    user's own files are in the work tree or in a package that the plan names. What was used before this call, for
+    example by tests, does not count. Python does not report files that a library opens in C or Rust. In a copy of the
+    gate, the check also refuses modules and files of the original work tree, which base and head would share."""
     before, named = set(sys.modules), _of_the_user(plan)
     packages = {module.partition(".")[0] for module in named}
-    followed = {path.resolve() for _, path in _files(named)}
+    followed = {path.resolve() for path in (*(path for _, path in _files(named)), *_read_files(plan))}
+    if named:
+        _add_hook(_note_opened)
+    _written.clear()
+    start = next(_numbers)
 
     def check() -> None:
-        for name in sorted(sys.modules.keys() - before if named else ()):
-            path = Path(getattr(sys.modules[name], "__file__", None) or "")
+        loaded = ((name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()])
+        files = {name: Path(file) for name, file in loaded if file}
+        _check_copy(files)
+        if not named:
+            return
+        read = {Path(name) for name, number in [*_opened.items()] if number > start}
+        for name in sorted(files.keys() - before):
+            path = files[name]
             if name.startswith("torch."):  # code that torch.compile generates, in a cache that may be in the checkout
                 continue
             own = _is_own(path) or (name.partition(".")[0] in packages and not _is_installed(path))
-            if own and path.suffix == ".py" and not path.is_relative_to(PACKAGE) and path.resolve() not in followed:
+            if path.suffix != ".py":
+                read.add(path)
+            elif own and not path.is_relative_to(PACKAGE) and path.resolve() not in followed:
                 raise Unfollowed(
                     f"{name} ({path}) is in use, but no import statement leads to it from {', '.join(sorted(named))}. "
                     f"So changes of {name} would go unnoticed, and old results would count as results of the present "
                     f"code. Write `import {name}` at the top of the file that needs it. If {name} is not in the folder "
                     "of params.yaml, add its folder to PYTHONPATH."
                 )
+        for path in sorted(filter(_is_input, read)):
+            shown = os.path.relpath(path)
+            _check_copy({shown: path})
+            if path.resolve() not in followed:
+                raise Unfollowed(
+                    f"{shown} was read by the job's own code, but has no digest. So changes of {shown} would go "
+                    "unnoticed, and old results would count as results of the present file. Add the file to "
+                    f"params.yaml, under train: `files: [{', '.join([*plan.train.files, shown])}]`."
+                )
 
     return check
 
 
+_opened: dict[str, int] = {}
+"""File that the user's code opened for reading -> the number of its latest opening. A file that this process wrote
+before (``_written``) is left out."""
+_written: set[str] = set()
+_numbers = itertools.count(1)
+_add_hook = functools.cache(sys.addaudithook)  # a hook stays until the process ends
+_LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    """Record an opened file, unless the pipeline's own code, or a library that it called, opened the file."""
+    if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+        return
+    name, flags = os.path.abspath(os.fsdecode(arguments[0])), arguments[2] or 0  # noqa: PTH100
+    if flags & (os.O_WRONLY | os.O_TRUNC | os.O_EXCL):
+        _written.add(name)
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame and (frame.f_code.co_filename.startswith(_LIBRARIES) or "-packages" in frame.f_code.co_filename):
+        frame = frame.f_back
+    by_pipeline = frame and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}")
+    if not by_pipeline and name not in _written:
+        _opened[name] = next(_numbers)
+
+
+def _is_input(path: Path) -> bool:
+    """True if the file is the user's own, and not one of Python, of a cache, or of a tool such as git."""
+    relative = _relative(path, *_tops())
+    if not relative or not path.is_file() or path.is_relative_to(PACKAGE) or _is_installed(path):
+        return False
+    folders = relative.parts[:-1]
+    return not any(part[0] == "." or part.endswith(("__pycache__", ".egg-info", ".dist-info")) for part in folders)
+
+
+def _check_copy(files: Mapping[str, Path]) -> None:
+    """Raise Unfollowed if this is a copy of the gate, but one of ``files`` (name -> path, links are resolved) is a file
+    of the original work tree."""
+    work_tree, repository = _tops()
+    for name, path in files.items() if work_tree != repository else ():
+        real = path.resolve()
+        if real.is_relative_to(repository) and not real.is_relative_to(work_tree) and not _is_installed(real):
+            raise Unfollowed(
+                f"even in a copy of the project, {name} comes from the original work tree ({real}), so base and head "
+                "would share it: remove the work tree from PYTHONPATH, uninstall the package that was installed from "
+                "it (pip uninstall), or replace absolute paths and links into the work tree by relative ones."
+            )
+
+
+def _tops() -> tuple[Path, Path]:
+    """Return the top of the work tree and the top of its repository. They differ only in a copy of the gate. Without
+    git, both are the current directory."""
+    if GATE_COPY.is_file():
+        work_tree, repository = GATE_COPY.read_text(encoding="utf-8").splitlines()
+        return Path(work_tree), Path(repository)
+    here = Path.cwd()
+    top = next((each for each in (here, *here.parents) if (each / ".git").exists()), here)
+    return top, top
+
+
+def _relative(path: Path, *tops: Path) -> Path | None:
+    """Return ``path``, or the file to which its links lead, relative to the first of ``tops`` that contains it."""
+    pairs = ((each, top) for each in (path, path.resolve()) for top in tops)
+    return next((each.relative_to(top) for each, top in pairs if each.is_relative_to(top)), None)
+
+
 def _is_own(path: Path) -> bool:
-    return path.is_relative_to(Path.cwd()) and not _is_installed(path)
+    return _relative(path, _tops()[0]) is not None and not _is_installed(path)
 
 
 def _is_installed(path: Path) -> bool:
@@ -104,7 +241,7 @@ def _is_installed(path: Path) -> bool:
     return any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
-def _digests(modules: Iterable[str]) -> dict[str, str]:
+def _digests(modules: Collection[str]) -> dict[str, str]:
     """Return file -> digest for ``modules``, everything they import, and the templates of this package's modules."""
     found: dict[str, str] = {}
     for root, path in _files(modules):
@@ -115,13 +252,13 @@ def _digests(modules: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _files(modules: Iterable[str]) -> Iterator[tuple[Path, Path]]:
-    """Yield (root, file) of ``modules`` and everything they import. A file counts if it is in the current directory, in
-    the folder that contains this package, or in any package that ``modules`` names."""
+def _files(modules: Collection[str], imported: Iterable[str] = ()) -> Iterator[tuple[Path, Path]]:
+    """Yield (root, file) of ``modules``, of ``imported``, and of everything they import. A file counts if it is in the
+    work tree, in the folder that contains this package, or in any package that ``modules`` names."""
     named = {module.partition(".")[0] for module in modules}
     anywhere = (Path.cwd(), PACKAGE.parent, *map(Path, sys.path))
     here = (*anywhere[:2], *filter(_is_own, anywhere[2:]))
-    waiting, seen = set(modules), set[str]()
+    waiting, seen = {*modules, *imported}, set[str]()
     while waiting:
         module = waiting.pop()
         seen.add(module)
@@ -129,6 +266,7 @@ def _files(modules: Iterable[str]) -> Iterator[tuple[Path, Path]]:
         if any(f"{module}.".startswith(f"{name}.") for name in FOUND_AS_VALUES):
             continue
         if located := _located(module, anywhere if module.partition(".")[0] in named else here):
+            _check_copy({module: located[1]})
             yield located
             imports, is_package = _source(located[1]).imports, located[1].name == "__init__.py"
             waiting |= set(_imports(imports, module, is_package=is_package)) - seen
@@ -153,13 +291,18 @@ class _Source(NamedTuple):
 
 @functools.cache
 def _source(path: Path) -> _Source:
-    tree, imports = _tree(path), []
+    tree = _tree(path)
+    imports = [each for node in ast.walk(tree) for each in _imported(node)]
+    return _Source(_short(ast.dump(_without_texts(tree)).encode()), imports)
+
+
+def _without_texts(tree: ast.AST) -> ast.AST:
+    """Return ``tree``, from which the docstrings have been removed."""
     for node in ast.walk(tree):
-        imports += _imported(node)
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
-    return _Source(_short(ast.dump(tree).encode()), imports)
+    return tree
 
 
 def _tree(path: Path) -> ast.Module:

@@ -19,7 +19,8 @@ MEASURING = ("prepare", "train", "bench")
 
 def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
     """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "teachers": {variant:
-    digest}}`` as plain values. A digest is that of a teacher's file of weights; None without such a file.
+    digest}, "rulers": {setting: digest}}`` as plain values. A teacher's digest is that of its file of weights; None
+    without such a file. A ruler's digest is that of the user's own task or metric (``code.of_function``).
 
     "code" is file -> digest (``code``). ``plans``: the plan of every variant on this machine. ``only``: the stages to
     describe; None: all.
@@ -42,6 +43,9 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
         },
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
         "teachers": {name: _given_weights(plan) for name, plan in plans.items()},
+        "rulers": {
+            key: code.of_function(name) for key in ("task", "metric") if ":" in (name := getattr(config.train, key))
+        },
     }
 
 
@@ -64,11 +68,11 @@ def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: s
 
 
 def made_of(content: Mapping[str, Any]) -> str | None:
-    """Return one digest of the code, settings and plans of all stages and variants; None if ``content`` has no
-    stages, because an older version wrote it."""
+    """Return one digest of the code, settings, plans and given weights of all stages and variants; None if ``content``
+    has no stages, because an older version wrote it."""
     if "stages" not in content:
         return None
-    return json_sha256([content["stages"], content.get("variants")])
+    return json_sha256([content.get(each) for each in ("stages", "variants", "teachers")])
 
 
 def training(plan: Plan) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.environment import code
 from pipeline.gate.decision import GateError
 from pipeline.gate.environments import pythons
 
@@ -45,10 +46,12 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
         copy_files(Path(top), folder / "head")
         roots = folder / "base" / prefix, folder / "head" / prefix
         for side, root in zip(("base", "head"), roots, strict=True):
+            copy = folder.resolve() / side
             if not (root / ".dvc").is_dir():  # DVC would use the repository around the copy
                 raise GateError(f"the {side} is not a DVC repository: git has no file under .dvc there.")
             settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
+            (root / code.GATE_COPY).write_text(f"{copy}\n{Path(top).resolve()}\n", encoding="utf-8")
         base, head = map(Copy, roots, pythons(*roots))
         yield base, head
 
@@ -88,24 +91,6 @@ def check_arms(side: Copy, label: str) -> None:
             f"{label} cannot be measured: it has no `python -m pipeline arms`, so it is older than the gate. Compare "
             "this work tree with a newer commit."
         )
-
-
-def check_imports(side: Copy, modules: Sequence[str]) -> None:
-    """Raise GateError if the copy ``side`` imports one of ``modules`` from the original work tree.
-
-    Both sides would then run the same code, and the gate could never find a difference.
-    """
-    asking = "import importlib.util, sys\nfor name in sys.argv[1:]: print(importlib.util.find_spec(name).origin)"
-    root, python = side
-    found = output([str(python), "-c", asking, *modules], f"{root} lacks {' or '.join(modules)}", root=root)
-    here = Path.cwd()
-    for module, origin in zip(modules, (Path(line).resolve() for line in found.splitlines()), strict=True):
-        if origin.is_relative_to(here) and (root / origin.relative_to(here)).is_file():
-            raise GateError(
-                f"even in a copy of the project, {module} is imported from this work tree ({origin}), so base and head "
-                "would run the same code: remove the work tree from PYTHONPATH, or uninstall the package that was "
-                "installed from it (pip uninstall)."
-            )
 
 
 def commit_of(revision: str) -> str:

@@ -100,6 +100,8 @@ class Gated(Judged, Document):
     """The unit that the accuracies count; samples if accuracies were not compared."""
     base: Side
     head: Side
+    sides_are_equal: bool = False
+    """True if both sides have the same code, settings, environment and packages, so that the gate compared nothing."""
     remarks: tuple[str, ...]
     """Notes, such as differing settings, variants that only one side has, or an interruption."""
     seconds: float
@@ -292,13 +294,6 @@ def accuracies(
         differences = [here[seed] - there[seed] for seed in sorted(there)]
         found[name] = verdicts.accuracy(differences, margin, statistics.fmean(there.values()), 1 / test_count)
     return found
-
-
-def own_modules(train: Mapping[str, Any]) -> list[str]:
-    """Return the user's own modules, which the settings task, model, loss and metric name as ``module:function``."""
-    return [
-        name.partition(":")[0] for key in ("task", "model", "loss", "metric") if ":" in (name := str(train.get(key)))
-    ]
 
 
 def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:

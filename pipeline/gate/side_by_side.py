@@ -20,9 +20,10 @@ from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
 from pipeline.environment import ENVIRONMENT_FILE, checked_out, stages
+from pipeline.environment.stages import MEASURING
 from pipeline.errors import count
 from pipeline.gate import environments
-from pipeline.gate.copies import check_arms, check_imports, commit_of, copies, dvc
+from pipeline.gate.copies import check_arms, commit_of, copies, dvc
 from pipeline.gate.decision import (
     CONFIDENCE_OF_LOOKS,
     Gated,
@@ -35,7 +36,6 @@ from pipeline.gate.decision import (
     differing,
     judge,
     noises,
-    own_modules,
     settled,
     unexplained,
     unshared,
@@ -44,17 +44,12 @@ from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
 from pipeline.results import Arm, Dataset, ScoreName, Unit
 
-RULERS = (
-    "benchmark/arm.py",
-    "measurement/*.py",
-    "measurement/detectors/*.py",
-    "processes/malloc.py",
-    "training/counting.py",
-    "training/evaluation.py",
-    "training/loop.py",
-    "training/measured.py",
+SCORED = {"task": "classification", "task_options": {}, "metric": "accuracy"}
+"""Setting of ``train`` that decides how a model is scored -> its value in versions without this setting."""
+EQUAL = (
+    "Base and head have the same code, settings and packages, so this gate says nothing about a change, and `promote` "
+    "does not take it."
 )
-"""Modules that measure a training. Each side is measured by its own version of these modules."""
 
 
 def measured(config: Config, revision: str) -> Gated:
@@ -68,7 +63,6 @@ def measured(config: Config, revision: str) -> Gated:
         roots = tuple(side.root for side in sides)
         check_arms(sides[0], f"{revision} ({commit[:12]})")
         packages = environments.packages(*roots)
-        said = [*_other_rulers(*roots), *packages, *environments.systems(*roots)]
         dvc(sides[0], "repro", "environment", "prepare")
         base = servers.enter_context(Server(*sides[0]))
         there = _described(base, revision)
@@ -83,17 +77,14 @@ def measured(config: Config, revision: str) -> Gated:
         baseline, every = effective.compare.baseline, list(there["variants"])
         chosen = {baseline, *effective.gate.variants} if effective.gate.variants else set(every)
         names = [name for name in every if name in chosen]
-        own = {module for each in (there, here) for module in own_modules(each["train"])}
-        for side in sides:
-            check_imports(side, ["pipeline", *sorted(own)])
         fingerprints = [environment.read(root / ENVIRONMENT_FILE) for root in roots]
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
         unit = Unit()
         if effective.gate.accuracy:
-            _check_comparable(there["train"], here["train"])
-            # DVC does not see two kinds of differences: packages that no fingerprint names, and the user's own code if
-            # a side's version computes no digests of code. DVC would then reuse one side's training for the other side.
-            unseen = packages or (own and any("stages" not in each for each in fingerprints))
+            _check_comparable(there["train"], here["train"], *(each.get("rulers") for each in fingerprints))
+            # DVC does not see two kinds of differences: packages that no fingerprint names, and code of a version that
+            # computes no digests of code. DVC would then reuse one side's training for the other side.
+            unseen = packages or any("stages" not in each for each in fingerprints)
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side, about in zip(sides, (there, here), strict=True):
                 dvc(side, "repro", *anew, *(results.stage_of(name, about["variants"][name]) for name in names))
@@ -112,11 +103,17 @@ def measured(config: Config, revision: str) -> Gated:
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
     found = _judged(rounds, effective, compared)
+    made_of = [stages.made_of(each) for each in fingerprints]
+    of_sides = zip(made_of, (there["environment"], here["environment"]), strict=True)
+    equal = not packages and None not in made_of and len(set(of_sides)) == 1
     left = ", ".join(sorted(set(every) - chosen))
     remarks = [
+        EQUAL if equal else "",
         f"Interrupted after {count(measured, 'round')}." if rounds.interrupted else "",
         *([] if packages else unexplained(found, *fingerprints)),
-        *said,
+        *_other_code(*fingerprints),
+        *packages,
+        *environments.systems(*roots),
         *unshared(there["variants"], config.variants),
         f"Not measured, because gate.variants leaves out: {left}." if left else "",
         *differing(there["train"], here["train"], "train"),
@@ -134,17 +131,18 @@ def measured(config: Config, revision: str) -> Gated:
         base=Side(
             commit=commit,
             environment=there["environment"],
-            made_of=stages.made_of(fingerprints[0]),
+            made_of=made_of[0],
             arms=(control, *of_base.values()),
             test_accuracies=trained[0],
         ),
         head=Side(
             commit=head_is,
             environment=here["environment"],
-            made_of=stages.made_of(fingerprints[1]),
+            made_of=made_of[1],
             arms=tuple(of_head.values()),
             test_accuracies=trained[1],
         ),
+        sides_are_equal=equal,
         remarks=tuple(filter(None, remarks)),
         seconds=rounds.seconds,
         budget=_budget(rounds, effective),
@@ -220,17 +218,16 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
         ) from None
 
 
-def _other_rulers(base: Path, head: Path) -> list[str]:
-    """Return a sentence that names the ``RULERS`` that differ; an empty list if all are equal."""
-    roots = base, head
-    found = {path.relative_to(root) for root in roots for name in RULERS for path in root.glob(f"pipeline/{name}")}
-    texts = {path: [(root / path).read_bytes() for root in roots if (root / path).exists()] for path in found}
-    changed = [path.as_posix() for path, (text, *other) in sorted(texts.items()) if other != [text]]
+def _other_code(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+    """Return a sentence that names the files of the pipeline's code for training and measuring, of all variants, that
+    differ between the two sides' ``environment.json``; an empty list if none differs."""
+    pairs = [[each.get("stages", {}).get(stage, {}).get("code", {}) for each in (base, head)] for stage in MEASURING]
+    changed = sorted({file for there, here in pairs for file, _ in there.items() ^ here.items()})
     if not changed:
         return []
     return [
-        "The two sides measure with different code, so a difference may come from the measurement: "
-        f"{', '.join(changed)}."
+        "The two sides train and measure with different code of the pipeline, so a difference may come from the "
+        f"measurement: {', '.join(changed)}."
     ]
 
 
@@ -242,12 +239,25 @@ def _described(server: Server, side: str) -> dict[str, Any]:
     return about
 
 
-def _check_comparable(base: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise GateError unless the ``train`` sections of base and head lead to accuracies that can be compared."""
-    if problems := differing(base.get("metric", "accuracy"), head.get("metric", "accuracy"), "train.metric"):
+def _check_comparable(
+    base: Mapping[str, Any],
+    head: Mapping[str, Any],
+    rulers_of_base: Mapping[str, str] | None,
+    rulers_of_head: Mapping[str, str] | None,
+) -> None:
+    """Raise GateError unless the ``train`` sections of base and head lead to accuracies that can be compared.
+
+    The rulers are the digests of the user's own task and metric; None if a side's version computes none.
+    """
+    there, here = ({key: train.get(key, value) for key, value in SCORED.items()} for train in (base, head))
+    problems = differing(there, here, "train")
+    if not problems and rulers_of_base is not None and rulers_of_head is not None:
+        changed = [key for key, value in rulers_of_base.items() if rulers_of_head[key] != value]
+        problems = [f"train.{key}: the code of {there[key]} differs" for key in changed]
+    if problems:
         raise GateError(
-            f"{problems[0]}: the two accuracies are different scores, so they cannot be compared. Change the metric in "
-            "a commit of its own without running the gate on it, or set gate.accuracy: false on both sides."
+            f"{'; '.join(problems)}: the two accuracies are different scores, so they cannot be compared. Make this "
+            "change in a commit of its own without running the gate on it, or set gate.accuracy: false on both sides."
         )
     check_seeds(base["seeds"], head["seeds"])
 

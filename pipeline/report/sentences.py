@@ -12,7 +12,7 @@ from pipeline.errors import count
 from pipeline.params import sections
 from pipeline.report import formats
 from pipeline.report.formats import UNKNOWN, UNTRUSTED, estimate, heading, interval, plain_percent
-from pipeline.results import Bench, Dataset, Ledger, ScoreName, rejected, rejections
+from pipeline.results import Bench, Dataset, Ledger, ScoreName, differing, rejected, rejections
 
 FEW_TEST_SAMPLES = 2_000
 """With fewer test samples than this, the accuracy depends strongly on which samples were chosen. An interval over seeds
@@ -240,6 +240,9 @@ def basis(comparison: Comparison) -> list[str]:
     energy = f", {plain_percent(margins.energy)} of energy a sample" if margins.energy else ""
     noises = {"throughput": comparison.noise_throughput, "peak memory": comparison.noise_memory}
     noises |= {"energy a sample": comparison.noise_energy} if comparison.noise_energy else {}
+    margins_then = (bench.margins or margins).model_dump()
+    moved = differing(margins_then, margins.model_dump(), "compare.margins")
+    changed = [f"{key} from {then} to {now}" for key, then, now in moved]
     turns = "" if bench.turns == 1 else f", in {bench.turns} turns that alternate with the other variants"
     return [
         f"Speed and memory: {count(rounds, 'round')}{stopped}. In each round, every variant took "
@@ -259,6 +262,7 @@ def basis(comparison: Comparison) -> list[str]:
         f"A difference counts if the whole interval lies beyond the margin: {plain_percent(margins.throughput)} of "
         f"throughput, {plain_percent(margins.memory)} of memory, {percentage_points(margins.accuracy)} of "
         f"accuracy{energy}.",
+        *([f"The margins were changed after the measurement: {', '.join(changed)}."] if changed else []),
         f"A/A, {comparison.baseline} against itself: "
         f"{', '.join(f'{noun} {formats.text(noise)}' for noun, noise in noises.items())}.",
     ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from pipeline.errors import count
-from pipeline.params import VariantName
+from pipeline.params import Margins, VariantName
 from pipeline.results.records import Dataset, Document, Positive, Record, RunConditions, Window
 
 
@@ -141,6 +141,8 @@ class Bench(Document):
     not_ablated: dict[VariantName, dict[str, str]]
     """Variant -> technique -> reason why the technique's effect was not measured separately."""
     session: Session
+    margins: Margins | None = None
+    """The margins at the time of the measurement. None in a file of an older version, which did not record them."""
     keys: dict[VariantName, str]
     """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Benches with
     equal keys measured the variant in the same way, but perhaps on other data."""

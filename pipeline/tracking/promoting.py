@@ -27,7 +27,7 @@ GATE_AGAIN = "Run `python -m pipeline gate --against REVISION`."
 FEWEST_SESSIONS = 3
 """The number of sessions that a promotion needs, because fewer sessions say too little about whether a gain lasts."""
 TOO_FEW = 3
-"""Exit code: nothing was promoted, because more sessions are needed."""
+"""Exit code: nothing was promoted, because more sessions are needed, or a gate with a change."""
 
 
 class PromotionError(PipelineError):
@@ -48,11 +48,14 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     ``commit``: the commit checked out, with "+" if files differ from it. Raises PromotionError unless the gate passed
     for this very commit and MLflow holds the comparison. Raises ResultError for files that do not match their record.
 
-    Returns 0 after a promotion. In two cases it prints a message, changes nothing and returns ``TOO_FEW``: too few
+    Returns 0 after a promotion. In three cases it prints a message, changes nothing and returns ``TOO_FEW``: too few
     sessions measured the gain, or the gain is not decided if some sessions choose the best variant and the other
     sessions measure its gain.
     """
     gate = _passed(root, commit)
+    if gate.get("sides_are_equal"):
+        print(f"not promoted: {gate['against']} has the same code and settings. {GATE_AGAIN}", file=sys.stderr)
+        return TOO_FEW
     wanted = comparisons.wanted(config, root)
     compared = labels.compared(wanted, root) if wanted else {}
     if wanted is None or not compared:

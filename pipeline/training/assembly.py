@@ -68,7 +68,7 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     ``prepared``: the data set's folder. ``settings``: plain values that must be the same on all ranks, in addition to
     the plan. Raises PipelineError.
     """
-    train, check_imports = plan.train, code.unfollowed(plan)
+    train, check_followed = plan.train, code.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
         import torch._dynamo  # noqa: F401  (the first optimizer would import it)
 
@@ -87,7 +87,7 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
         _make_exact()
         wanted = next((each.placement for each in catalogue.in_effect(plan.applied) if each.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
-        yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_imports)
+        yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_followed)
 
 
 def _depends_on(plan: Plan, task: Task) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class Assembly:
     placement: Placement
     techniques: Sequence[type[Technique]]
     """The classes of the techniques that the plan applies, in the order in which they apply."""
-    check_imports: Callable[[], None] = lambda: None
-    """Raises Unfollowed if a module of the user has no digest (``code.unfollowed``)."""
+    check_followed: Callable[[], None] = lambda: None
+    """Raises Unfollowed if a module or file that the user's code uses has no digest (``code.unfollowed``)."""
 
     @contextmanager
     def training(
@@ -153,9 +153,9 @@ class Assembly:
         ):
             training = compose(plan, model, task, batches, world, self.techniques, seed, detectors, **options)
             options.clear()  # frees the memory of a teacher's weights
-            self.check_imports()
+            self.check_followed()
             yield training
-            self.check_imports()  # steps may have imported more
+            self.check_followed()  # steps may have imported or read more
 
     def fitted(self) -> Plan:
         """Return the plan. If gradient_accumulation is 'auto', choose the smallest number of micro-batches with which

@@ -231,7 +231,7 @@ class Job:
         return due and done < training.total_steps
 
     def _save(self, training: Training, path: Path, identity: str, resumes: int, run: Run | None) -> None:
-        self.assembly.check_imports()  # before saving: a run that this check refuses must not be resumed
+        self.assembly.check_followed()  # before saving: a run that this check refuses must not be resumed
         state = self.world.wholes_on_main(training.state())
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == training.seed]
