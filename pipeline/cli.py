@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.errors import say
 from pipeline.files import PREPARED, RAW
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import pydantic  # noqa: F401  (check here that it is installed: every command needs it)
 
-        from pipeline.errors import printable, redacted, said
+        from pipeline.errors import redacted, said
     except ModuleNotFoundError as error:
-        print(
+        say(
             f"error: {sys.executable} has no module {error.name}: run `make repro`, which installs it into .venv, "
             "then run `source .venv/bin/activate` in this shell.",
             file=sys.stderr,
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:
         code = command(parsed) or 0
-        print(end="", flush=True)
+        sys.stdout.flush()
         return code
     except BrokenPipeError:
         if not _reader_has_left():
@@ -52,18 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         if end.code or command is _arms:
             raise
-        print(
-            "error: code that this command ran, such as the model, called sys.exit: remove this call.", file=sys.stderr
-        )
+        say("error: code that this command ran, such as the model, called sys.exit: remove this call.", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
-        print(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
+        say(f"interrupted; {str(stopped) or 'to go on, run the same command again'}", file=sys.stderr)
         return 130
     except Exception as error:
         message = said(error)
         if message is None:
             raise
-        print(f"error: {printable(redacted(message))}", file=sys.stderr)
+        say(f"error: {redacted(message)}", file=sys.stderr)
         return 2
 
 
@@ -193,10 +192,10 @@ def _environment(_: argparse.Namespace) -> None:
     params.check_names(config.train, config.variants)
     made = plans.plans(config, environment.machine())
     written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
-    print(f"environment {written[:12]}")
+    say(f"environment {written[:12]}")
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
-            print(f"variants.{name}: {technique} is skipped: {reason}")
+            say(f"variants.{name}: {technique} is skipped: {reason}")
 
 
 def _ready() -> tuple[Config, Machine]:
@@ -299,7 +298,7 @@ def _compare(_: argparse.Namespace) -> None:
     check_here(config, here)
     sessions = [results.read_bench(), *results.read_sessions()]
     report.write(compare(measured, histories, sessions, config.compare, here, made_of(measured)), histories)
-    print(f"report: {report.REPORTS / 'comparison.html'}")
+    say(f"report: {report.REPORTS / 'comparison.html'}")
 
 
 def _publish(_: argparse.Namespace) -> None:
@@ -387,7 +386,7 @@ def _techniques(parsed: argparse.Namespace) -> None:
     from pipeline.tools import listing
 
     if parsed.markdown:
-        print(listing.markdown(), end="")
+        say(listing.markdown(), end="")
     else:
         listing.show(environment.machine(), parsed.words, as_json=parsed.json)
 
@@ -413,5 +412,5 @@ def _schema(parsed: argparse.Namespace) -> None:
     text = params.schema()
     if not parsed.check:
         files.write_text(params.SCHEMA_FILE, text)
-    elif not params.SCHEMA_FILE.exists() or params.SCHEMA_FILE.read_text(encoding="utf-8") != text:
+    elif not params.SCHEMA_FILE.exists() or files.read_text(params.SCHEMA_FILE) != text:
         raise errors.ConfigError(f"{params.SCHEMA_FILE} is outdated: run `python -m pipeline schema`.")

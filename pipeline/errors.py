@@ -6,12 +6,14 @@ import difflib
 import errno
 import re
 import sysconfig
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
-_CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-"""Matches control characters except tab and line feed, and also line separators, bidirectional controls and lone
-surrogates."""
+_UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+"""Unicode's categories of control and format characters (bidirectional controls, tags, byte order marks), lone
+surrogates, and line separators."""
 
 
 class PipelineError(Exception):
@@ -26,10 +28,11 @@ class ConfigError(PipelineError, ValueError):
 
 
 _ROOM = "make room there and run the command again: finished work is kept"
+_AWAY = "move it away, and run the command again"
 _RIGHTS = "let this user read and write there, and run the command again"
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _ROOM),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "move it away, and run the command again"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTSUP), _AWAY),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
 }
 
@@ -53,18 +56,49 @@ def said(error: BaseException) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` with user names, passwords, queries and fragments removed from its URLs. A user name or a query's
-    value can be a token."""
-    unnamed = re.sub(r"(://)[^\s/'\"]*@", r"\1***@", text)
-    return re.sub(r"(://[^\s?#'\"]*[?#])(?!/)[^\s'\"]+", r"\1***", unnamed)  # "/#/runs" is a page's path
+    """Return ``text`` with user names, passwords, parameters, queries and fragments removed from its URLs. A user name
+    or a query's value can be a token. User and password are also removed from an address without ``://``, such as an
+    image's."""
+    inner = r"'(?![\s,;:.)\]}]|$)"  # a quote that does not end the address
+    of_urls = re.sub(rf"""(?<=://)(?:(?<==)\\?"[^\s,"]+"|[^\s"']|{inner})+""", _redacted_url, text)
+    return re.sub(rf"""(?<![^\s"`])(?:[^\s"'`]|{inner})+@(?!sha\d+:)""", _redacted_address, of_urls)
+
+
+def _redacted_url(match: re.Match[str]) -> str:
+    url, authority = match[0], match[0].partition("/")[0]
+    if ":" in authority.partition("@")[0]:  # the password may hold slashes
+        url = re.sub("^.*@", "***@", url)
+    elif "@" in authority:
+        url = f"***@{authority.rpartition('@')[2]}{url[len(authority) :]}"
+    parameters = r"^([^?#;]*(?:;(?![^;=]+=)[^?#;]*)*(?:[?#]|;(?=[^;=]+=)))(?!/).+"  # "/#/runs" is a page's path
+    return re.sub(parameters, r"\1***", url)
+
+
+def _redacted_address(match: re.Match[str]) -> str:
+    before, user, password = re.findall(r"^([(\[]*'?(?:\w+=)?'?)([^:/]*)(.*)@", match[0])[0]
+    named = user and len(password) > 1 and not password.startswith("://") and not user.endswith(".yaml")
+    return f"{before}***@" if named and password[0] == ":" else match[0]
+
+
+def spelled(text: str) -> str:
+    """Return ``text`` with control and format characters, except tab and line feed, escaped as in Python."""
+
+    def visible(match: re.Match[str]) -> str:
+        unseen = unicodedata.category(match[0]) in _UNSEEN
+        return match[0].encode("unicode_escape").decode() if unseen else match[0]
+
+    return re.sub(r"[^\t\n -~]", visible, text)
 
 
 def printable(text: str) -> str:
     """Return ``text`` in a form that is safe for a terminal and GitHub's log. ``text`` may contain a file's name or a
-    server's answer. Control characters are escaped. Workflow commands (``::error::``, ``##[error]``) are made
-    ineffective."""
-    spelled = re.sub(_CONTROL, lambda match: match[0].encode("unicode_escape").decode(), text)
-    return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled)
+    server's answer. It is ``spelled``, and workflow commands (``::error::``, ``##[error]``) are made ineffective."""
+    return re.sub(r"(?m)^\s*(?=::)|##(?=\[)", r"\g<0>\\", spelled(text))
+
+
+def say(text: str, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print ``text``, in ``printable`` form, at once: the only place that prints for a person."""
+    print(printable(text), file=file, end=end, flush=True)
 
 
 def own_place(trace: str) -> str:

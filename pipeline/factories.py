@@ -6,7 +6,8 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,16 @@ def call(
             f"{key}: {name} is called with {', '.join(given)} and {key}_options ({named}), but its signature is "
             f"{signature}: {mismatch}."
         ) from None
-    try:
+    with naming(name, key, error):
         return factory(**given, **options)
+
+
+@contextmanager
+def naming(name: str, key: str, error: type[PipelineError]) -> Iterator[None]:
+    """Turn an exception in the block, which calls the user's function ``name``, into ``error``, which names the line.
+    PipelineErrors stay as they are."""
+    try:
+        yield
     except PipelineError:
         raise
     except Exception as failure:

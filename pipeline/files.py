@@ -1,13 +1,17 @@
-"""The folders of the data, digests, and atomic writes: files and directories are written completely or not at all."""
+"""The folders of the data, digests, reads of regular files, and atomic writes: files and directories are written
+completely or not at all."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +19,46 @@ RAW = Path("data/raw")
 """The folder that ``fetch`` writes."""
 PREPARED = Path("data/prepared")
 """The folder that ``prepare`` writes."""
+LIMIT_BYTES = 1 << 26
+"""Largest allowed size of a record, such as a result or a session of the bench."""
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content. The file is read in blocks, so memory use is small."""
-    with path.open("rb") as file:
+def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
+    """Open a file for reading. Raises OSError, naming the file, unless it is a regular file of at most ``limit`` bytes:
+    a named pipe could block forever, and a device need not end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    status = os.fstat(file.fileno())
+    large = limit is not None and status.st_size > limit
+    if large or not stat.S_ISREG(status.st_mode):
+        file.close()
+        why = f"has {status.st_size:,} bytes; allowed: {limit:,}" if large else "is not a regular file"
+        raise OSError(errno.ENOTSUP, why, str(path))
+    return file
+
+
+def read_bytes(path: Path, limit: int = LIMIT_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises OSError as ``open_regular`` does."""
+    with open_regular(path, limit) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file. Raises OSError as ``read_bytes`` does, and ValueError if it is not UTF-8."""
+    return read_bytes(path).decode()
+
+
+def read_json(path: Path) -> Any:
+    """Return the values in a JSON file. Raises OSError as ``read_bytes`` does, and ValueError if it is not JSON."""
+    try:
+        return json.loads(read_bytes(path))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def file_sha256(path: Path, limit: int | None = None) -> str:
+    """Return the SHA-256 of a file's content. The file is read in blocks, so memory use is small. Raises OSError as
+    ``open_regular`` does."""
+    with open_regular(path, limit) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

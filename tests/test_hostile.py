@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import shutil
 import struct
+import sys
+import unicodedata
+import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+import torch
 import yaml
+from pyarrow import parquet
 
+from pipeline import environment, results
 from pipeline.cli import main
-from pipeline.data import LIMIT_BYTES
-from tests.test_parsers import bounded, picture
+from pipeline.comparison import consistency
+from pipeline.data import LIMIT_BYTES, prepared, text
+from pipeline.data.decoded import listed
+from pipeline.errors import PipelineError, redacted, said, say, spelled
+from pipeline.models import from_config
+from pipeline.models.from_config import FromConfig
+from pipeline.params import load
+from pipeline.tools import evidence, init
+from pipeline.tracking import labels, promoting
+from tests.test_chain import job, made  # noqa: F401
+from tests.test_init import repository  # noqa: F401
+from tests.test_parsers import bounded, picture, saved
 
 Files = dict[str, bytes]
 
@@ -29,11 +49,39 @@ def variant(name: str) -> dict[str, Any]:
     return {"variants": {"baseline": {}, name: {}}}
 
 
-def array(inputs: bytes) -> Files:
-    """Return the files of a job on the array ``inputs``, after ``fetch``."""
-    listing = f"path,size_bytes,sha256\ninputs.npy,{len(inputs)},{hashlib.sha256(inputs).hexdigest()}\n"
-    return {"params.yaml": params(fetch={"dataset": "arrays", "arrays": "own"}),
-            "own/inputs.npy": inputs, "data/raw/arrays/files.csv": listing.encode()}  # fmt: skip
+def array(inputs: bytes, name: str = "inputs.npy") -> Files:
+    """Return the files of a job on the array ``inputs``, or on the arrays in the file ``name``, after ``fetch``."""
+    listing = f"path,size_bytes,sha256\n{name},{len(inputs)},{hashlib.sha256(inputs).hexdigest()}\n"
+    place = "own" if name == "inputs.npy" else f"own/{name}"
+    return {"params.yaml": params(fetch={"dataset": "arrays", "arrays": place}),
+            f"own/{name}": inputs, "data/raw/arrays/files.csv": listing.encode()}  # fmt: skip
+
+
+def zipped(method: int, claimed: int) -> bytes:
+    """Return an .npz file whose array is compressed by ``method``, and claims to unpack to ``claimed`` bytes."""
+    content = npy(np.zeros((1000, 8)))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr("inputs.npy", content)
+    return out.getvalue().replace(struct.pack("<I", len(content)), struct.pack("<I", claimed))
+
+
+def sparse(shape: str) -> bytes:
+    """Return a safetensors file without data."""
+    head = f'{{"inputs": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 0]}}}}'.encode()
+    return struct.pack("<Q", len(head)) + head
+
+
+def rows(count: int) -> bytes:
+    """Return a Parquet table of ``count`` equal rows, which takes few bytes."""
+    column = pyarrow.array(np.zeros(count, np.uint8))
+    return saved(lambda out: parquet.write_table(pyarrow.table({"x": column}), out))
+
+
+def datasets_folder(**state: Any) -> Files:
+    """Return the files of a job on a data set that the library datasets saved."""
+    files = {"params.yaml": params(fetch={"dataset": "arrays", "arrays": "own"})}
+    return files | {"own/state.json": json.dumps(state).encode(), "outside.arrow": b"x"}
 
 
 def npy(array: Any) -> bytes:
@@ -114,6 +162,16 @@ ESCAPE = "\x1b]0;owned\x07"
         ("prepare", array(header("(" * 9_000)), "own/inputs.npy cannot be read"),
         ("prepare", array(header("-" * 9_000 + "1")), "own/inputs.npy cannot be read"),
         ("prepare", array(CODE), "own/inputs.npy cannot be read"),
+        ("environment", {"params.yaml": BASELINE + b"train: {<<: {epochs: 2}, <<: {}}\n"}, "'<<' occurs twice"),
+        ("environment", {"params.yaml": b"\0" * 10}, "params.yaml is not YAML"),
+        ("prepare", array(zipped(zipfile.ZIP_BZIP2, 8_128), "own.npz"), "compressed by another method than numpy's"),
+        ("prepare", array(zipped(zipfile.ZIP_LZMA, 2**31), "own.npz"), "compressed by another method than numpy's"),
+        ("prepare", array(zipped(zipfile.ZIP_DEFLATED, 2**31), "own.npz"), "unpack to 2,147,483,648; allowed: 1,073,"),
+        ("prepare", array(rows(40_000_000), "own.parquet"), "allowed: 1,073,741,824. If the file is yours"),
+        ("prepare", array(sparse(f"[{10**15}, 0]"), "own.safetensors"), "allowed: 1,073,741,824. If the file is yours"),
+        ("fetch", datasets_folder(_data_files=[{"filename": "../outside.arrow"}]), "'../outside.arrow' is in another"),
+        ("fetch", datasets_folder(_data_files=[{"filename": "/outside.arrow"}]), "'/outside.arrow' is in another f"),
+        ("fetch", datasets_folder(_data_files=7), "own cannot be read"),
         (
             "prepare",
             {"params.yaml": params(fetch={"dataset": "cifar10"}), "data/raw/cifar10/data_batch_1": CODE},
@@ -197,3 +255,325 @@ def test_the_formats_allowed_in_an_image_folder_are_read(
     write(folder(**{f"{label}/{index}.{suffix}": picture(kind) for label in ("one", "two") for index in range(2)}))
     assert main(["fetch"]) == 0
     assert main(["prepare"]) == 0
+
+
+# Tokenizers
+
+
+def tokenizer(model: Any = None, normalizer: Any = None, splitter: Any = None, **vocab: int) -> bytes:
+    model = model or {"type": "WordLevel", "vocab": vocab or {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    return json.dumps(
+        {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "pre_tokenizer": splitter, "model": model,
+         "truncation": None, "padding": None, "post_processor": None, "decoder": None}
+    ).encode()  # fmt: skip
+
+
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+BACKTRACKS = {
+    "type": "Split",
+    "pattern": {"Regex": r"(a*)(a*)(a*)(a*)\1\2x?(?!a)(?<!a)"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        (tokenizer(normalizer={"type": "Sequence", "normalizers": [TENFOLD] * 9}), "took more than 256 MiB of memory"),
+        (tokenizer(splitter=BACKTRACKS), "it took longer than 1 s"),
+        (tokenizer(splitter={"type": "FixedLength", "length": 0}), "the text (chunk size must be non-zero"),
+        (tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}), "not a tokenizer's file ("),
+        (tokenizer(a=2**32), "is not a tokenizer's file (Cannot instantiate"),
+        (tokenizer(a=2**32 - 1), "a token has the number 4,294,967,295; allowed: less than 4,294,967,295"),
+        (tokenizer(b=0), "cannot encode the text (WordLevel error: Missing [UNK] token"),
+        (tokenizer({"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]], "byte_fallback": False}), "`unk_id` is"),
+    ],
+)  # fmt: skip
+def test_a_hostile_tokenizer_is_named(
+    file: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text, "LIMIT_MEMORY_BYTES", 1 << 28)
+    if named.startswith("it took longer"):
+        monkeypatch.setattr(text, "LIMIT_SECONDS", 1)
+    lines = (b"a" * 100 + b"\n") * 20
+    config = params(fetch={"dataset": "text_folder", "text_folder": "own"}, prepare={"tokenizer": "t.json"})
+    write({"params.yaml": config, "t.json": file, "own/1.txt": lines, "own/2.txt": lines})
+    assert main(["fetch"]) == 0
+    before = there()
+    with bounded():
+        assert main(["prepare"]) == 2
+    error = capsys.readouterr().err
+    assert "prepare.tokenizer: t.json " in error
+    assert named in error
+    assert "Traceback" not in error
+    assert there() == before
+
+
+# Configurations of transformers
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers: found 10000000; allowed: at most 1,000"),
+        ({"num_hidden_layers": 900}, "more than 100 modules"),
+        ({"hidden_size": 2**30, "head_dim": 4}, "bytes, but this machine has"),
+        ({"attn_implementation": "owner/kernel"}, "attn_implementation: found 'owner/kernel', which may name code"),
+        ({"_attn_implementation_internal": "owner/kernel:f"}, "_attn_implementation_internal: found 'owner/kernel:f'"),
+        ({"attn_implementation": {"": "owner/kernel"}}, "attn_implementation: found 'owner/kernel'"),
+        ({"attn_implementation": "flash_attention_2"}, "allowed: eager, sdpa, flex_attention"),
+        ({"experts_implementation": "owner/kernel"}, "experts_implementation: found 'owner/kernel'"),
+        ({"text_config": {"attn_implementation": "owner/kernel"}}, "attn_implementation: found 'owner/kernel'"),
+        (
+            {"hidden_act": "owner/kernel"},
+            "hidden_act: found 'owner/kernel', which may name code on a hub, or a file; r",
+        ),
+        ({"x" * 2**20: 1}, "allowed: 1,048,576"),
+    ],
+)
+def test_a_hostile_configuration_of_a_model_is_named(
+    changes: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_config.load()
+    monkeypatch.setattr(from_config, "LIMIT_MODULES", 100)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    with bounded(), pytest.raises(PipelineError) as caught:
+        FromConfig(vocabulary=9, length=4, config=str(tmp_path / "config.json"))
+    assert named in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_configuration_is_built_without_the_hub_and_what_names_one_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    configurations, models = from_config.load()
+    offline: list[bool] = []
+
+    class Noticing:
+        @staticmethod
+        def from_config(*given: Any, **options: Any) -> Any:
+            offline.append(constants.is_offline_mode())
+            return models.from_config(*given, **options)
+
+    monkeypatch.setattr(from_config, "load", lambda: (configurations, Noticing))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    weights = []
+    for more in ({}, {"auto_map": {"AutoModelForCausalLM": "owner/code--x.Y"}, "_name_or_path": "owner/model"}):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
+        torch.manual_seed(0)
+        weights.append(FromConfig(vocabulary=9, length=4, config=str(tmp_path / "config.json")).state_dict())
+    assert offline == [True] * 4
+    assert constants.HF_HUB_OFFLINE is False
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# Files that are no regular files, or too large, or nested deeply
+
+
+def piped(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folded(path: Path) -> None:
+    path.mkdir()
+
+
+def large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)  # zeros that take no space on disk
+
+
+def nested(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "params.yaml": load,
+    "environment.json": environment.read,
+    "results/ddp.json": lambda file: results.read_values(file, "ddp"),
+    "results/ddp/history.csv": results.read_history,
+    "bench.json": results.read_bench,
+    "dvc.lock": consistency._recorded,
+    "dataset.json": lambda file: prepared.described(file.parent),
+    "reports/gate.json": lambda _: promoting._passed(Path(), "commit"),
+    "reports/comparison.json": lambda _: labels._comparison(Path()),
+    "evidence.zip": evidence.check,
+    "files.csv": listed,
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "put"),
+    [(file, put) for file in READERS for put in (piped, a_device, folded, large, nested)
+     if not (file.endswith(".csv") and put in (large, nested))],
+)  # fmt: skip
+def test_a_record_that_is_no_regular_file_of_sane_size_is_named(
+    file: str, put: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    put(Path(file))
+    with bounded(), pytest.raises((PipelineError, OSError)) as caught:
+        READERS[file](Path(file))
+    assert file in str(said(caught.value))
+
+
+@pytest.mark.parametrize("file", ["results/ddp.json", "results/ddp/history.csv", "bench.json", "environment.json"])
+@pytest.mark.usefixtures("job")
+def test_compare_names_a_record_that_is_too_large(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).unlink()
+    large(Path(file))
+    with bounded():
+        assert main(["compare"]) == 2
+    assert f"{file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("put", [piped, a_device, folded, large, nested])
+@pytest.mark.usefixtures("job")
+def test_a_session_that_is_no_regular_file_is_not_used(
+    put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("sessions").mkdir(exist_ok=True)
+    put(Path("sessions/\x1b]0;owned\x07.json"))
+    with bounded():
+        assert main(["compare"]) == 0
+    shown = capsys.readouterr().out
+    assert r"session not used: sessions/\x1b]0;owned\x07.json" in shown
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("speed", [1e-300, 5e-324, 1e300])
+@pytest.mark.usefixtures("job")
+def test_a_session_with_an_impossible_speed_is_not_used(speed: float, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(Path("bench.json").read_text())
+    for arm in values["arms"]:
+        for sample in arm["samples"]:
+            sample["samples_per_second"] = speed
+    Path("sessions").mkdir(exist_ok=True)
+    Path("sessions/x.json").write_text(json.dumps(values))
+    assert main(["compare"]) == 0
+    assert "session not used: sessions/x.json" in capsys.readouterr().out
+
+
+# Text that changes what a terminal or a page shows
+
+UNSEEN = "".join(chr(each) for each in range(sys.maxunicode + 1) if unicodedata.category(chr(each)) in ("Cc", "Cf"))
+
+
+def test_no_control_or_format_character_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"{UNSEEN} naïve 汉字 \ud800")
+    assert capsys.readouterr().out.replace("\n", "").replace("\t", "").isprintable()
+    assert spelled("\u202e\U000e0041\ufeff é") == r"\u202e\U000e0041\ufeff é"
+
+
+@pytest.mark.usefixtures("job")
+def test_no_format_character_of_a_record_reaches_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("results/baseline.json", "results/ddp.json", "bench.json")
+    for file in files:
+        content = Path(file).read_text()
+        device = json.loads(content).get("device") or json.loads(content)["arms"][0]["device"]
+        assert f'"device": "{device}"' in content
+        Path(file).write_text(content.replace(f'"device": "{device}"', '"device": "\u202e\U000e0041\ufeff\\u001b[2J"'))
+    Path("dvc.lock").unlink()
+    assert main(["compare"]) == 0
+    capsys.readouterr()
+    shown = {path: path.read_text() for path in Path("reports").rglob("*") if path.is_file()}
+    assert any(r"\u202e" in each for path, each in shown.items() if path.suffix == ".md")
+    for path, each in shown.items():
+        assert not set(UNSEEN.replace("\n", "")) & set(each), path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("job")
+def test_plan_escapes_a_model_s_name(capsys: pytest.CaptureFixture[str]) -> None:
+    write({"params.yaml": params(train={"model": f"nets:{ESCAPE}\u202e"}), "nets.py": b"def net(**_): pass"})
+    shutil.rmtree("data")  # then the training is not set up
+    main(["plan", "baseline"])
+    shown = "".join(capsys.readouterr())
+    assert r"\x1b]0;owned\x07\u202e" in shown
+    assert not set("\x1b\u202e") & set(shown)
+
+
+# Secrets in addresses
+
+
+@pytest.mark.parametrize(
+    ("shown", "hidden"),
+    [
+        ("https://user:pa/ss@h/x", "https://***@h/x"),
+        ("'https://u:p'w@h', next", "'https://***@h', next"),
+        ("https://u:p'w/x?y@h z", "https://***@h z"),
+        ("https://h/x;token=abc", "https://h/x;***"),
+        ("https://h/x; then", "https://h/x; then"),
+        ("https://h/x?sig='a'b z", "https://h/x?*** z"),
+        ('see https://h/x?sig="ab" z', "see https://h/x?*** z"),
+        ('{"u": "https://h?sig=abc=",', '{"u": "https://h?***",'),
+        ("PIPELINE_IMAGE=user:pass@registry/x", "PIPELINE_IMAGE=***@registry/x"),
+        ("u:p'w@h", "***@h"),
+        ("registry:5000/x@sha256:ab", "registry:5000/x@sha256:ab"),
+        ("user:pass@registry/x@sha256:ab", "***@registry/x@sha256:ab"),
+        ("dvc.yaml:train@baseline", "dvc.yaml:train@baseline"),
+        ("https://github.com/a/b@v4", "https://github.com/a/b@v4"),
+        ("me@work.org, token@host", "me@work.org, token@host"),
+    ],
+)
+def test_no_form_of_an_address_shows_its_secret(shown: str, hidden: str) -> None:
+    assert redacted(shown) == hidden
+
+
+@pytest.mark.parametrize("part", ["://", "://a:'b", ";a", "a://b;", "'a", "a:b@", '="x', "@sha1:", "x"])
+def test_a_long_text_is_redacted_in_seconds(part: str) -> None:
+    with bounded():
+        redacted(part * (2**18 // len(part)))
+
+
+# Links that lead out of the repository
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "named"),
+    [
+        (".ci", "../outside", ".ci/gpu leads to"),
+        (".github", "../outside", ".github/report.py leads to"),
+        (".ci/gpu", "../../outside/gpu", ".ci/gpu leads to"),
+        (".dvc", "../outside", ".dvc/config leads to"),
+        (".ci", ".git/hooks", ".ci/gpu leads to"),
+    ],
+)
+@pytest.mark.usefixtures("repository")
+def test_init_writes_nothing_outside_the_work_tree(
+    link: str, target: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(link).parent.mkdir(parents=True, exist_ok=True)
+    Path(link).symlink_to(target)
+    before = {*Path("..").rglob("*")}
+    assert main(["init", "--yes"]) == 2
+    assert named in capsys.readouterr().err
+    assert {*Path("..").rglob("*")} == before
+
+
+@pytest.mark.usefixtures("repository")
+def test_init_follows_a_link_inside_the_work_tree() -> None:
+    Path("tools").mkdir()
+    Path(".ci").symlink_to("tools")
+    assert main(["init"]) == 0
+    assert os.access("tools/gpu", os.X_OK)
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_record_of_init_that_is_nested_deeply_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write({str(init.RECORD): b"[" * 100_000})
+    assert main(["init"]) == 2
+    assert ".dvc/init.json is damaged; delete it" in capsys.readouterr().err

@@ -75,6 +75,12 @@ def relative(logits, labels):
 
 def mean(logits, labels):
     return probability(logits, labels).mean()
+
+def with_text(logits, labels):
+    return logits + "x"
+
+def of_text(*, classes):
+    return with_text
 """
 
 
@@ -122,6 +128,10 @@ def test_options_reach_the_loss_and_buffers_its_device(digits: Dataset) -> None:
         ("own_code:not_reduced", r"returned a tensor of shape \[6\]; expected a scalar tensor with a gradient"),
         ("own_code:without_gradient", r"expected a scalar tensor with a gradient"),
         ("own_code:summed", r"expected the mean of the samples' own losses"),
+        (
+            "own_code:of_text",
+            r"own_code:of_text raised TypeError: .*\(own_code\.py, line \d+, in with_text\)",
+        ),
         ("own_code:weighted_by_the_batch", r"With class weights: multiply each sample's loss by its weight"),
     ],
 )
@@ -148,6 +158,10 @@ def test_a_mean_that_depends_on_the_batch_is_found_in_a_sorted_data_set(name: st
         ("own_code:percentage", r"train\.metric: own_code:percentage returned scores from .*; expected true or false"),
         ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which are used again"),
         ("own_code:relative", r"own_code:relative gives a sample different scores in different batches"),
+        (
+            "own_code:with_text",
+            r"own_code:with_text raised TypeError: .*\(own_code\.py, line \d+, in with_text\)",
+        ),
         ("own_code:mean", r"returned a tensor of shape \[\] for 6 samples; expected .*\[6\]"),
     ],
 )

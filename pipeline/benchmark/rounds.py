@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.settling import unsettled
-from pipeline.errors import count
+from pipeline.errors import count, say
 from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
 
@@ -144,7 +144,7 @@ def measure(
                 now = time.monotonic()
                 if bar.disable and now - told >= TOLD_SECONDS:
                     told = now
-                    print(f"bench: {count(len(rounds), 'round')} after {now - started:.0f} s", flush=True)
+                    say(f"bench: {count(len(rounds), 'round')} after {now - started:.0f} s")
                 longest = max(longest, now - began)
                 if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
                     break

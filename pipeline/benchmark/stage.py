@@ -14,7 +14,7 @@ from pipeline.benchmark.calibration import calibrate, steps_of
 from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
-from pipeline.errors import count
+from pipeline.errors import count, say
 from pipeline.params import Config, Machine, Margins
 from pipeline.plans import plans
 from pipeline.results import (
@@ -52,20 +52,19 @@ def run(config: Config, machine: Machine, *, again: bool = False) -> None:
     if again:
         (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
-            print(f"bench: an earlier bench of the same job counts too: {earlier}", flush=True)
+            say(f"bench: an earlier bench of the same job counts too: {earlier}")
     else:  # earlier benches do not count, because two sessions can leave undecided what one session decides
         files.write_text(BENCH_FILE, bench.to_json())
-    print(
+    say(
         f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, written to {kept if again else BENCH_FILE}",
-        flush=True,
     )
     for arm in bench.arms:
         if arm.role == "variant" and arm.settled:
-            print(f"bench: {arm.name} was settled after {len(arm.samples)} rounds", flush=True)
+            say(f"bench: {arm.name} was settled after {len(arm.samples)} rounds")
         for line in rejections(arm):
-            print(f"bench: {arm.name} {line}", flush=True)
+            say(f"bench: {arm.name} {line}")
     if why := next((each.why_no_energy for arm in bench.arms for each in arm.samples if each.why_no_energy), None):
-        print(f"bench: energy is unknown in at least one round: {why}", flush=True)
+        say(f"bench: energy is unknown in at least one round: {why}")
     if bench.interrupted:
         raise KeyboardInterrupt(
             f"{count(bench.rounds, 'complete round')} kept in {kept}; run the same command within an hour to add rounds"
@@ -89,7 +88,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
         dataset = Dataset.model_validate(about["dataset"])
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
-            print(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}", flush=True)
+            say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
             ledgers, flops = earlier.ledgers, earlier.flops
         else:
@@ -127,7 +126,7 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
 
         said = outlook(len(arms), steps, round_seconds, before=before, **limits)
-        print(f"bench: {said}", flush=True)
+        say(f"bench: {said}")
         rounds = measure(
             arms,
             **limits,
@@ -151,7 +150,7 @@ def _calibrated(
     """
     specs, samples = [arm for arm in arms if arm.role == "variant"], {}
     for number, spec in enumerate(specs, 1):
-        print(f"bench: short first sample of {spec.name}, {number} of {len(specs)}", flush=True)
+        say(f"bench: short first sample of {spec.name}, {number} of {len(specs)}")
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
     known = {key: {name: each.answer[key] for name, each in samples.items()} for key in ("ledgers", "flops")}
     found = {name: Ledgers.model_validate(each) for name, each in known["ledgers"].items() if each}

@@ -14,7 +14,7 @@ from pipeline import results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
-from pipeline.files import PREPARED, file_sha256
+from pipeline.files import LIMIT_BYTES, PREPARED, file_sha256, read_bytes
 from pipeline.params import Config
 from pipeline.results import RESULTS, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
 
@@ -51,6 +51,8 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
 
 
 LOCK = Path("dvc.lock")
+LIMIT_LOCK_BYTES = 1 << 20
+"""Largest allowed size of dvc.lock. Its parser reads about 100 KB in a second."""
 DATASET = PREPARED / "dataset.json"
 
 
@@ -80,7 +82,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
         now = weights.get(teacher, {})
         if any(now.get(run.seed, run.teacher_sha256) != run.teacher_sha256 for run in result.runs):
             problems.append(f"{file} holds a run that learned from weights that {teacher} no longer has. {again}")
-        if (root / history).exists() and file_sha256(root / history) != result.history_sha256:
+        if (root / history).exists() and file_sha256(root / history, LIMIT_BYTES) != result.history_sha256:
             problems.append(f"{history} is not the history that was written together with {file}. {again}")
         elif (root / history).exists():
             try:
@@ -103,7 +105,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
 
 def _md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    return hashlib.md5(read_bytes(path), usedforsecurity=False).hexdigest()
 
 
 def check_here(config: Config, environment: Mapping[str, Any]) -> None:
@@ -128,12 +130,11 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
 def _recorded(lock: Path) -> dict[str, str]:
     """Return output -> MD5 from dvc.lock; empty if there is no lock file."""
     try:
-        text = lock.read_text(encoding="utf-8")
-        made = yaml.safe_load(text).get("stages", {}).values()
+        made = yaml.safe_load(read_bytes(lock, LIMIT_LOCK_BYTES)).get("stages", {}).values()
         return {out["path"]: out["md5"] for stage in made for out in stage.get("outs", ()) if "md5" in out}
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ComparisonError(
             f"{lock} cannot be read. Restore it with `git checkout {lock.name}`, or run `dvc repro`. ({error})"
         ) from None
@@ -142,14 +143,14 @@ def _recorded(lock: Path) -> dict[str, str]:
 def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
     """Return file -> SHA-256, for the files from which a comparison of these results is made."""
     files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
-    sessions = sorted(path.relative_to(root) for path in (root / results.SESSIONS).glob("*.json"))
-    return {path.as_posix(): file_sha256(root / path) for path in (*files, results.BENCH_FILE, *sessions)}
+    sessions = [path.relative_to(root) for path in results.session_files(root / results.SESSIONS)]
+    return {path.as_posix(): file_sha256(root / path, LIMIT_BYTES) for path in (*files, results.BENCH_FILE, *sessions)}
 
 
 def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
     """Return the files in ``comparison["made_of"]`` that changed after the comparison was made, or no longer exist."""
-    then = comparison.get("made_of", {})
-    return [name for name, sha in then.items() if not (root / name).is_file() or file_sha256(root / name) != sha]
+    then = {root / name: (name, sha) for name, sha in comparison.get("made_of", {}).items()}
+    return [name for file, (name, sha) in then.items() if not file.is_file() or file_sha256(file, LIMIT_BYTES) != sha]
 
 
 def check(measured: Sequence[Result], baseline: Result, bench: Bench, environment: Mapping[str, Any]) -> None:

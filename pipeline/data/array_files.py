@@ -33,6 +33,12 @@ LIMIT_ROW_BYTES = 64 << 20
 """Largest allowed size of a row. Even a small file can declare a huge row, or contain one in compressed form, and a
 chunk holds at least one row."""
 
+LIMIT_UNPACKED_BYTES, LIMIT_RATIO = 1 << 30, 100
+"""A file may unpack to this number of bytes, or to this multiple of its own size, whichever is more. A few kilobytes
+can unpack to more than the disk holds."""
+LEAST_ROW_BYTES = 32
+"""A row counts as at least this number of bytes, because even an empty row takes time."""
+
 
 def read(path: Path, unpacked: Path, changes: Counter[str]) -> dict[str, Rows]:
     """Return the arrays of a file by name, memory-mapped. A file other than .npy is first unpacked into the empty
@@ -97,6 +103,9 @@ def _unzip(path: Path, directory: Path) -> None:
         names = archive.namelist()
         if len(set(names)) < len(names):
             raise ValueError("two arrays have the same name")
+        if {each.compress_type for each in archive.infolist()} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+            raise ValueError("it is compressed by another method than numpy's")  # which decompresses without limit
+        _check_unpacked(path, sum(each.file_size for each in archive.infolist()))
         for name in names:
             check_name(name.removesuffix(".npy"), path)
             archive.extract(name, directory)
@@ -110,6 +119,7 @@ def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
             rows = tensors.get_slice(name)
             size, *shape = rows.get_shape()
             length = max(1, CHUNK_BYTES // (8 * math.prod(shape) or 1))
+            _check_unpacked(path, size * LEAST_ROW_BYTES)
             if not size:  # the library slices no empty tensor
                 yield {name: tensors.get_tensor(name)}
             for start in range(0, size, length):
@@ -129,6 +139,7 @@ def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
     with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
         row_bytes = sum(map(_row_bytes, table.schema_arrow.types))
         _check_row_bytes(path, row_bytes)
+        _check_unpacked(path, table.metadata.num_rows * max(row_bytes, LEAST_ROW_BYTES))
         noted = (table.schema_arrow.pandas_metadata or {}).get("index_columns", ())
         kept = [name for name in table.schema_arrow.names if name in ("inputs", "targets") or name not in noted]
         changes.update(f"left out: {name!r}, the data frame's index" for name in {*table.schema_arrow.names} - {*kept})
@@ -148,6 +159,15 @@ def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
 def _check_row_bytes(path: Path, row_bytes: int) -> None:
     if row_bytes > LIMIT_ROW_BYTES:
         raise DataError(f"{path}: a row (a sample) has {row_bytes:,} bytes; allowed: {LIMIT_ROW_BYTES:,}.")
+
+
+def _check_unpacked(path: Path, unpacked_bytes: int) -> None:
+    size = path.stat().st_size
+    if unpacked_bytes > (allowed := max(LIMIT_UNPACKED_BYTES, LIMIT_RATIO * size)):
+        raise DataError(
+            f"{path}: {size:,} bytes would unpack to {unpacked_bytes:,}; allowed: {allowed:,}. If the file is yours, "
+            "save its arrays as .npy files, and name their folder in fetch.arrays."
+        )
 
 
 def _row_bytes(kind: Any) -> int:

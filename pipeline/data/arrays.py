@@ -28,7 +28,7 @@ from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
 from pipeline.data.array_files import Rows, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, drawn, held_out, listed
-from pipeline.files import file_sha256
+from pipeline.files import file_sha256, read_json
 from pipeline.params import Config, Fetch
 
 LIMIT_CLASSES = 1 << 16
@@ -123,12 +123,16 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
     """
     datasets = factories.library("datasets", f"{KEY}: the library datasets saved {folder}", DataError)
     with naming(folder):
+        names = read_json(folder / SAVED[1])["splits"] if (folder / SAVED[1]).exists() else ["."]
+        if others := sorted(set(names) - {"train", "test", "."}):
+            raise DataError(
+                f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename the split, or drop it."
+            )
+        for file in (each["filename"] for name in names for each in read_json(folder / name / SAVED[0])["_data_files"]):
+            if Path(file).name != file:
+                raise ValueError(f"its data file {file!r} is in another folder")
         found = datasets.load_from_disk(folder)
     splits = found if isinstance(found, Mapping) else {"train": found}
-    if others := sorted(set(splits) - {"train", "test"}):
-        raise DataError(
-            f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename the split, or drop it."
-        )
     if split in splits:
         rows = splits[split].with_format("numpy", dtype=None)  # None keeps the saved dtypes
         yield from rows.iter(min(CHUNK_ROWS, max(1, array_files.CHUNK_BYTES * len(rows) // (rows.data.nbytes or 1))))

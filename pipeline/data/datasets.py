@@ -29,6 +29,7 @@ from pipeline.data import LIMIT_BYTES, LISTING, DataError, arrays, synthetic, te
 from pipeline.data.checksums import SHA256
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.errors import first_line, printable
+from pipeline.files import open_regular, read_bytes
 from pipeline.params import Config
 
 CHUNK_IMAGES = 64
@@ -81,7 +82,7 @@ def decode(config: Config, raw: Path, work: Path | None = None) -> Decoded:
 def _published(path: Path) -> bytes:
     """Return the content of the raw file ``<dataset>/NAME``. Raises DataError if its SHA-256 is not as published."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(LIMIT_BYTES)  # a swapped file may be of any size
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from None
@@ -227,7 +228,7 @@ def _decode_chunk(root: Path, chunk: list[_Image], size: tuple[int, int], span: 
     broken, changed = {}, Counter[str]()
     for index, image in enumerate(chunk):
         try:
-            content = (root / image.path).read_bytes()
+            content = read_bytes(root / image.path, LIMIT_BYTES)
         except OSError as error:
             raise DataError(f"{root / image.path} cannot be read ({error.strerror}): {_CHANGED}") from None
         if hashlib.sha256(content).hexdigest() != image.sha256:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from pipeline.data import DataError
 from pipeline.errors import printable
+from pipeline.files import open_regular
 
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
@@ -91,7 +93,7 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
     if a path does not match the regular expression ``allowed``.
     """
     try:
-        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with io.TextIOWrapper(open_regular(path), "utf-8", "surrogateescape", newline="") as file:
             rows = [(row["path"], row["sha256"]) for row in csv.DictReader(file)]
         if not all(re.fullmatch(allowed, path or "", re.DOTALL) for path, _ in rows):
             raise ValueError(f"a path does not match {allowed}")

@@ -17,6 +17,7 @@ from pipeline.data import DataError, array_files
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk
 from pipeline.data.prepared import DESCRIPTION, Description, MemoryMap, Statistics, form_of
+from pipeline.errors import say
 from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
 
@@ -63,12 +64,12 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         description = description.model_copy(update={"sha256": description.digest()})
         (work / DESCRIPTION).write_text(description.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for change, times in description.changes.items():
-        print(f"{change}: {times:,}", file=sys.stderr)
+        say(f"{change}: {times:,}", file=sys.stderr)
     for split, counts in (("training", train_counts), ("test", test_counts)):
         if absent := counts.count(0):
             first = f"the first is {decoded.classes[counts.index(0)]!r}"
-            print(f"warning: {absent} of {len(counts)} classes have no {split} sample; {first}", file=sys.stderr)
-    print(
+            say(f"warning: {absent} of {len(counts)} classes have no {split} sample; {first}", file=sys.stderr)
+    say(
         f"prepared {description.name}: {description.train_count:,} training and {description.test_count:,} test "
         f"samples of {_named(forms)}; {description.test_in_train_count:,} test inputs are also training inputs, "
         f"and {description.test_repeated_count:,} repeat another test input",

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.data import DataError
 from pipeline.errors import ConfigError, first_line
-from pipeline.files import file_sha256, json_sha256
+from pipeline.files import file_sha256, json_sha256, read_bytes
 
 if TYPE_CHECKING:  # packing imports this module without torch, and publish imports it without torch and numpy
     import numpy as np
@@ -217,7 +217,7 @@ def described(directory: Path) -> Description:
     """Read ``dataset.json`` in ``directory``. Raises DataError if it is missing, cannot be read or was changed."""
     path = directory / DESCRIPTION
     try:
-        description = Description.model_validate_json(path.read_bytes())
+        description = Description.model_validate_json(read_bytes(path))
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run `dvc repro prepare` first.") from None
     except (OSError, ValidationError) as error:

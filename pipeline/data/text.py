@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import platform
+import resource
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeline import factories
-from pipeline.data import LISTING, DataError
+from pipeline.data import LIMIT_BYTES, LISTING, DataError
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, files_under, held_out, listed
 from pipeline.errors import count, first_line
+from pipeline.files import open_regular, read_bytes
 from pipeline.params import Config, Fetch
+from pipeline.processes import end_with_parent
 
 Tokens = npt.NDArray[Any]
 
@@ -26,6 +34,11 @@ END = 256
 """The token after each file's last token, if the tokens are bytes."""
 KEY = "prepare.tokenizer"
 BLOCK_BYTES = 1 << 20
+LIMIT_MEMORY_BYTES = 2 << 30
+"""Memory that a tokenizer's process may take. A tokenizer can multiply text."""
+LIMIT_SECONDS = 10
+"""Longest allowed time for a part of a text, apart from a minute for each MiB. A pattern in a tokenizer can take
+forever."""
 
 FOLDERS = ("text_folder", "python_source")
 """The data sets that are folders of text."""
@@ -110,18 +123,66 @@ def _tokenizer(file: str | None) -> tuple[Callable[[str], Tokens], int, str]:
     if file is None:
         return lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16), END, ""
     path = Path(file).expanduser()
-    tokenizers = factories.library("tokenizers", f"{KEY}: found {file!r}", DataError)
+    factories.library("tokenizers", f"{KEY}: found {file!r}", DataError)
     try:
-        content = path.read_bytes()
-        found = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise DataError(f"{KEY}: {path} is not a tokenizer's file ({first_line(error)}); save it anew.") from None
-    found.no_truncation()
-    found.no_padding()
-    end = 1 + max(found.get_vocab().values(), default=-1)
-    dtype = np.uint16 if end < 1 << 16 else np.uint32
+        content = read_bytes(path, LIMIT_BYTES)
+    except OSError as error:
+        raise DataError(f"{KEY}: {path} cannot be read: {error.strerror}.") from None
+    here, there = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_encode, args=(there, LIMIT_MEMORY_BYTES), daemon=True)
+    process.start()
+    there.close()
+    here.recv()  # it has started
+
+    def ask(request: str | bytes) -> Any:
+        limit = LIMIT_SECONDS + 60 * len(request) / (1 << 20)
+        try:
+            here.send(request)
+            answer = here.recv() if here.poll(limit) else f"it took longer than {limit:.0f} s"
+        except (EOFError, OSError):  # it was killed, or the library ended it
+            answer = f"it ended, perhaps because it took more than {LIMIT_MEMORY_BYTES >> 20:,} MiB of memory"
+        if isinstance(answer, str):
+            process.kill()
+            what = "cannot encode the text" if isinstance(request, str) else "is not a tokenizer's file"
+            raise DataError(f"{KEY}: {path} {what} ({answer}); save it anew, or use another.")
+        return answer
+
+    end = ask(content)
     version = f"tokenizer {hashlib.sha256(content).hexdigest()[:16]}"
-    return lambda text: np.array(found.encode(text, add_special_tokens=False).ids, dtype), end, version
+    return ask, end, version
+
+
+def _encode(requests: Connection, memory_bytes: int) -> None:
+    """Answer the first request, a tokenizer's file, with the number of its tokens, and each text with its tokens.
+
+    An answer of text is an error. This runs in a process of its own, with limited memory and without output, because
+    the file is not trusted: it can let the library take any amount of memory or time, or end the process.
+    """
+    end_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a panic is printed, and also raised
+    try:
+        import tokenizers
+
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        requests.send(None)
+        found = tokenizers.Tokenizer.from_buffer(requests.recv())
+        found.no_truncation()
+        found.no_padding()
+        end = 1 + max(found.get_vocab().values(), default=-1)
+        dtype = np.dtype(np.uint16 if end < 1 << 16 else np.uint32)
+        if end > np.iinfo(np.uint32).max:
+            raise ValueError(f"a token has the number {end - 1:,}; allowed: less than {2**32 - 1:,}")
+        requests.send(end)
+        while True:
+            tokens = np.array(found.encode(requests.recv(), add_special_tokens=False).ids, np.uint32)
+            if tokens.size and tokens.max() >= end:
+                raise ValueError(f"it made the token {tokens.max():,}, but its vocabulary has only {end:,}")
+            requests.send(tokens.astype(dtype))
+    except EOFError:  # the parent needs no more
+        pass
+    except BaseException as error:  # a panic of the library is no Exception
+        requests.send(first_line(error))
 
 
 def _tokens(top: Path, rows: Iterable[tuple[str, str]], encode: Callable[[str], Tokens], end: int) -> Iterator[Tokens]:
@@ -147,7 +208,7 @@ def _tokens(top: Path, rows: Iterable[tuple[str, str]], encode: Callable[[str], 
 
 def _blocks(path: Path, digest: Any) -> Iterator[bytes]:
     """Yield the file's content, and update ``digest`` with it, so that the file is read only once."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
             yield block

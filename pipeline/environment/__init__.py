@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pipeline.environment import cpus, gpus, software, variables
 from pipeline.environment.cpus import cores, memory_limits
 from pipeline.errors import PipelineError, redacted
-from pipeline.files import json_sha256, write_text
+from pipeline.files import json_sha256, read_json, read_text, write_text
 from pipeline.params import CATALOGUE, COMPILER, Machine
 
 __all__ = [
@@ -127,7 +127,7 @@ def write(
     fingerprint's hash. A file with the same content is not rewritten."""
     found = fingerprint(relied_on) | dict(described or {})
     text = json.dumps(found, indent=2) + "\n"
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
+    if not path.exists() or read_text(path) != text:
         write_text(path, text)
     return str(found["hash"])
 
@@ -136,7 +136,7 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
     """Read the fingerprint that ``write`` wrote to ``path``. Raises PipelineError if the file is missing or invalid."""
     again = "run `dvc repro`, or `python -m pipeline environment`."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise PipelineError(f"{path} is missing, so the machine of the results is unknown: {again}") from None
     except ValueError:

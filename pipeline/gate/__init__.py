@@ -10,7 +10,7 @@ import traceback
 
 from pipeline import environment
 from pipeline.environment import stages
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, say, spelled
 from pipeline.files import write_text
 from pipeline.gate.current import check_current
 from pipeline.gate.decision import Gated, GateError, supported
@@ -36,7 +36,7 @@ def run(config: Config, against: str) -> int:
         file.unlink(missing_ok=True)
     try:
         gated = measured(config, against)
-        text = markdown(gated)
+        text = spelled(markdown(gated))
         write_text(JSON_FILE, gated.to_json())
     except PipelineError:
         raise
@@ -44,7 +44,7 @@ def run(config: Config, against: str) -> int:
         traceback.print_exc()
         raise GateError(f"nothing was decided, because of the error above: {error!r}") from error
     write_text(MARKDOWN_FILE, text)
-    print(text, end="")
+    say(text, end="")
     return gated.exit_code
 
 

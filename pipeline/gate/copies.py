@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.environment import code
+from pipeline.errors import say
 from pipeline.gate.decision import GateError
 from pipeline.gate.environments import pythons
 
@@ -69,7 +70,7 @@ def copy_files(top: Path, to: Path, *only: str) -> None:
 def dvc(side: Copy, *arguments: str) -> None:
     """Run DVC in a copy. DVC and its stages write their output to stderr. Raises GateError if DVC fails."""
     root, python = side
-    print(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr, flush=True)
+    say(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr)
     command = [str(python), "-m", "dvc", *arguments]
     process = subprocess.Popen(command, cwd=root, env=_variables(python), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:

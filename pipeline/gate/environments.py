@@ -12,6 +12,8 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from pipeline.environment.software import version
+from pipeline.errors import say
+from pipeline.files import read_text
 from pipeline.gate.decision import GateError
 
 LOCK = "requirements.lock"
@@ -66,7 +68,7 @@ def systems(base: Path, head: Path) -> list[str]:
 
 def pins(lock: Path) -> list[Requirement]:
     """Return the lock file's requirements on this platform. Raises GateError, naming the file, if it is malformed."""
-    lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and line[0] not in " #-"]
+    lines = [line for line in read_text(lock).splitlines() if line and line[0] not in " #-"]
     try:
         found = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
     except InvalidRequirement as error:
@@ -93,7 +95,7 @@ def _made(lock: Path) -> Path:
     folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
     python, stamp = folder / "bin" / "python", folder / "installed"
     if not stamp.exists():
-        print(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr, flush=True)
+        say(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr)
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
         making = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)]
         install, build = [*pip, "install", "--require-hashes"], lock.with_name(BUILD_LOCK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,8 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.verdicts import Accuracy
 from pipeline.environment import ENVIRONMENT_FILE, checked_out, stages
 from pipeline.environment.stages import MEASURING
-from pipeline.errors import count
+from pipeline.errors import count, say
+from pipeline.files import read_json
 from pipeline.gate import environments
 from pipeline.gate.copies import check_arms, commit_of, copies, dvc
 from pipeline.gate.decision import (
@@ -200,7 +200,7 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
     try:
         steps, taken = steps_of(arms, config.bench.window_seconds)
         said = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-        print(f"gate: {said}", file=sys.stderr, flush=True)
+        say(f"gate: {said}", file=sys.stderr)
         return measure(
             arms,
             seconds=seconds,
@@ -271,7 +271,7 @@ def _test_accuracies(root: Path, names: Sequence[str]) -> tuple[dict[str, dict[i
     for name in names:
         file = root / results.result_file(name)
         try:
-            result = json.loads(file.read_text(encoding="utf-8"))
+            result = read_json(file)
             runs, unit = result["runs"], Unit.model_validate(result.get("unit", {}))
             found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ import psutil
 import pynvml
 import torch
 
+from pipeline.errors import say
 from pipeline.measurement.nvml import answer, handle_of
 
 
@@ -66,7 +67,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
                     file.flush()
         except OSError as error:  # the training continues without this file
             said = f"{self._path} gets no more rows, because it could not be written: {error.strerror}"
-            print(said, file=sys.stderr, flush=True)
+            say(said, file=sys.stderr)
 
 
 def _of_gpu(device: torch.device) -> dict[str, Callable[[], float | None]]:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from pipeline import factories
-from pipeline.errors import PipelineError, first_line
+from pipeline import environment, factories
+from pipeline.errors import PipelineError, count, first_line
+from pipeline.files import read_bytes
+
+LIMIT_BYTES = 1 << 20
+"""Largest allowed size of a configuration's file."""
+LIMIT_LAYERS = 1_000
+"""Largest allowed number of layers."""
+LIMIT_MODULES = 100_000
+"""Largest allowed number of modules in a model."""
+BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Allowed implementations of attention and of experts. The library would look for others on a hub."""
+UNUSED = ("_name_or_path", "name_or_path", "auto_map", "quantization_config")
+"""Keys that name where the weights or their code came from, or how the weights were stored. They are ignored."""
 
 
 class FromConfig(nn.Module):
@@ -26,12 +43,14 @@ class FromConfig(nn.Module):
         where = f"train.model_options.config: found {config!r}"
         configurations, models = load()
         try:
-            values = json.loads(Path(config).read_text(encoding="utf-8"))
+            values = _checked(json.loads(read_bytes(Path(config), LIMIT_BYTES)))
             # There are no special tokens, because a padding token's embedding would not be trained. The model is a
             # decoder, because in an encoder a token would attend to later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-            found = configurations.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
-            self.net = models.from_config(found, dtype=torch.float32).train()
+            with _offline():
+                found = configurations.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
+                _check_size(models, found)
+                self.net = models.from_config(found, dtype=torch.float32).train()
         except Exception as error:
             raise PipelineError(
                 f"{where}, from which transformers cannot make a causal language model: {first_line(error)}"
@@ -43,6 +62,55 @@ class FromConfig(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
         return logits
+
+
+def _checked(values: Any, key: str = "") -> Any:
+    """Return the configuration's ``values`` without the keys in ``UNUSED``. Raises ValueError for code from elsewhere,
+    and for too many layers. ``key``: the key of ``values`` in the configuration."""
+    if isinstance(values, dict):
+        inside = {name: each for name, each in values.items() if name not in UNUSED}
+        return {name: _checked(each, key if "implementation" in key else name) for name, each in inside.items()}
+    if isinstance(values, list):
+        return [_checked(each, key) for each in values]
+    of_code = "implementation" in key
+    if isinstance(values, str) and (values not in BUILT_IN if of_code else "/" in values):
+        remedy = f"allowed: {', '.join(BUILT_IN)}" if of_code else "remove it"
+        raise ValueError(f"{key}: found {values!r}, which may name code on a hub, or a file; {remedy}.")
+    if isinstance(values, int) and "layer" in key and values > LIMIT_LAYERS:
+        raise ValueError(f"{key}: found {values}; allowed: at most {LIMIT_LAYERS:,}.")
+    return values
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Refuse all access to the hub while the block runs."""
+    constants = factories.library("huggingface_hub.constants", "train.model: found 'transformers'", PipelineError)
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _check_size(models: Any, found: Any) -> None:
+    """Raise ValueError if the model has more than ``LIMIT_MODULES`` modules, or is larger than the memory. To find out,
+    it is built on the meta device, which has no memory."""
+    numbers = itertools.count(1)
+
+    def counted(*_: Any) -> None:
+        if next(numbers) > LIMIT_MODULES:
+            raise ValueError(f"the model has more than {count(LIMIT_MODULES, 'module')}.")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        with torch.device("meta"):
+            net = models.from_config(found, dtype=torch.float32)
+    finally:
+        hook.remove()
+    needed = sum(each.nbytes for each in net.state_dict().values())
+    memory = min([psutil.virtual_memory().total, *environment.memory_limits()])
+    if needed > memory and type(torch.empty(0)) is Tensor:  # a fake tensor needs no memory
+        raise ValueError(f"its weights take {needed:,} bytes, but this machine has {memory:,}.")
 
 
 def load() -> tuple[Any, Any]:

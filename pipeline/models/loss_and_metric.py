@@ -70,9 +70,11 @@ def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) 
     own = {key: name for key in ("task", "loss", "metric") if ":" in (name := getattr(train, key))}
     with randomness.kept():
         for key in own.keys() & {"task", "loss"}:
-            _check_loss(f"train.{key}: {own[key]}", objective, outputs.clone().requires_grad_(), targets)
+            with factories.naming(own[key], f"train.{key}", ObjectiveError):
+                _check_loss(f"train.{key}: {own[key]}", objective, outputs.clone().requires_grad_(), targets)
         for key in own.keys() & {"task", "metric"}:
-            _check_scores(f"train.{key}: {own[key]}", objective, outputs, targets)
+            with factories.naming(own[key], f"train.{key}", ObjectiveError):
+                _check_scores(f"train.{key}: {own[key]}", objective, outputs, targets)
 
 
 def _check_loss(where: str, objective: Objective, outputs: Tensor, targets: Tensor) -> None:

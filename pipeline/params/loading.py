@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Hashable, Iterator
@@ -12,6 +13,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from pipeline.errors import ConfigError, did_you_mean
+from pipeline.files import open_regular
 from pipeline.params import sections
 from pipeline.params.catalogue import CATALOGUE, Variant, contradiction, extra_problems, misplaced
 from pipeline.params.catalogue.models import Distillation
@@ -80,7 +82,7 @@ def read(path: Path) -> Any:
     """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, exceeds
     a limit, or has a key that is a duplicate or no text."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
             text = file.read(LIMIT + 1)
     except FileNotFoundError:
         raise ConfigError(
@@ -248,10 +250,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode):
                 kind = key.tag.rpartition(":")[2]  # YAML 1.1 reads no, on and 16 as other types than text
-                wrong = f"is of type {kind} in YAML; quote it" if kind != "str" else "occurs twice in one mapping"
-                if kind != "str" or key.value in seen:
+                typed = kind not in ("str", "merge")
+                wrong = f"is of type {kind} in YAML; quote it" if typed else "occurs twice in one mapping"
+                if typed or key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key.value!r} {wrong}", key.start_mark
                     )

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from pipeline.comparison.comparison_file import Comparison
+from pipeline.errors import spelled
 from pipeline.files import write_texts
 from pipeline.report.data import accuracy_csv, loss_csv, metrics, ratios_csv, verdicts
 from pipeline.report.markdown import markdown
@@ -38,7 +39,7 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
         "ratios.csv": ratios_csv(comparison),
         **{name: json.dumps(content, indent=2, allow_nan=False) + "\n" for name, content in values.items()},
     }
-    files = {directory / name: text for name, text in texts.items()}
+    files = {directory / name: spelled(text) for name, text in texts.items()}
     write_texts(files)
     for stale in set((directory / "metrics").glob("*.json")) - files.keys():
         stale.unlink()

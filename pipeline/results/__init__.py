@@ -41,6 +41,7 @@ from pipeline.results.files import (
     read_sessions,
     read_values,
     result_file,
+    session_files,
     stage_of,
     system_file,
     train_again,

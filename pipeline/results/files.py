@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
-from pipeline.errors import PipelineError
-from pipeline.files import json_sha256, naming, write_text
+from pipeline.errors import PipelineError, say
+from pipeline.files import LIMIT_BYTES, json_sha256, naming, read_bytes, read_json, read_text, write_text
 from pipeline.params import Config, Train, Variant, is_file
 from pipeline.results.bench_file import Bench
 from pipeline.results.contradictions import of_result
@@ -106,7 +106,10 @@ def read(path: Path, config: Config) -> Result:
 
 def read_values(path: Path, variant: str) -> dict[str, Any]:
     """Read the file of a profile, or of inference measurements. Raises ResultError if it is not of ``variant``."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = read_json(path)
+    except ValueError:
+        values = None
     if not isinstance(values, dict) or values.get("variant") != variant:
         raise ResultError(
             f"{path} is not of variant {variant!r}, although its name says so. Remove the file and run `dvc repro`."
@@ -143,13 +146,18 @@ def read_bench(path: Path = BENCH_FILE) -> Bench:
 def read_document(path: Path, kind: type[D], remedy: str) -> D:
     """Read a file that ``to_json`` made. Raises ResultError, which names the file, the wrong keys and ``remedy``."""
     try:
-        document = kind.model_validate_json(path.read_bytes())
+        document = kind.model_validate_json(read_bytes(path))
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; {remedy}.") from None
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} is not a file that this version can read; {remedy}. ({error})") from None
     _refuse(path, document.problems(), remedy)
     return document
+
+
+def session_files(directory: Path = SESSIONS) -> list[Path]:
+    """Return the files in ``directory`` that may be sessions, sorted by name."""
+    return sorted(path for path in directory.glob("*.json") if path.is_file() and path.stat().st_size <= LIMIT_BYTES)
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
@@ -159,7 +167,7 @@ def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
         try:
             found.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
         except ResultError as error:
-            print(f"session not used: {error}")
+            say(f"session not used: {error}")
     return found
 
 
@@ -171,8 +179,7 @@ def write(result: Result, path: Path) -> None:
 def read_history(path: Path) -> list[HistoryRow]:
     """Read the rows in file order. Raises ResultError, naming the file, if it is not a history."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [history_row(row) for row in csv.DictReader(file)]
+        return [history_row(row) for row in csv.DictReader(io.StringIO(read_text(path)))]
     except (ValueError, csv.Error) as error:
         raise ResultError(f"{path} is not a history that this version can read: run `dvc repro`. ({error})") from None
 

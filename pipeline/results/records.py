@@ -29,8 +29,8 @@ R = TypeVar("R", bound=Record)
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, lt=1e15)]
 """Seconds, shares and other amounts that cannot be negative."""
-Positive = Annotated[float, Field(gt=0, lt=1e15)]
-"""Speeds, and the times from which speeds are computed: never 0, and below a bound that no measurement reaches."""
+Positive = Annotated[float, Field(gt=1e-9, lt=1e15)]
+"""Speeds, and the times from which speeds are computed: never 0, and within bounds that no measurement reaches."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils import swap_tensors
 
 from pipeline.distributed import World
-from pipeline.errors import ConfigError, count
+from pipeline.errors import ConfigError, count, say
 from pipeline.plans import Plan, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique, load_share
@@ -84,7 +84,7 @@ class Pipeline(Technique):
         if self.world.is_main:  # other ranks wait: on a CPU they would slow down the timed units
             try:
                 found = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
-                print(f"{self.plan.name}: {described(found, self.plan.micro_batches)}", flush=True)
+                say(f"{self.plan.name}: {described(found, self.plan.micro_batches)}")
             except NotAChain as reason:
                 found = str(reason)
         found = self.world.broadcast(found)

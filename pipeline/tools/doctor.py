@@ -24,7 +24,7 @@ import psutil
 
 from pipeline import environment, params, plans
 from pipeline.environment import gpus
-from pipeline.errors import ConfigError, count, printable, redacted, said
+from pipeline.errors import ConfigError, count, printable, redacted, said, say
 from pipeline.files import PREPARED
 
 SECONDS = 60.0
@@ -302,13 +302,13 @@ def run() -> int:
     width, column = shutil.get_terminal_size().columns, max(map(len, CHECKS))
     for name, findings in found.items():
         for status, text, remedy in findings:
-            print(_wrapped(f"{status:7}  {name:{column}}  ", text, width))
+            say(_wrapped(f"{status:7}  {name:{column}}  ", text, width))
             if status in ("PROBLEM", "warning") and not remedy:
                 remedy = next((known for part, known in REMEDIES.items() if part in f"{name}: {text}"), "")
             if remedy:  # indented less than the text, so that commands stay on one line
-                print(_wrapped("         -> ", remedy, width))
+                say(_wrapped("         -> ", remedy, width))
     counts = Counter(finding.status for findings in found.values() for finding in findings)
-    print(f"\n{count(counts['PROBLEM'], 'problem')}, {count(counts['warning'], 'warning')}")
+    say(f"\n{count(counts['PROBLEM'], 'problem')}, {count(counts['warning'], 'warning')}")
     return int(counts["PROBLEM"] > 0)
 
 

@@ -25,8 +25,8 @@ from pipeline import environment, params, report, results
 from pipeline.comparison.compare import compare
 from pipeline.comparison.consistency import DATASET, LOCK, made_of, read_all
 from pipeline.environment import code
-from pipeline.errors import PipelineError, count, printable, redacted
-from pipeline.files import whole
+from pipeline.errors import PipelineError, count, redacted, say
+from pipeline.files import open_regular, read_bytes, read_text, whole
 from pipeline.params import Config
 
 FILE = Path("evidence.zip")
@@ -66,7 +66,7 @@ def write(file: Path = FILE) -> None:
     inputs = {name: _read(name) for name in _inputs(params.load())}
     unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
     for name in sorted(inputs.keys() - unsummed):
-        if Path(name).read_bytes() != inputs[name]:
+        if read_bytes(Path(name)) != inputs[name]:
             raise EvidenceError(
                 f"{name} holds an address with a user name, password or query. Evidence must not show these parts, but "
                 "without them the file would not match its checksum. Remove the address from `train` or `variants` in "
@@ -87,7 +87,7 @@ def write(file: Path = FILE) -> None:
             written.write(content)
     except (FileExistsError, IsADirectoryError, NotADirectoryError, ValueError):
         raise EvidenceError(f"{file} is not a file, or its parent is not a directory; choose another path.") from None
-    print(f"evidence: {len(members)} files are in {file}; to check them, run: python -m pipeline evidence check {file}")
+    say(f"evidence: {len(members)} files are in {file}; to check them, run: python -m pipeline evidence check {file}")
 
 
 def check(file: Path = FILE) -> int:
@@ -97,7 +97,7 @@ def check(file: Path = FILE) -> int:
     Raises EvidenceError, before anything is unpacked, if ``file`` cannot be evidence.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             content = opened.read(LARGEST + 1)
     except OSError as error:
         raise EvidenceError(f"{file} cannot be read: {error.strerror}. Name a file that `evidence` wrote.") from None
@@ -116,7 +116,7 @@ def check(file: Path = FILE) -> int:
         raise
     except Exception as error:  # any other error means that this report does not follow from these files
         named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
-        print(printable(f"{file}: {error if named else repr(error)}{_by_other_code(members)}"))
+        say(f"{file}: {error if named else repr(error)}{_by_other_code(members)}")
         return 1
     found = json.loads(made[f"{results.REPORTS}/comparison.json"])
     data, rounds = found["dataset"], f"the rounds of {count(len(found['sessions']), 'session')} of the bench"
@@ -127,14 +127,14 @@ def check(file: Path = FILE) -> int:
         f"Verified: the SHA-256 of {len(members)} files; and that every ratio, interval and verdict, and the whole "
         f"report, follow from {rounds} and {runs}.\n{NOT_VERIFIED}"
     )
-    print(printable(verified))
+    say(verified)
     return 0
 
 
 def _inputs(config: Config) -> list[str]:
     """Return the names of the files from which the comparison is made, and of the files that record their origin.
     Optional files that do not exist are left out."""
-    paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.SESSIONS.glob("*.json")]
+    paths = [params.PARAMS_FILE, environment.ENVIRONMENT_FILE, results.BENCH_FILE, *results.session_files()]
     paths += [path for path in (LOCK, DATASET) if path.is_file()]
     paths += [of(variant) for variant in config.variants for of in (results.result_file, results.history_file)]
     return [path.as_posix() for path in paths]
@@ -142,7 +142,7 @@ def _inputs(config: Config) -> list[str]:
 
 def _read(name: str) -> bytes:
     try:
-        return redacted(Path(name).read_bytes().decode()).encode()
+        return redacted(read_text(Path(name))).encode()
     except (OSError, ValueError) as error:
         raise EvidenceError(f"{name} cannot be read: run `dvc repro`, which makes it. ({error})") from None
 

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from pipeline import files, params
-from pipeline.errors import ConfigError, PipelineError, printable
+from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.params import PARAMS_FILE, Fetch, Machine
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
@@ -94,6 +94,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
     wanted |= {name: text for name, text in whole.items() if name not in kept}
+    targets = {name: _target(name, top) for name in (*wanted, str(RECORD))}
     changes = {name: text for name, text in wanted.items() if text != _text(name)}
     offered = {name: _digest(text) for name, text in whole.items()}
     differing = changes | {name: whole[name] for name in kept if record.get(name) != offered[name]}
@@ -101,7 +102,7 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         if (there := _text(name)) is not None:
             to = f"{name}, as init writes it"
             lines = difflib.unified_diff(there.splitlines(), text.splitlines(), name, to, lineterm="")
-            print(printable("\n".join(lines)))
+            say("\n".join(lines))
     if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
         raise PipelineError(
             "init: nothing was written, because nobody answered yes; to write these changes, run init with --yes."
@@ -109,15 +110,15 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     if record != offered:
         changes[str(RECORD)] = json.dumps(offered, indent=2) + "\n"
     for name, text in changes.items():
-        files.write_text(Path(name).resolve(), text)  # if it is a link, write its target, so that the link stays
+        files.write_text(targets[name], text)
         if text.startswith("#!"):
-            Path(name).chmod(0o755)
-    print(f"init: wrote {', '.join(changes) or 'nothing: no file needs a change'}")
+            targets[name].chmod(0o755)
+    say(f"init: wrote {', '.join(changes) or 'nothing: no file needs a change'}")
     if kept:
-        print(f"init: kept {', '.join(kept)}, because you changed, deleted or made these files")
+        say(f"init: kept {', '.join(kept)}, because you changed, deleted or made these files")
     if str(PARAMS_FILE) in changes:
         config = params.load()
-        print(
+        say(
             f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench may take {config.bench.max_minutes:g} "
             "minutes. Set the epochs, the optimizer and the learning rate of your own training in this file.\n"
             "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
@@ -141,9 +142,23 @@ def _top() -> Path:
     return Path(done.stdout.removesuffix("\n"))
 
 
+def _target(name: str, top: Path) -> Path:
+    """Return the file that a write to ``name`` changes. If ``name`` is a link, it is the link's target, so that the
+    link stays. Raises ConfigError if the file is not in the work tree under ``top``."""
+    target, top = Path(name).resolve(), top.resolve()  # also of a link to nothing
+    if not target.is_relative_to(top) or ".git" in target.relative_to(top).parts:
+        raise ConfigError(
+            f"init: {name} leads to {target}, which is not in the work tree of {top}; init writes nothing elsewhere: "
+            "remove the link."
+        )
+    return target
+
+
 def _record() -> dict[str, str]:
     try:
-        return dict(json.loads(_text(str(RECORD)) or "{}"))
+        return dict(files.read_json(RECORD))
+    except FileNotFoundError:
+        return {}
     except (TypeError, ValueError):  # for example after a merge
         raise ConfigError(
             f"init: {RECORD} is damaged; delete it and run init again, which then keeps all files that differ."
@@ -209,7 +224,7 @@ def _shipped(name: str) -> str:
 
 def _text(name: str) -> str | None:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return files.read_text(Path(name))
     except FileNotFoundError:
         return None
     except UnicodeError:

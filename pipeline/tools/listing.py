@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.params import CATALOGUE, Entry, Machine, entries, exclusions
 
 CHANGES = {
@@ -35,10 +35,10 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
             f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
         )
     if as_json:
-        print(json.dumps([_described(entry, machine) for entry in found], indent=2))
+        print(json.dumps([_described(entry, machine) for entry in found], indent=2))  # noqa: T201
         return
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    print("\n".join((_details if words else _overview)(found, machine, width)).rstrip("\n"))
+    say("\n".join((_details if words else _overview)(found, machine, width)).rstrip("\n"))
 
 
 def markdown() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.data.prepared import DESCRIPTION
 from pipeline.distributed import forked, launched_size
-from pipeline.errors import PipelineError, count
+from pipeline.errors import PipelineError, count, say
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan
@@ -39,8 +39,8 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     """
     if name is None:
         for each, variant in config.variants.items():
-            print(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
-        print("To see the plan of one variant, run: python -m pipeline plan VARIANT")
+            say(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
+        say("To see the plan of one variant, run: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
         raise PipelineError(
@@ -50,19 +50,19 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} samples a process"
-    print(f"{name}: {count(plan.processes, 'process')} on {plan.device.upper()}, {samples}")
-    print(
+    say(f"{name}: {count(plan.processes, 'process')} on {plan.device.upper()}, {samples}")
+    say(
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
         f"{train.batch_size} samples a step, {count(train.epochs, 'epoch')}, {count(len(train.seeds), 'seed')}"
     )
     for skipped, reason in plan.skipped.items():
-        print(f"skipped: {skipped}: {reason}", flush=True)
+        say(f"skipped: {skipped}: {reason}")
     if not (prepared / DESCRIPTION).exists():
-        print("\n".join(_lines(plan, (), {})))
-        print("After `dvc repro prepare`, this command also prints which parts of the training each technique changes.")
+        say("\n".join(_lines(plan, (), {})))
+        say("After `dvc repro prepare`, this command also prints which parts of the training each technique changes.")
         return
     with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
-        print("\n".join(ask(None)[0]))
+        say("\n".join(ask(None)[0]))
 
 
 def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:

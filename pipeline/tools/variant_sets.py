@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline import files
 from pipeline.environment.code import PACKAGE
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.params import PARAMS_FILE, Config, Machine, Variant, load, parse, requested
 from pipeline.params.loading import read
 from pipeline.plans import plan
@@ -40,7 +40,7 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
         for path in sorted(folder.glob("*.yaml")):
             for first, text in ((path.stem, _about(path)), ("", ", ".join(_read(path)))):
                 wrapper.initial_indent = f"{first:15}"
-                print(wrapper.fill(text))
+                say(wrapper.fill(text))
         return
     path = folder / f"{name}.yaml"
     known = sorted(each.stem for each in folder.glob("*.yaml"))
@@ -49,15 +49,15 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
     config, chosen = load(), _read(path)
     here = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in here.items():
-        print(f"{variant:28} {words}")
+        say(f"{variant:28} {words}")
     if add:
         added = _add(config, {variant: values for variant, values in chosen.items() if here[variant][0]})
-        print(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: it already has all variants that can run here'}")
+        say(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: it already has all variants that can run here'}")
 
 
 def _about(path: Path) -> str:
     """Return the comment at the top of the file as one line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = files.read_text(path).splitlines()
     return " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
 
 
@@ -98,7 +98,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
     text.preserve_quotes = True
     text.width = 120
     text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
-    params = text.load(file.read_text(encoding="utf-8"))
+    params = text.load(files.read_text(file))
     there = params["variants"]
     added = []
     for name, values in variants.items():

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline import results
+from pipeline import environment, results
 from pipeline.comparison.consistency import changed_since
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
+from pipeline.files import read_json, read_text
 from pipeline.params import Config
 from pipeline.results import Result
 from pipeline.tracking.comparisons import RUN, Child, Wanted
@@ -78,7 +79,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     tags = {name: " ".join(sorted({origin[name] for origin in origins if name in origin})) for name in origins[0]}
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
     if (note := root / results.REPORTS / "comparison.md").exists():  # MLflow shows it as the run's description
-        tags[NOTE] = _cut(note.read_text(encoding="utf-8"))
+        tags[NOTE] = _cut(read_text(note))
     for variant, files in wanted.profiles.items():
         record = next(file for file in files if file.name == "profile.json")
         found = results.read_values(record, variant)["findings"]
@@ -132,10 +133,10 @@ def stale(wanted: Wanted, root: Path) -> list[str]:
 def _comparison(root: Path) -> dict[str, Any]:
     path = root / results.REPORTS / "comparison.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        content = read_json(path) if path.exists() else {}
         if all(each["runs"] and each["variant"] for each in content.get("variants", ())):
             return dict(content)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         pass
     raise results.ResultError(f"{path} is not a comparison: run `dvc repro compare`.")
 
@@ -197,7 +198,7 @@ def lock_sha256(lock: Path) -> str:
 
     So the digest stays the same when DVC adds this stage.
     """
-    stages = re.split(r"^(?=  \S)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    stages = re.split(r"^(?=  \S)", read_text(lock), flags=re.MULTILINE)
     return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
 
 
@@ -220,7 +221,7 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     """Return the origin of a result, except for its commit: machine, container image and digest of dvc.lock."""
     tags = {"environment": result.environment, "device": result.device}
     fingerprint, lock = root / ENVIRONMENT_FILE, root / "dvc.lock"
-    known = json.loads(fingerprint.read_text(encoding="utf-8")) if fingerprint.exists() else {}
+    known = environment.read(fingerprint) if fingerprint.exists() else {}
     if known:  # ``comparisons.wanted`` has checked that this is the result's environment
         tags["environment"] = hash_of(known, "variants")  # without the variants' own packages
         if known["software"]["image"]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from pipeline import results
+from pipeline.files import read_text
 from pipeline.params import Config
 from pipeline.tracking import labels, metrics, stores
 from pipeline.tracking.comparisons import LIVE
@@ -154,7 +155,7 @@ class _Tail:
         belongs to an earlier training, so its rows are not returned."""
         if self._written() in (None, self._earlier):
             return []
-        whole_lines = self._path.read_text(encoding="utf-8").rpartition("\n")[0]
+        whole_lines = read_text(self._path).rpartition("\n")[0]
         rows = list(csv.DictReader(whole_lines.splitlines()))
         added = rows[self._read if self._read <= len(rows) else 0 :]
         self._read = len(rows)

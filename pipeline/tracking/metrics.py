@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 import math
 import re
 import time
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import results
+from pipeline.files import read_json, read_text
 from pipeline.results import HistoryRow, Run
 from pipeline.tracking.comparisons import Child, Wanted
 
@@ -104,7 +105,7 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     figures = {
         f"{file.stem}/{name}": value
         for file in files
-        for name, value in json.loads(file.read_text(encoding="utf-8")).items()
+        for name, value in read_json(file).items()
         if isinstance(value, int | float)
     }
     for variant, kept in (*wanted.profiles.items(), *wanted.inference.items()):
@@ -159,8 +160,8 @@ def _samples(child: Child) -> list[dict[str, str]]:
     """Return the rows of system.csv that belong to this seed; an empty list if the file does not exist."""
     if not child.system_file.exists():
         return []
-    with child.system_file.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["seed"] == str(child.run.seed) and _number(row["seconds"])]
+    rows = csv.DictReader(io.StringIO(read_text(child.system_file)))
+    return [row for row in rows if row["seed"] == str(child.run.seed) and _number(row["seconds"])]
 
 
 def _number(text: str | None) -> float | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import PipelineError, count
-from pipeline.files import PREPARED
+from pipeline.errors import PipelineError, count, say
+from pipeline.files import PREPARED, read_json
 from pipeline.params import Config
 from pipeline.processes import importing
 from pipeline.results import REPORTS
@@ -68,7 +67,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     variant = best["variant"] if best else compared["baseline"]
     if best and (lacking := _undecided(compared, best)):
         again = "Run `python -m pipeline bench --again` on another day."
-        print(f"not promoted: {lacking} {again}", file=sys.stderr)
+        say(f"not promoted: {lacking} {again}", file=sys.stderr)
         return TOO_FEW
     # Take the first seed. The seed with the highest test accuracy would be chosen partly by luck, and look too good.
     child = next((each for each in wanted.children.values() if each.variant == variant), None)
@@ -107,7 +106,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     except Exception as error:  # any error of MLflow, its database or its server
         raise PromotionError(f"{stores.describe(uri, error)} Run `python -m pipeline promote` again.") from error
     name = config.publish.registered_model
-    print(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {stores.page(uri)}/#/models/{name}")
+    say(f"MLflow: {child.name} is version {version} of {name} and its {ALIAS}: {stores.page(uri)}/#/models/{name}")
     return 0
 
 
@@ -144,14 +143,14 @@ def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
 def _passed(root: Path, commit: str | None) -> dict[str, Any]:
     """Return the gate's decision. Raises PromotionError unless ``commit`` passed the gate."""
     try:
-        gate: dict[str, Any] = json.loads((root / GATE[0]).read_text(encoding="utf-8"))
+        gate: dict[str, Any] = read_json(root / GATE[0])
         outcome, judged, against = gate["outcome"], gate["head"]["commit"], gate["against"]
         _ = gate["dataset"]["sha256"], gate["base"]["commit"], [row["variant"] for row in gate["variants"]]
     except FileNotFoundError:
         raise PromotionError(
             f"{GATE[0]} is missing, but only a commit that passed the gate is promoted. {GATE_AGAIN}"
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise PromotionError(f"{GATE[0]} cannot be read ({error!r}). {GATE_AGAIN}") from None
     if outcome != "passed":
         raise PromotionError(f"the gate did not pass against {against}: {outcome}. {GATE[1]} says why.")

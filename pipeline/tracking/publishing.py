@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError, redacted
+from pipeline.errors import PipelineError, redacted, say
 from pipeline.files import PREPARED
 from pipeline.params import Config
 from pipeline.processes import importing
@@ -46,7 +46,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
     """
     wanted = comparisons.wanted(config, root)
     if wanted is None:
-        print("MLflow: no results yet, nothing to publish.")
+        say("MLflow: no results yet, nothing to publish.")
         return Published()
     if other := labels.stale(wanted, root):
         names = ", ".join(other)
@@ -60,7 +60,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 experiment_id = store.experiment_id
                 changes = reconcile(wanted, store.runs(wanted.key), stores.checkout(root))
                 if changes:
-                    print(f"MLflow: writing {wanted.name} ...", flush=True)
+                    say(f"MLflow: writing {wanted.name} ...")
                     _apply(changes, wanted, store, config)
                 stamps.write(store, experiment, wanted)
         except PipelineError:
@@ -73,11 +73,11 @@ def publish(config: Config, root: Path = Path()) -> Published:
         in_checkout = (root / "pipeline").is_dir()  # which has a Makefile
         link += f" (after `{'make ui' if in_checkout else f'mlflow ui --backend-store-uri {redacted(uri)}'}`)"
     if not changes:
-        print(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
+        say(f"MLflow: {wanted.name} is up to date with {children} runs: {link}")
         return Published(children)
     acts = {"written from files": len(changes.create), "stale runs deleted": len(changes.delete)}
     done = ", ".join(f"{count} {act}" for act, count in acts.items() if count) or "report renewed"
-    print(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
+    say(f"MLflow: {wanted.name} holds {children} runs ({done}): {link}")
     return Published(children, len(changes.create), len(changes.delete))
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import write_text
+from pipeline.files import read_json, write_text
 from pipeline.tracking.comparisons import Wanted
 from pipeline.tracking.stores import SQLITE, Store
 
@@ -21,7 +21,7 @@ def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
     Otherwise return None; MLflow must then be asked.
     """
     try:
-        found = json.loads(_file(uri).read_text(encoding="utf-8"))
+        found = read_json(_file(uri))
         experiment_id = str(found["experiment_id"])
         now = _content(uri, experiment, experiment_id, found["artifacts"], wanted)
     except (OSError, KeyError, TypeError, ValueError):  # there is no record, or it is broken

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pipeline.errors import redacted
+from pipeline.errors import redacted, say
 from pipeline.processes import importing
 from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, LIVE
@@ -104,7 +104,7 @@ def set_defaults() -> None:
 
 def warn(message: str) -> None:
     """Print ``message`` as a warning on stderr, without secrets."""
-    print(f"warning: {redacted(message)}", file=sys.stderr, flush=True)
+    say(f"warning: {redacted(message)}", file=sys.stderr)
 
 
 def describe(uri: str, error: Exception) -> str:

@@ -19,7 +19,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import code, cores, stages
-from pipeline.errors import ConfigError, count
+from pipeline.errors import ConfigError, count, say
 from pipeline.measurement.detectors.base import Detector
 from pipeline.measurement.windows import Memory
 from pipeline.models import loss_and_metric
@@ -192,7 +192,7 @@ class Assembly:
             forget_last_run(self.world)
             if fits:
                 if self.world.is_main:
-                    print(f"{plan.name}: {technique}: {decision}", flush=True)
+                    say(f"{plan.name}: {technique}: {decision}")
                 return tried
             if plan.applied.compile != "none":
                 torch.compiler.reset()  # otherwise torch would compile the second try for any batch size
@@ -218,7 +218,7 @@ class Assembly:
                     decision = f"{operation} has no deterministic form here, so one seed can give different numbers"
                     plan = plan.model_copy(update={"decided": plan.decided | {DETERMINISTIC: decision}})
                     if self.world.is_main:
-                        print(f"{plan.name}: {DETERMINISTIC}: {decision}", flush=True)
+                        say(f"{plan.name}: {DETERMINISTIC}: {decision}")
             if DETERMINISTIC in plan.decided:
                 torch.use_deterministic_algorithms(True, warn_only=True)
                 warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")  # printed above

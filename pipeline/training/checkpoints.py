@@ -15,7 +15,7 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from pipeline import files, results
 from pipeline.distributed import World, whole
-from pipeline.errors import PipelineError, first_line
+from pipeline.errors import PipelineError, first_line, say
 from pipeline.params import Config, catalogue
 from pipeline.plans import Plan
 from pipeline.processes import randomness
@@ -93,10 +93,9 @@ def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
         except FileNotFoundError:
             continue
         except Unreadable as error:
-            print(
+            say(
                 f"{file} is damaged and is ignored; the run continues from the previous checkpoint, or starts from the "
                 f"beginning. ({error})",
-                flush=True,
             )
             continue
         if isinstance(state, dict) and state.get("identity") == identity:

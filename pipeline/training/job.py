@@ -20,7 +20,7 @@ from tqdm import tqdm
 from pipeline import environment, results
 from pipeline.distributed import World, interruption, launch
 from pipeline.environment import stages
-from pipeline.errors import PipelineError, count
+from pipeline.errors import PipelineError, count, say
 from pipeline.files import file_sha256, json_sha256
 from pipeline.measurement.detectors import detectors
 from pipeline.measurement.sampling import SystemSampler
@@ -268,7 +268,7 @@ class Job:
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
-            print(f"{self.plan.name} {text}", flush=True)
+            say(f"{self.plan.name} {text}")
 
     def _identity(self, seed: int, teacher_sha256: str | None) -> str:
         """Return a digest of everything that a run depends on. A checkpoint of another run has another digest."""
@@ -327,13 +327,13 @@ def _live_mirror(variant: str) -> Iterator[None]:
             follower.kill()
             follower.wait()
             said = "MLflow does not show all of this training yet; the stage publish completes it."
-            print(said, file=sys.stderr, flush=True)
+            say(said, file=sys.stderr)
 
 
 def _announce(plan: Plan, world: World, device_name: str) -> None:
     place = f"{world.size} processes over {world.backend}" if world.backend else "one process"
     if plan.devices_per_process > 1:
         place += f" for {plan.devices_per_process} GPUs"
-    print(f"{plan.name}: {place} on {device_name}; {count(plan.micro_batches, 'micro-batch')} per step", flush=True)
+    say(f"{plan.name}: {place} on {device_name}; {count(plan.micro_batches, 'micro-batch')} per step")
     for technique, reason in plan.skipped.items():
-        print(f"{plan.name}: {technique} is skipped: {reason}", flush=True)
+        say(f"{plan.name}: {technique} is skipped: {reason}")

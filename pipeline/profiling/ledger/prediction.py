@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from pipeline import tasks
 from pipeline.data import prepared
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, say
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import plan as plan_of
 from pipeline.profiling.ledger.estimate import RESERVE_FRACTION, Estimate, PredictionError
@@ -94,17 +94,16 @@ def show(
         raise PredictionError("\n".join(dict.fromkeys(reasons)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
-        print(
-            name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  "
-        )
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        say("  ".join((name.ljust(widths[0]), *numbers)))
     on = "cuda" if train.device != "cpu" and machine.gpus else "cpu"
     where = "on each GPU" if on == "cuda" else "in each process, without the memory that its imports take"
     of = "" if task.unit == "samples" else f" samples of {task.units_per_sample} {task.unit}"
-    print(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak memory of a step {where}.")
+    say(f"\nPredicted for a global batch of {train.batch_size}{of}: the peak memory of a step {where}.")
     if memory is not None:
-        print(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for memory that no prediction includes.")
+        say(f"{RESERVE_FRACTION[on]:.0%} of {memory} is kept free for memory that no prediction includes.")
     for note in [*notes, *reasons]:
-        print(note)
+        say(note)
 
 
 def parse_bytes(text: str) -> int:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from pipeline import environment, files, results
 from pipeline.distributed import launch
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, say, spelled
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.processes import default_environment
@@ -164,8 +164,8 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             )
             _write(made, Path(scratch), on_gpu=facts.on_gpu)
             for finding in made.findings:
-                print(f"{plan.name}: {finding.text}", flush=True)
-            print(f"profile: {results.profile_directory(plan.name) / 'profile.md'}", flush=True)
+                say(f"{plan.name}: {finding.text}")
+            say(f"profile: {results.profile_directory(plan.name) / 'profile.md'}")
 
 
 def _memory_snapshot(training: Training, file: Path) -> bool:
@@ -189,5 +189,5 @@ def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
             shutil.copyfileobj(plain, packed)
         if made.has_memory_snapshot:
             shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
-        files.write_text(directory / "profile.md", markdown(made, on_gpu=on_gpu))
+        files.write_text(directory / "profile.md", spelled(markdown(made, on_gpu=on_gpu)))
         files.write_text(directory / "profile.json", made.to_json())

@@ -17,7 +17,7 @@ import torch
 
 from pipeline import environment, files, results
 from pipeline.distributed import World
-from pipeline.errors import PipelineError, count, first_line
+from pipeline.errors import PipelineError, count, first_line, say, spelled
 from pipeline.params import Config, Machine, Train
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
@@ -88,14 +88,14 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     )
     files.write_texts(
         {
-            results.inference_file(name, "md"): markdown(found),
+            results.inference_file(name, "md"): spelled(markdown(found)),
             results.inference_file(name, "json"): found.to_json(),
         }
     )
     for form in found.forms:
         if form.why_not:
-            print(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}", flush=True)
-    print(f"inference: {results.inference_file(name, 'md')}")
+            say(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}")
+    say(f"inference: {results.inference_file(name, 'md')}")
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def forms_on(
     figures: dict[str, dict[str, Any]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():
-        print(f"infer: {label}: making {name}", file=sys.stderr, flush=True)
+        say(f"infer: {label}: making {name}", file=sys.stderr)
         try:
             calls[name], outputs[name], figures[name] = _prepared(kind, trained, batches, world)
         except Exception as error:  # compilers, exporters and kernels may raise anything

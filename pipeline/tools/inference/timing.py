@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.comparison.stats import distrust, paired_ratio
+from pipeline.errors import say
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.tools.inference.forms import Predict
 from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
@@ -78,9 +79,7 @@ def in_rounds(
     found = {name: Slices(rates={size: [] for size in batch_sizes}) for name in forms}
     started = time.perf_counter()
     for number in range(rounds):
-        print(
-            f"infer: round {number + 1} of {rounds}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True
-        )
+        say(f"infer: round {number + 1} of {rounds}, {time.perf_counter() - started:.0f} s", file=sys.stderr)
         names = list(forms)[:: 1 if number % 2 == 0 else -1]
         for name in names:
             found[name].latencies.append(_calls(forms[name], unseen, seconds, synchronise))

@@ -14,7 +14,7 @@ from pipeline import tasks
 from pipeline.data.prepared import check_batch
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import launched_size
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, say
 from pipeline.params import Config, Machine
 from pipeline.tools.verification import words
 from pipeline.tools.verification.claims import Claim, Verifier, said
@@ -52,20 +52,20 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             "batch_dependent": verifier.nature.batch_dependent,
         }
         if not as_json:
-            print(
+            say(
                 f"{about['model']} on {about['dataset']}, seed {about['seed']}: {about['steps']} steps of "
                 f"{config.train.batch_size} samples, and {verifier.tested:,} of {len(task.dataset.test):,} test "
                 f"samples. The model {said(verifier.nature)}.\n"
             )
-            print(words.heading(width), flush=True)
+            say(words.heading(width))
         total = sum(map(verifier.count, plans))
-        print(f"verify: {total} claims; after each claim, the remaining time is estimated", file=sys.stderr, flush=True)
+        say(f"verify: {total} claims; after each claim, the remaining time is estimated", file=sys.stderr)
         for plan in plans:
             for claim in verifier.claims(plan):
                 claims.append(claim)
                 if not as_json:
-                    print("\n".join(words.lines(claim, width)), flush=True)
-                print(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr, flush=True)
+                    say("\n".join(words.lines(claim, width)))
+                say(words.progress(len(claims), total, time.monotonic() - started), file=sys.stderr)
     seconds = time.monotonic() - started
-    print(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
+    say(words.as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else words.summary(claims, seconds))
     return int(not words.hold(claims))
