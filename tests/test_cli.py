@@ -123,9 +123,12 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interruption_is_one_line(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "params.yaml")  # a reader of a pipe waits for a writer
+    fetched = {"dataset": "arrays", "arrays": "waiting:samples"}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump({"fetch": fetched, "variants": {"baseline": {}}}))
+    (tmp_path / "waiting.py").write_text("open('pipe').read()")  # a reader of a pipe waits for a writer
+    os.mkfifo(tmp_path / "pipe")
     waiting = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "environment"],
+        [sys.executable, "-m", "pipeline", "fetch"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -133,7 +136,7 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
         # If a shell runs the tests in the background, they ignore the signal, and the command would inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    with waiting, (tmp_path / "params.yaml").open("w"):  # open() returns once the command has begun to read
+    with waiting, (tmp_path / "pipe").open("w"):  # open() returns once the command has begun to read
         waiting.send_signal(signal.SIGINT)
         assert waiting.stderr is not None
         assert waiting.stderr.read() == "interrupted; to go on, run the same command again\n"
