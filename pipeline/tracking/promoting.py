@@ -53,7 +53,7 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     """
     gate = _passed(root, commit)
     if gate.get("sides_are_equal"):
-        print(f"not promoted: {gate['against']} has the same code and settings. {GATE_AGAIN}", file=sys.stderr)
+        say(f"not promoted: {gate['against']} has the same code and settings. {GATE_AGAIN}", file=sys.stderr)
         return TOO_FEW
     wanted = comparisons.wanted(config, root)
     compared = labels.compared(wanted, root) if wanted else {}
