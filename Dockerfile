@@ -14,9 +14,12 @@ ARG BASE=nvidia/cuda:13.2.1-base-ubuntu24.04
 FROM ${BASE}
 
 # Package versions are not pinned, because distributions delete old versions; pin the base instead.
+# A base may name sources by https, as NVIDIA's does: see ca.crt below. apt reads it as a user of its own.
 # hadolint ignore=DL3008
-RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+RUN --mount=type=secret,id=ca.crt,target=/run/secrets/ca.crt,mode=0444 \
+    if [ -e /run/secrets/ca.crt ]; then set -- --option Acquire::https::CAInfo=/run/secrets/ca.crt; fi \
+    && apt-get "$@" update \
+    && DEBIAN_FRONTEND=noninteractive apt-get "$@" install --yes --no-install-recommends \
         ca-certificates git python3 python3-venv tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/log/apt /var/log/dpkg.log \
     && git config --system --add safe.directory '*'
