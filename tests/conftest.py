@@ -57,10 +57,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose servers are missing. Without a GPU, mark the GPU tests as ``rehearsal``, for `make rehearse`."""
+    """Skip tests whose services are missing. Without a GPU mark the GPU tests as ``rehearsal``, for `make rehearse`."""
     for item in items:
-        if item.get_closest_marker("services") and not os.environ.get("SERVICES_S3"):
-            item.add_marker(pytest.mark.skip(reason="needs PostgreSQL and an object store: make services-check"))
+        if item.get_closest_marker("services") and not os.environ.get("SERVICES_IMAGE"):
+            item.add_marker(pytest.mark.skip(reason="needs Docker and the image: make services-check"))
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpus and environment.machine().gpus == 0:
         for item in of_gpus:

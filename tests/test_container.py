@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Clone
 from tests.pages import commands
 
 ROOT = Path(__file__).parent.parent
 
 
-def let_in(context: Path) -> set[str]:
-    """Return the files that .dockerignore leaves in a build context. Python's glob suffices for its simple patterns."""
-    lines = (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    everything, *allowed = [line for line in lines if line and not line.startswith("#")]
-    assert everything == "*"
-    for line in allowed:
-        assert re.fullmatch(r"!([\w.-]+/)*(\*\.)?[\w.-]+", line), line
-    return {path.relative_to(context).as_posix() for line in allowed for path in context.glob(line[1:])}
-
-
-def test_the_image_gets_the_package_and_no_untracked_file(clone: Callable[..., Clone]) -> None:
-    checkout = clone()
-    tracked = set(checkout.run("git", "ls-files").splitlines())
-    for folder in {(checkout.path / file).parent for file in tracked}:
-        for secret in (".env.local", ".netrc", ".aws/credentials", "credentials.json", "id_rsa", "pip.conf", "x.pyc"):
-            (folder / secret).parent.mkdir(exist_ok=True)
-            (folder / secret).touch()
-    (checkout.path / ".dvc" / "config.local").touch()
-    found = let_in(checkout.path)
-    assert all((checkout.path / path).is_file() for path in found), "a directory would be let in as a whole"
-    assert found <= tracked
-    needed = {file for file in tracked if file.startswith(("pipeline/", "variants/"))}
-    assert needed <= found, "each directory of the package has a line in .dockerignore"
+def test_the_devcontainer_is_the_image_with_the_tools_of_the_tests() -> None:
+    """An editor ignores a key that it does not know, so the keys are checked here."""
+    content = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    keys = "name initializeCommand build remoteUser runArgs hostRequirements customizations"
+    assert [*content] == keys.split()
+    assert content["build"] == {"dockerfile": "Dockerfile", "context": "..", "args": {"IMAGE": "pipeline"}}
+    assert content["initializeCommand"] == "make image IMAGE=pipeline"
+    assert f"--create-home {content['remoteUser']} " in (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 def test_the_base_image_has_the_cuda_version_of_the_locked_torch() -> None:
