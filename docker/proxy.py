@@ -1,7 +1,4 @@
-"""A proxy as companies have it: it asks for a password and reads TLS, with a certificate authority of its own.
-
-proxy.py FOLDER writes FOLDER/ca.crt and FOLDER/port, then prints a line for each connection.
-"""
+"""A proxy with a password that reads TLS by an authority of its own: proxy.py FOLDER writes ca.crt and port there."""
 
 import select
 import socket

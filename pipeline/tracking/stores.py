@@ -43,10 +43,13 @@ DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false",
+    "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""With these settings, a server that is down or hangs delays a command by seconds instead of minutes. MLflow sends no
+"""With these settings, a server that is down or hangs delays a command by seconds instead of minutes. Artifacts go
+through the server, which would otherwise send clients to its object store, which they may not reach. MLflow sends no
 telemetry, and does not print an address for every run. A user's own setting takes precedence."""
 
 

@@ -24,6 +24,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline import environment, files, results
 from pipeline.environment import stages
+from pipeline.tracking import stores
 from pipeline.tracking.comparisons import LIVE, PARENT
 from tests.conftest import Clone
 from tests.pages import blocks
@@ -81,6 +82,8 @@ def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     """A client outside of the containers, which knows only the server's address and a password."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", services.uri)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
+    for name, value in (stores.DEFAULTS | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "120"}).items():  # a busy machine is slow
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRETS["MLFLOW_PASSWORD"])
     return MlflowClient(services.uri)
 
