@@ -90,7 +90,7 @@ image:  # with another base: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 
 # The three checks with Docker are one script. START=yes starts a daemon where none runs; it needs root on Debian or Ubuntu.
 image-check:  # builds the image, searches it for secrets, stops a training in the middle, and runs the tests inside
-	docker/check base image content secrets job stop tests
+	docker/check base image content secrets job stop $(MORE) tests
 
 services-check: .venv/installed-dev  # runs the services of compose.yaml, and kills them
 	docker/check base image compose

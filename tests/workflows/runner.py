@@ -36,6 +36,16 @@ ACTIONS = {  # what the stand-in of an action does, besides recording its inputs
     "docker/build-push-action": 'docker build . && echo "digest=sha256:12ab" >>"$GITHUB_OUTPUT"',
 }
 
+SHORT = {
+    "fetch.dataset": "digits",
+    "train.epochs": 1,
+    "train.seeds": [0],
+    "train.batch_size": 32,
+    "bench.max_minutes": 0.2,
+    "bench.hard_limit": True,
+}
+"""Settings of params.yaml for a job of seconds."""
+
 ARTIFACT = """
 import os, pathlib, shutil, sys
 do, name, paths = sys.argv[1:]

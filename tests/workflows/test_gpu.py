@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 from typing import Any
 
 import pytest
 
 from tests.workflows.github import REPOSITORY, GitHub
-from tests.workflows.runner import Runner
+from tests.workflows.runner import SHORT, Runner
 
 GATE = {
     "outcome": "passed",
@@ -173,3 +175,28 @@ def test_a_new_session_becomes_a_pull_request(gpu: Runner) -> None:
     ran = gpu.run("gpu", "schedule")
     assert "no new session" in ran.output
     assert ran.called("gh") == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("BUILD_OPTIONS" not in os.environ, reason="needs a Docker daemon: docker/check workflow")
+def test_a_pull_request_is_built_trained_and_gated_in_docker(runner: Runner, github: GitHub) -> None:
+    """The stand-in for `docker` adds what a build needs on this machine, and leaves out the GPUs."""
+    runner.tool(
+        "docker",
+        'words=(); for word; do case $word in --gpus|all) ;; *) words+=("$word");; esac; done\n'
+        f'[ "$1" != build ] || words+=($BUILD_OPTIONS)\nexec {shutil.which("docker")} "${{words[@]}}"',
+    )
+    runner.variables = {name: value for name, value in os.environ.items() if name.startswith(("BUILD_", "DOCKER_"))}
+    runner.checkout.edit(SHORT | {"variants.ddp": None, "profile.variants": [], "gate.max_minutes": 0.2})
+    runner.checkout.commit()
+    runner.checkout.edit({"train.learning_rate": 0.05})
+    runner.checkout.commit()
+    ran = runner.run("gpu", "pull_request", pull_request())
+    assert ran.jobs["report"] == "success", ran.output
+    kept = runner.folder / "artifacts" / "gpu"
+    assert (kept / "reports" / "gate.json").exists(), ran.output
+    gate = json.loads((kept / "reports" / "gate.json").read_text(encoding="utf-8"))
+    assert "train.learning_rate" in str(gate["remarks"])
+    assert all((kept / name).exists() for name in ("evidence.zip", "results/memory.json", "environment.json"))
+    [comment] = github.comments
+    assert {"passed": "Nothing was shown", "worse": "Worse than"}.get(gate["outcome"], "Not decided") in comment["body"]
