@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +26,6 @@ def the(workflow: str, job: str) -> dict[str, Any]:
 
 def steps(workflow: str, job: str) -> list[dict[str, Any]]:
     return list(the(workflow, job).get("steps", []))
-
-
-def executable(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text, encoding="utf-8")
-    (folder / name).chmod(0o755)
-
-
-def recorder(folder: Path, name: str, ends: str = "exit 0") -> Path:
-    """Write a stand-in for a command; return its log, to which each call adds a line, quoted for a shell."""
-    log = folder / f"{name}.log"
-    executable(folder, name, f'#!/usr/bin/env bash\n{{ printf {name}; printf " %q" "$@"; echo; }} >> "{log}"\n{ends}\n')
-    return log
-
-
-def shell(text: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a step's text as GitHub does, but with the stand-ins in ``tools`` first on the path."""
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", text],
-        cwd=folder,
-        env=os.environ | {"PATH": path} | variables,
-        capture_output=True,
-        text=True,
-    )
-
-
-# Rules.
 
 
 def test_an_action_is_pinned_by_its_commit_and_has_one_version_everywhere() -> None:
@@ -124,32 +95,13 @@ def test_no_other_trigger_lets_a_fork_start_the_gpu_machine() -> None:
 
 # The script of the GPU machine, with stand-ins for the commands that it calls.
 
-Machine = Callable[..., tuple[int, list[str], str]]
 
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    """Return a function that runs .ci/gpu in a clone, with stand-ins that log their calls. Of its variables, REMOTE is
-    dvc's remote, GATE is the gate's exit code, and MEASURES makes dvc measure a bench. The function returns the exit
-    code, the calls and the standard error."""
-    checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
-    measuring = 'if [ -n "${MEASURES-}" ]; then mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; fi'
-    log = recorder(tools, "dvc", f'if [ "$1" = config ]; then echo "${{REMOTE-}}"; fi; {measuring}')
-    gate = f'echo "python $* as ${{AWS_ACCESS_KEY_ID-nobody}}" >> "{log}"; [ "$3" != gate ] || exit "${{GATE:-0}}"'
-    executable(tools, "python", f"#!/usr/bin/env bash\n{gate}\n")
-
-    def run(arguments: str, *, history: bool = True, **variables: str) -> tuple[int, list[str], str]:
-        if history:
-            commit = ("git", "commit", "--quiet", "--allow-empty", "--message")
-            checkout.run(*commit, "old", GIT_COMMITTER_DATE="2020-02-02T00:00:00Z")
-            checkout.run(*commit, "new")
-        done = shell(f".ci/gpu {arguments}", checkout.path, tools, **variables)
-        calls = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-        old_commit = checkout.run("git", "log", "--format=%H", "--grep=^old$").strip()
-        calls = [call.replace(old_commit, "OLD") if old_commit else call for call in calls]
-        return done.returncode, [call for call in calls if not call.startswith("dvc config")], done.stderr
-
-    return run
+STAND_INS = {
+    "dvc": '[ "$1" != config ] || { echo "${REMOTE-}" && exit; }; echo "dvc $*"; [ -z "${MEASURES-}" ] || '
+    "{ mkdir -p checkpoints/bench && touch checkpoints/bench/now.json; }",
+    "python": 'echo "python $* as ${AWS_ACCESS_KEY_ID-nobody}"; [ "$3" != gate ] || exit "${GATE:-0}"',
+}
+"""REMOTE is dvc's remote, GATE is the gate's exit code, and MEASURES makes dvc measure a bench."""
 
 
 def gated(against: str = "main", user: str = "nobody") -> list[str]:
@@ -175,23 +127,30 @@ def gated(against: str = "main", user: str = "nobody") -> list[str]:
          ["dvc repro", "python -m pipeline bench --again as nobody", "dvc repro", *gated()]),
         ("main", {"SESSION": "yes", "MEASURES": "yes"}, 0, ["dvc repro", *gated()]),  # a bench that is new is a session
         ("", {}, 0, ["dvc repro", *gated("OLD")]),  # against the commit of the week before
+        ("", {"HISTORY": "short"}, 2, []),
     ],
 )  # fmt: skip
 def test_the_gpu_script_runs_the_expected_commands(
-    arguments: str, variables: dict[str, str], ended: int, expected: list[str], machine: Machine
+    arguments: str, variables: dict[str, str], ended: int, expected: list[str], tmp_path: Path
 ) -> None:
-    assert machine(arguments, **variables)[:2] == (ended, expected)
+    checkout, tools = Clone(tmp_path / "clone", {}, only=".ci"), tmp_path / "tools"
+    for message, when in (("old", "2020-02-02T00:00:00Z"), ("new", "")) if "HISTORY" not in variables else ():
+        checkout.run("git", "commit", "--allow-empty", f"--message={message}", GIT_COMMITTER_DATE=when)
+    tools.mkdir()
+    for name, ends in STAND_INS.items():
+        (tools / name).write_text(f"#!/bin/sh\n{ends}\n", encoding="utf-8")
+        (tools / name).chmod(0o755)
+    given = checkout.environment(variables) | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    command = [".ci/gpu", *([arguments] if arguments else [])]
+    done = subprocess.run(command, cwd=checkout.path, env=given, capture_output=True, text=True)
+    old = checkout.run("git", "log", "--format=%H", "--grep=^old$").strip() or "no such commit"
+    assert (done.returncode, done.stdout.replace(old, "OLD").splitlines()) == (ended, expected)
+    assert ("name a revision" in done.stderr) is ("HISTORY" in variables)
 
 
 def test_a_second_attempt_of_a_run_replaces_the_uploaded_files() -> None:
     [upload] = [step["with"] for step in steps("gpu", "gpu") if "upload-artifact@" in step.get("uses", "")]
     assert upload["overwrite"] is True  # else the upload would fail, because the files exist
-
-
-def test_without_an_old_commit_a_revision_is_asked_for(machine: Machine) -> None:
-    ended, calls, said = machine("", history=False)
-    assert (ended, calls) == (2, [])
-    assert "name a revision" in said
 
 
 @pytest.mark.parametrize(
