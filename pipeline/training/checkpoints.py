@@ -149,6 +149,8 @@ def _weights_in(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Return the state dict in the file, on the CPU, and its digest. Raises Unreadable or FileNotFoundError."""
     with reading():
         state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise TypeError(f"found {type(state).__name__}; expected a dict")
         return state, state_sha256(state)
 
 
