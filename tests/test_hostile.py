@@ -317,6 +317,11 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "inter
          "num_attention_heads": 2}  # fmt: skip
 
 
+def test_a_harmless_configuration_is_taken() -> None:
+    harmless = {"vocab_size_per_layer_input": 262_144, "id2label": {"0": "n/a"}, "attn_implementation": "sdpa"}
+    assert from_config._checked(LLAMA | harmless) == LLAMA | harmless
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "named"),

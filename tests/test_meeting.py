@@ -19,6 +19,7 @@ import yaml
 from pipeline import results
 from pipeline.data import packing
 from pipeline.distributed import WorkerError, World, meeting
+from pipeline.errors import PipelineError
 from pipeline.params import Machine, parse
 from pipeline.training import job
 from tests.commands import Command
@@ -151,6 +152,15 @@ def test_a_rank_that_ends_before_it_joins_ends_the_others(
 def _compared(joined: World) -> None:
     joined.check_same(teacher_weights="same")
     joined.check_same(teacher_weights=joined.rank)
+
+
+def test_a_difference_at_the_end_of_a_long_value_is_refused() -> None:
+    ours = {"gpus": [{"watts": 700}] * 8, "text": "a" * 200, "same": []}
+    theirs = ours | {"gpus": [*ours["gpus"][:7], {"watts": 300}], "text": "a" * 199 + "b"}
+    meeting.refuse_differences([("one", ours), ("two", dict(ours))])
+    with pytest.raises(PipelineError, match=r"differ in 2 values") as refused:
+        meeting.refuse_differences([("one", ours), ("two", theirs)])
+    assert "gpus.7.watts: 700 on one (rank 0), 300 on two (rank 1)" in str(refused.value)
 
 
 def test_joined_ranks_can_compare_more() -> None:

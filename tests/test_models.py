@@ -442,6 +442,44 @@ def test_a_trial_leaves_no_trace_even_in_a_model_that_cannot_be_copied(copies: b
     assert is_fresh(model[0])
 
 
+class Noting(nn.Module):
+    """Layers that note what they did in a list and in a dict of their parent, which reads both."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Flatten(), nn.Linear(features, 10)
+        self.notes: list[torch.Tensor] = []
+        self.first.notes = self.notes  # type: ignore[assignment]
+        self.kept: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(self._note)
+
+    def _note(self, part: Any, _: Any, output: torch.Tensor) -> None:
+        part.notes.append(output.mean())
+        self.kept["hidden"] = output
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.notes.clear()
+        self.first(images)
+        return self.second(self.kept["hidden"]) + self.notes[0]  # type: ignore[no-any-return]
+
+
+def noting(channels: int, height: int, width: int, classes: int) -> nn.Module:  # noqa: ARG001
+    return Noting(channels * height * width)
+
+
+def test_parts_that_share_a_list_or_have_hooks_work_after_the_check_as_before() -> None:
+    model: Any = build_for("tests.test_models:noting", (1, 4, 4))
+    assert model.first.notes is model.notes
+    images = torch.randn(2, 1, 4, 4)
+    expected = model.second(images.flatten(1)) + images.mean()
+    assert torch.equal(model(images), expected)
+    kept = keeping.kept_values(model)
+    model(torch.zeros(2, 1, 4, 4))
+    keeping.put_back(model, kept)
+    assert model.first.notes is model.notes
+    assert torch.equal(model.kept["hidden"], images.flatten(1))
+
+
 def partly_frozen(channels: int, height: int, width: int, classes: int) -> nn.Module:
     backbone = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False).eval()
     backbone.get_buffer("1.running_mean").fill_(0.5)

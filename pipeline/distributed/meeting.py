@@ -97,25 +97,27 @@ def _wait(store: Any, ranks: Sequence[int]) -> None:
 
 def refuse_differences(records: Records) -> None:
     """Raise PipelineError if the ranks' records differ; name the fields, and each value's first rank."""
+    if all(record == records[0][1] for _, record in records):
+        return
     flat, lines = [dict(_fields(record)) for _, record in records], []
     for field in sorted(set().union(*flat)):
         places: dict[str, str] = {}
         for rank, (host, _) in enumerate(records):
             places.setdefault(flat[rank].get(field, "nothing"), f"{host} (rank {rank})")
         if len(places) > 1:
-            lines.append(f"{field}: {', '.join(f'{value} on {place}' for value, place in places.items())}")
-    if lines:
-        raise PipelineError(
-            f"the ranks of this job differ in {count(len(lines), 'value')} on which its numbers depend. Give all hosts "
-            "the same checkout, data, image and number of threads, on equal machines:\n"
-            + "\n".join(lines[:MOST_DIFFERENCES])
-        )
+            lines.append(f"{field}: {', '.join(f'{value[:100]} on {place}' for value, place in places.items())}")
+    raise PipelineError(
+        f"the ranks of this job differ in {count(len(lines), 'value')} on which its numbers depend. Give all hosts the "
+        "same checkout, data, image and number of threads, on equal machines:\n" + "\n".join(lines[:MOST_DIFFERENCES])
+    )
 
 
 def _fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each value inside nested mappings."""
-    if isinstance(value, Mapping):
+    """Yield the path and the text of each value inside nested mappings and lists."""
+    if isinstance(value, list):
+        value = {str(index): each for index, each in enumerate(value)}
+    if isinstance(value, Mapping) and value:
         for name, each in value.items():
             yield from _fields(each, f"{path}.{name}" if path else name)
     else:
-        yield path, json.dumps(value)[:100]
+        yield path, json.dumps(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ LIMIT_MODULES = 100_000
 """Largest allowed number of modules in a model."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Allowed implementations of attention and of experts. The library would look for others on a hub."""
+LABELS = ("id2label", "label2id")
+"""Keys whose values are names of classes, which may hold any character."""
 UNUSED = ("_name_or_path", "name_or_path", "auto_map", "quantization_config")
 """Keys that name where the weights or their code came from, or how the weights were stored. They are ignored."""
 
@@ -69,14 +72,15 @@ def _checked(values: Any, key: str = "") -> Any:
     and for too many layers. ``key``: the key of ``values`` in the configuration."""
     if isinstance(values, dict):
         inside = {name: each for name, each in values.items() if name not in UNUSED}
-        return {name: _checked(each, key if "implementation" in key else name) for name, each in inside.items()}
+        kept = key if "implementation" in key or key in LABELS else ""  # what holds for the key holds inside of it
+        return {name: _checked(each, kept or name) for name, each in inside.items()}
     if isinstance(values, list):
         return [_checked(each, key) for each in values]
     of_code = "implementation" in key
-    if isinstance(values, str) and (values not in BUILT_IN if of_code else "/" in values):
+    if isinstance(values, str) and (values not in BUILT_IN if of_code else "/" in values and key not in LABELS):
         remedy = f"allowed: {', '.join(BUILT_IN)}" if of_code else "remove it"
         raise ValueError(f"{key}: found {values!r}, which may name code on a hub, or a file; {remedy}.")
-    if isinstance(values, int) and "layer" in key and values > LIMIT_LAYERS:
+    if isinstance(values, int) and re.search(r"layers?$", key) and values > LIMIT_LAYERS:
         raise ValueError(f"{key}: found {values}; allowed: at most {LIMIT_LAYERS:,}.")
     return values
 

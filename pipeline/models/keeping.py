@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.processes import randomness
 
-_TORCHS_OWN = vars(nn.Module()).keys() - {"training"}
+TORCHS_OWN = vars(nn.Module()).keys() - {"training"}
 """Attributes of every module that hold its parameters, buffers, parts and hooks."""
 
 
@@ -72,24 +73,38 @@ def kept_values(model: nn.Module, leave_out: Container[int] = ()) -> dict[str, d
         for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
             state = randomness.OBJECTS[type(value)][0](value) if type(value) in randomness.OBJECTS else value
             elsewhere = isinstance(value, Tensor) and value.is_meta  # on another rank of a pipeline
-            if key not in _TORCHS_OWN and id(value) not in leave_out and is_plain(state) and not elsewhere:
+            if key not in TORCHS_OWN and id(value) not in leave_out and is_plain(state) and not elsewhere:
                 found[name][key] = tree_map_only(Tensor, _clone, state)
     return found
 
 
-def put_back(model: nn.Module, values: dict[str, dict[str, Any]]) -> None:
-    """Restore what ``kept_values`` returned, in place where a tensor of the same form exists."""
-    device = next(model.parameters(), torch.empty(0)).device
+def put_back(model: nn.Module, values: dict[str, dict[str, Any]], device: torch.device | None = None) -> None:
+    """Restore what ``kept_values`` returned. Tensors of the same form, lists and dicts are restored in place, because
+    several parts may share them. ``device``: the device of other tensors; None: they stay where they are."""
     for name, module in model.named_modules():
         for key, value in values.get(name, {}).items():
             held: Any = getattr(module, key, None)
             if type(held) in randomness.OBJECTS:
                 randomness.OBJECTS[type(held)][1](held, value)
-            elif _alike(held, value):
-                with torch.no_grad():
-                    held.copy_(value)
-            else:
-                setattr(module, key, tree_map_only(Tensor, lambda tensor: tensor.to(device), value))
+            elif (restored := _restored(held, value, device)) is not held:
+                setattr(module, key, restored)
+
+
+def _restored(held: Any, value: Any, device: torch.device | None) -> Any:
+    """Return ``held`` with the content of ``value`` or, if it cannot take this content, a copy of ``value``."""
+    if _alike(held, value):
+        with torch.no_grad():
+            held.copy_(value)
+        return held
+    if type(held) is type(value) is list:
+        held[:] = [_restored(old, new, device) for old, new in zip_longest(held[: len(value)], value)]
+        return held
+    if type(held) is type(value) and isinstance(held, dict):
+        content = {key: _restored(held.get(key), each, device) for key, each in value.items()}
+        held.clear()
+        held.update(content)
+        return held
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device or tensor.device, copy=True), value)
 
 
 @contextmanager
@@ -110,12 +125,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def trial(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a copy of ``model`` that shares its parameters; after the block, ``model`` and the random state are
-    ``unchanged``. A model that cannot be copied is yielded itself."""
+    ``unchanged``. A model that cannot be copied is yielded itself, and so is one with hooks or replaced methods: in a
+    copy, these would still belong to the model."""
+    bound = any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in model.modules())
     with unchanged(model):
-        try:
-            tried = copied(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else _clone(tensor))
-        except Exception:
-            tried = model
+        tried = model
+        if not bound:
+            with suppress(Exception):
+                tried = copied(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else _clone(tensor))
         yield tried
 
 

@@ -26,7 +26,9 @@ class OptimizerChoice:
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         fits = not any(parameter.is_complex() for parameter in trained)
-        return self.cls(trained, **{key: value for key, value in self.options.items() if fits or key != "fused"})
+        # A stage of a pipeline may have only frozen parameters; torch refuses an empty list, but no empty group.
+        groups: list[Any] = trained or [{"params": []}]
+        return self.cls(groups, **{key: value for key, value in self.options.items() if fits or key != "fused"})
 
 
 class SGD(torch.optim.SGD):

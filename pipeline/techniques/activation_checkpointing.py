@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pipeline.errors import ConfigError
+from pipeline.models.keeping import TORCHS_OWN
 from pipeline.techniques.base import Setup, Technique, explained
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -30,6 +32,7 @@ _COPIED: dict[type, Callable[[Any], Any]] = {
     torch.Tensor: torch.clone,
     torch.Generator: torch.Generator.clone_state,
     **dict.fromkeys((random.Random, np.random.Generator), copy.deepcopy),
+    **dict.fromkeys((list, dict, OrderedDict, set, deque, np.ndarray), copy.copy),
 }
 """Types of attributes that a forward pass can change in place -> the function that copies such an attribute."""
 
@@ -107,6 +110,8 @@ class ActivationCheckpointing(Technique):
 
         def recomputed(*inputs: Any, **named: Any) -> Any:
             nonlocal overwrites
+            if not (overwrites or torch.is_grad_enabled()):  # an evaluation
+                return forward(*inputs, **named)
             if torch.compiler.is_compiling():
                 # When compiled code recomputes a block, it repeats no side effects, such as counting BatchNorm's
                 # batches. Besides, the compiler accepts only the contexts of selective checkpointing.
@@ -197,7 +202,7 @@ def _state_of(block: nn.Module) -> State:
         return held | {
             name: copies.setdefault(id(value), _COPIED[type(value)](value))
             for name, value in held.items()
-            if type(value) in _COPIED and not getattr(value, "requires_grad", False)
+            if type(value) in _COPIED and name not in TORCHS_OWN and not getattr(value, "requires_grad", False)
         }
 
     return [(held, copied(held)) for module in block.modules() for held in (vars(module), module._buffers)]

@@ -165,7 +165,7 @@ class Pipeline(Technique):
         if tuple(state["ends"]) != self._cut.ends:
             self._split(self._cut._replace(ends=tuple(state["ends"])))
             (group,) = self._optimizer.param_groups
-            group["params"] = list(self._module.parameters())
+            group["params"] = [each for each in self._module.parameters() if each.requires_grad]
             self._optimizer.state.clear()
         whole = self._sent.pop("model")
         self._model.load_state_dict(

@@ -36,6 +36,8 @@ from pipeline.training.composition import batches_of, compose
 from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
 
+_OF_A_RANK = ("_SOCKET_IFNAME", "_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
+"""Ends of the names of variables that bind a rank to cores and cards."""
 DETERMINISTIC = "deterministic"
 """The key in ``Plan.decided`` for the reason why ``train.deterministic`` is not possible."""
 
@@ -93,8 +95,8 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
 def _depends_on(plan: Plan, task: Task) -> dict[str, Any]:
     """Return the plain values that ranks on several hosts must have in common, besides the number of threads.
 
-    The environment is that of this worker, not environment.json's, because a launcher may have changed variables. Names
-    of network interfaces may differ between equal hosts.
+    The environment is that of this worker, not environment.json's, because a launcher may have changed variables. Those
+    in ``_OF_A_RANK`` may differ between the ranks of equal hosts.
     """
     here = environment.fingerprint({"variants": {plan.name: variant_relies_on(plan.requested, plan.train)}})
     made_of = stages.training(plan)
@@ -105,7 +107,7 @@ def _depends_on(plan: Plan, task: Task) -> dict[str, Any]:
         "data": {"name": task.dataset.name, "sha256": task.dataset.sha256},
         "hardware": here["hardware"],
         "software": here["software"] | here["relied_on"]["variants"][plan.name],
-        "environment": {name: value for name, value in here["settings"].items() if not name.endswith("_SOCKET_IFNAME")},
+        "environment": {name: each for name, each in here["settings"].items() if not name.endswith(_OF_A_RANK)},
     }
 
 

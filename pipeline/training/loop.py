@@ -276,7 +276,7 @@ class Training:
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.unmeasured_until_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
-        put_back(self.model, mine["kept"])
+        put_back(self.model, mine["kept"], self.world.device)
         randomness.restore(mine["random"])
 
     def _resumable(self) -> list[Resumable | Technique]:

@@ -83,6 +83,7 @@ class Remembering(nn.Module):
         self.replaced: torch.Tensor = nn.Buffer(torch.zeros(()))
         self.same_codes = self.codes
         self.calls, self.plain = 0, torch.zeros(())
+        self.noted, self.counts = [1], {"calls": 1}
         self.generator, self.python, self.numpy = torch.Generator(), random.Random(1), np.random.default_rng(2)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -91,10 +92,16 @@ class Remembering(nn.Module):
         self.replaced = self.replaced + 1
         self.plain.add_(1)
         self.calls += 1
+        self.noted.append(1)
+        self.counts["calls"] += 1
         if not hasattr(self, "scale"):
             self.scale = images.std().item()
         kept = torch.rand(images.shape, generator=self.generator) < 0.8
-        factor = self.codes / (1 + self.replaced + self.plain + self.calls) * self.python.random()
+        factor = (
+            self.codes
+            / (1 + self.replaced + self.plain + self.calls + len(self.noted) + self.counts["calls"])
+            * self.python.random()
+        )
         return torch.sin((images - self.average) * factor * self.same_codes * kept) / (self.scale + self.numpy.random())
 
 
