@@ -224,6 +224,8 @@ def test_a_metric_s_digest_covers_what_it_refers_to_and_no_more(
     [
         ("settings.json", True),
         ("folder/.env", True),
+        (".conf/settings.json", True),
+        ("data/prepared/dataset.json", False),
         ("../beside/table.csv", True),
         (".cache/kernel.bin", False),
         ("src/own.egg-info/PKG-INFO", False),
@@ -246,6 +248,22 @@ def test_what_the_job_s_own_code_reads_in_the_repository_is_refused_if_it_has_no
         check()
 
 
+@pytest.mark.parametrize(("reader", "refused"), [("pipeline", False), ("own_net", True)])
+def test_who_reads_counts_also_where_all_packages_are_installed(
+    reader: str, refused: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline may be installed beside its libraries, and a plan may name an installed package."""
+    installed = checkout.parent / "site-packages"
+    monkeypatch.setattr(code, "PACKAGE", installed / "pipeline")
+    (checkout / "settings.json").touch()
+    monkeypatch.setattr(code, "_of_the_user", lambda _: {"own_net"})
+    check = code.unfollowed(planned())
+    text = "open('settings.json').close()"
+    exec(compile(text, str(installed / reader / "module.py"), "exec"), {"__name__": f"{reader}.module"})
+    with pytest.raises(code.Unfollowed, match=r"settings\.json was read by") if refused else nullcontext():
+        check()
+
+
 def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -> None:
     (checkout / "own_tables").mkdir()
     (checkout / "own_tables" / "one.csv").write_text("1", encoding="utf-8")
@@ -254,6 +272,9 @@ def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -
     listed = plan(parse({"train": train, "variants": {"baseline": {}}}), "baseline", CPU)
     before = code.of_variant(listed)
     assert {"own_tables/one.csv", "settings.json"} <= set(before)
+    (checkout / "own_tables" / "__pycache__").mkdir()
+    (checkout / "own_tables" / "__pycache__" / "net.pyc").touch()
+    assert code.of_variant(listed) == before
     check = code.unfollowed(listed)
     (checkout / "own_tables" / "one.csv").read_bytes()
     check()

@@ -191,6 +191,12 @@ def test_copies_of_a_session_are_one_session(changes: list[dict[str, Any]]) -> N
     assert promoting.sessions_of(compared.model_dump(mode="json"), "ddp") == 1 < promoting.FEWEST_SESSIONS
 
 
+def test_days_without_ids_of_their_boots_are_sessions_of_their_own() -> None:
+    """A new container or virtual machine for each bench has been up for seconds."""
+    first, second = (make_session(f"2026-11-{day}T08:00", boot_id=None, uptime_seconds=5.0 + day) for day in (20, 21))
+    assert not session(1, 1.5, session=first).goes_on_in(second)
+
+
 def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
     """Return a bench of the boot "b", or of another boot, which began at 08:19."""
     other = {} if boot == "b" else {"boot_id": boot, "uptime_seconds": 60.0 * (int(time[3:]) - 19)}

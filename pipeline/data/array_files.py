@@ -137,14 +137,14 @@ def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
     from pyarrow.parquet import ParquetFile  # imported here: the import takes a quarter of a second
 
     with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
-        row_bytes = sum(map(_row_bytes, table.schema_arrow.types))
-        _check_row_bytes(path, row_bytes)
-        _check_unpacked(path, table.metadata.num_rows * max(row_bytes, LEAST_ROW_BYTES))
         noted = (table.schema_arrow.pandas_metadata or {}).get("index_columns", ())
         kept = [name for name in table.schema_arrow.names if name in ("inputs", "targets") or name not in noted]
         changes.update(f"left out: {name!r}, the data frame's index" for name in {*table.schema_arrow.names} - {*kept})
+        row_bytes = sum(_row_bytes(table.schema_arrow.field(name).type) for name in kept)
+        _check_row_bytes(path, row_bytes)
+        _check_unpacked(path, table.metadata.num_rows * max(row_bytes, LEAST_ROW_BYTES))
         found = 0
-        for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1))):
+        for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1)), columns=kept):
             columns = {name: _values(path, name, batch.column(name)) for name in kept}
             if "inputs" not in columns:
                 features = [rows for name, rows in columns.items() if name != "targets"]

@@ -60,7 +60,8 @@ def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Con
 
     What is left out is printed with its count and ``key``, the folder's setting; nothing is printed if ``key`` is
     empty. ``why_not`` returns why a file, named by its path below ``top``, is left out; empty if it is not. ``unread``:
-    names of further folders to leave out. Raises DataError if a folder cannot be read.
+    further folders to leave out: a name, of folders at any place, or the path ./PATH of one folder. Raises DataError if
+    a folder cannot be read.
     """
 
     def refuse(error: OSError) -> NoReturn:
@@ -72,7 +73,8 @@ def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Con
         here = Path(place)
         for name in [*folders]:
             circular = any(above.samefile(here / name) for above in (here, *here.absolute().parents))
-            if circular or name in unread or not is_data(name):
+            elsewhere = name in unread or f"./{(here / name).relative_to(top)}" in unread
+            if circular or elsewhere or not is_data(name):
                 left["link to a folder that contains it" if circular else f"folder {name}"] += 1
                 folders.remove(name)
         for path in map(here.joinpath, names):

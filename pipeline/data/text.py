@@ -132,7 +132,12 @@ def _tokenizer(file: str | None) -> tuple[Callable[[str], Tokens], int, str]:
     process = get_context("spawn").Process(target=_encode, args=(there, LIMIT_MEMORY_BYTES), daemon=True)
     process.start()
     there.close()
-    here.recv()  # it has started
+    try:
+        problem = here.recv()  # None: it has started
+    except EOFError:
+        problem = "it ended at once"
+    if problem is not None:
+        raise DataError(f"{KEY}: the process that encodes the text cannot start: {problem}.")
 
     def ask(request: str | bytes) -> Any:
         limit = LIMIT_SECONDS + 60 * len(request) / (1 << 20)
@@ -164,7 +169,9 @@ def _encode(requests: Connection, memory_bytes: int) -> None:
         import tokenizers
 
         used = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        wanted = used + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
         requests.send(None)
         found = tokenizers.Tokenizer.from_buffer(requests.recv())
         found.no_truncation()

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.files import file_sha256
+from pipeline.files import PREPARED, file_sha256
 from pipeline.params import outside, requested
 from pipeline.plans import Plan
 
@@ -53,7 +53,12 @@ def of_variant(plan: Plan) -> dict[str, str]:
     ``transformers``. Raises ConfigError if a file of ``train.files`` is missing."""
     own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
-    return _digests(modules) | {path.as_posix(): file_sha256(path)[:16] for path in _read_files(plan)}
+    return _digests(modules) | {path.as_posix(): _content(path, path.stat().st_mtime_ns) for path in _read_files(plan)}
+
+
+@functools.cache  # variants share the files, which may be large
+def _content(path: Path, mtime_ns: int) -> str:  # noqa: ARG001
+    return file_sha256(path)[:16]
 
 
 def of_function(name: str) -> str:
@@ -94,7 +99,8 @@ def _read_files(plan: Plan) -> Iterator[Path]:
     ``transformers``."""
     for name in plan.train.files:
         path = Path(name)
-        inside = sorted(each for each in (path, *path.rglob("*")) if each.is_file())
+        folders = ((each, each.relative_to(path).parts[:-1]) for each in (path, *path.rglob("*")))
+        inside = sorted(each for each, parts in folders if each.is_file() and not _of_a_tool(parts))
         if not inside:
             raise ConfigError(f"train.files: found {name!r}, which is no file and no folder with files.")
         yield from inside
@@ -128,6 +134,7 @@ def unfollowed(plan: Plan) -> Callable[[], None]:
     followed = {path.resolve() for path in (*(path for _, path in _files(named)), *_read_files(plan))}
     if named:
         _add_hook(_note_opened)
+    _packages.update(packages)
     _written.clear()
     start = next(_numbers)
 
@@ -171,7 +178,13 @@ before (``_written``) is left out."""
 _written: set[str] = set()
 _numbers = itertools.count(1)
 _add_hook = functools.cache(sys.addaudithook)  # a hook stays until the process ends
+_packages: set[str] = set()
+"""The packages that plans name. What they read counts as read by the user's code, although they are installed."""
 _LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+_INSTALLED = ("site-packages", "dist-packages")
+TOOLS = {"__pycache__", ".cache", ".dvc", ".git", ".hypothesis", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache",
+         ".ruff_cache", ".venv"}  # fmt: skip
+"""Folders of tools, whose files are no inputs of a job."""
 
 
 def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
@@ -183,20 +196,33 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
         _written.add(name)
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame and (frame.f_code.co_filename.startswith(_LIBRARIES) or "-packages" in frame.f_code.co_filename):
+    while frame and _is_of_library(frame):
         frame = frame.f_back
     by_pipeline = frame and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}")
     if not by_pipeline and name not in _written:
         _opened[name] = next(_numbers)
 
 
+def _is_of_library(frame: FrameType) -> bool:
+    """True if the frame's code belongs neither to this package, wherever it is installed, nor to the user."""
+    file = frame.f_code.co_filename
+    named = str(frame.f_globals.get("__name__")).partition(".")[0] in _packages
+    if named or file.startswith(f"{PACKAGE}{os.sep}"):
+        return False
+    return file.startswith(_LIBRARIES) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
+
+
+def _of_a_tool(folders: Collection[str]) -> bool:
+    return not TOOLS.isdisjoint(folders) or any(name.endswith((".egg-info", ".dist-info")) for name in folders)
+
+
 def _is_input(path: Path) -> bool:
-    """True if the file is the user's own, and not one of Python, of a cache, or of a tool such as git."""
+    """True if the file is the user's own, and not one of Python, of a cache, of a tool such as git, or of the prepared
+    data, whose digest is known."""
     relative = _relative(path, *_tops())
     if not relative or not path.is_file() or path.is_relative_to(PACKAGE) or _is_installed(path):
         return False
-    folders = relative.parts[:-1]
-    return not any(part[0] == "." or part.endswith(("__pycache__", ".egg-info", ".dist-info")) for part in folders)
+    return not _of_a_tool(relative.parts[:-1]) and not path.is_relative_to(PREPARED.absolute())
 
 
 def _check_copy(files: Mapping[str, Path]) -> None:
@@ -205,7 +231,8 @@ def _check_copy(files: Mapping[str, Path]) -> None:
     work_tree, repository = _tops()
     for name, path in files.items() if work_tree != repository else ():
         real = path.resolve()
-        if real.is_relative_to(repository) and not real.is_relative_to(work_tree) and not _is_installed(real):
+        shared = real.is_relative_to(repository) and not _of_a_tool(real.relative_to(repository).parts)
+        if shared and not real.is_relative_to(work_tree) and not _is_installed(real):
             raise Unfollowed(
                 f"even in a copy of the project, {name} comes from the original work tree ({real}), so base and head "
                 "would share it: remove the work tree from PYTHONPATH, uninstall the package that was installed from "
@@ -236,7 +263,7 @@ def _is_own(path: Path) -> bool:
 
 def _is_installed(path: Path) -> bool:
     """Return True if the file belongs to Python or to an installed package, wherever the package is."""
-    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+    if not set(_INSTALLED).isdisjoint(path.parts):
         return True
     return any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 

@@ -168,6 +168,7 @@ class Bench(Document):
         one_boot = later.boot_id == self.session.boot_id
         if self.session.uptime_seconds is not None and later.uptime_seconds is not None:
             by_uptime = later.uptime_seconds - self.session.uptime_seconds
+            one_boot &= later.boot_id is not None  # two unknown boots are not one boot
             one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
         return one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 

@@ -348,7 +348,7 @@ def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None
 def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
     batches = parquet.ParquetFile.iter_batches
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda self, _: [*batches(self, 4)][:-1])
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda self, _, **named: [*batches(self, 4, **named)][:-1])
     with pytest.raises(DataError, match="found 8 rows, but the header claims 9"):
         packed(tmp_path, "arrays", "own.parquet")
 

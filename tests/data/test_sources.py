@@ -447,9 +447,10 @@ def test_what_an_image_folder_holds_is_listed_or_named_with_its_count(
     assert capsys.readouterr().err.splitlines() == [
         "fetch.image_folder: left out 1 x dangling link or special file",
         "fetch.image_folder: left out 2 x file of type .HEIC",
-        "fetch.image_folder: left out 2 x file that is not in train/CLASS or test/CLASS",
+        "fetch.image_folder: left out 1 x file that is not in train/CLASS or test/CLASS",
         "fetch.image_folder: left out 2 x folder .ipynb_checkpoints",
         "fetch.image_folder: left out 1 x folder __MACOSX",
+        "fetch.image_folder: left out 1 x folder val",
         "fetch.image_folder: left out 1 x hidden file",
         "fetch.image_folder: left out 1 x link to a folder that contains it",
         "listed 5 files of fetch.image_folder",

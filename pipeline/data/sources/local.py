@@ -56,7 +56,8 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
             return "file that is not in train/CLASS or test/CLASS"
         return "" if place.suffix.lower() in IMAGE_SUFFIXES else f"file of type {place.suffix or 'unknown'}"
 
-    paths = sorted(files_under(root, "fetch.image_folder", why_not))
+    beside = {f"./{each.name}" for each in root.iterdir()} - {"./train", "./test"}
+    paths = sorted(files_under(root, "fetch.image_folder", why_not, beside))
     folders = {each.relative_to(root) for each in root.glob("*/*") if each.is_dir() and is_data(each.name)}
     empty = {each.as_posix() for each in folders if each.parts[0] in ("train", "test")}
     empty -= {path.rsplit("/", path.count("/") - 1)[0] for path in paths}
