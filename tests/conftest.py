@@ -211,8 +211,8 @@ class Clone:
         self.run("git", "add", "--all")
         self.run("git", "commit", "--quiet", "--allow-empty", "--message", "state")
 
-    def run(self, *command: str, fails: bool = False, **variables: str) -> str:
-        """Run a command in the clone; return its output with stderr. Fail the test if the exit status is unexpected."""
+    def ended(self, *command: str, **variables: str) -> tuple[int, str]:
+        """Run a command in the clone; return its exit status, and its output with stderr."""
         done = subprocess.run(
             command,
             cwd=self.path,
@@ -222,9 +222,14 @@ class Clone:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        if (done.returncode != 0) is not fails:
-            pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
-        return done.stdout
+        return done.returncode, done.stdout
+
+    def run(self, *command: str, fails: bool = False, **variables: str) -> str:
+        """Run a command in the clone; return its output with stderr. Fail the test if the exit status is unexpected."""
+        status, output = self.ended(*command, **variables)
+        if (status != 0) is not fails:
+            pytest.fail(f"{' '.join(command)} ended with {status}:\n{output}")
+        return output
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a command. With them, git and DVC ignore this machine's settings."""

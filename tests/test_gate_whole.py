@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,17 +79,7 @@ def job(made: Clone) -> Iterator[Clone]:
 
 def gate(job: Clone, **variables: str) -> tuple[int, str]:
     """Run the gate against the last commit; return its exit code and its output."""
-    command = [sys.executable, "-m", "pipeline", "gate", "--against", "HEAD"]
-    done = subprocess.run(
-        command,
-        cwd=job.path,
-        env=job.environment(variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
+    return job.ended("python", "-m", "pipeline", "gate", "--against", "HEAD", **variables)
 
 
 def edit(path: Path, before: str, after: str) -> None:

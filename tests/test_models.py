@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision import models as torchvision_models
 from torchvision.models.regnet import BlockParams
 
+from pipeline import factories
 from pipeline.data.prepared import Dataset, Statistics
 from pipeline.models import ModelError, build, keeping
 from pipeline.models.gpt import GPT
@@ -440,6 +442,41 @@ def test_a_trial_leaves_no_trace_even_in_a_model_that_cannot_be_copied(copies: b
         tried(torch.randn(2, 1, 4, 4))
         assert not is_fresh(tried[0])
     assert is_fresh(model[0])
+
+
+class ScaledByFirstBatch(nn.Linear):
+    scaled = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.scaled:
+            with torch.no_grad():
+                self.weight.div_(super().forward(inputs).std())
+            self.scaled = True
+        return super().forward(inputs)
+
+
+def scaled_by_first_batch(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), ScaledByFirstBatch(channels * height * width, classes))
+
+
+def made_count(name: str) -> int:
+    """Return how often ``build`` calls the factory."""
+    with mock.patch.object(factories, "call", wraps=factories.call) as calls:
+        build_for(name, (1, 4, 4))
+    return calls.call_count
+
+
+def test_weights_that_the_first_batch_sets_are_set_by_the_training() -> None:
+    torch.manual_seed(3)
+    model: Any = build_for("tests.test_models:scaled_by_first_batch", (1, 4, 4))
+    after = torch.rand(1)
+    assert made_count("tests.test_models:scaled_by_first_batch") == 2
+    assert made_count("tests.test_models:partly_frozen") == 1
+    torch.manual_seed(3)
+    untouched: Any = scaled_by_first_batch(1, 4, 4, 10)
+    assert torch.equal(model[1].weight, untouched[1].weight)
+    assert not model[1].scaled
+    assert torch.equal(torch.rand(1), after)
 
 
 class Noting(nn.Module):

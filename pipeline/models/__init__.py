@@ -23,6 +23,7 @@ from pipeline.models import from_config, keeping
 from pipeline.models.from_config import FromConfig
 from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
+from pipeline.processes import randomness
 
 _SMALL_IMAGE = 64
 """If an image's shorter side has fewer pixels than this, a ResNet's ImageNet stem would leave too few pixels."""
@@ -51,14 +52,21 @@ def build(
     model that cannot be trained, evaluated or saved.
     """
     factory = _factory(name) if ":" in name else _OWN.get(name, partial(torchvision_model, name))
-    model = factories.call(factory, name, "train.model", options, error=ModelError, **data)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
-    _make_ready(name, model, inputs)
-    _check(name, model, inputs, outputs)
+    random_state = randomness.state()
+
+    def made() -> nn.Module:
+        randomness.restore(random_state)
+        model = factories.call(factory, name, "train.model", options, error=ModelError, **data)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
+        _make_ready(name, model, inputs)
+        return model
+
+    model = made()
+    sets_weights = _check(name, model, inputs, outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"train.model: {name} has no parameter to train; expected parameters that require a gradient.")
-    return model
+    return made() if sets_weights else model
 
 
 def load(name: str) -> None:
@@ -261,26 +269,27 @@ def _make_ready(name: str, model: nn.Module, inputs: torch.Tensor) -> None:
         warnings.warn(f"train.model: {name}: complex parameters have no fused optimizer.", stacklevel=2)
 
 
-def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> None:
+def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> bool:
     """Raise ModelError unless the model returns an output of shape ``outputs`` for each of several samples in training
     mode, and for one sample in evaluation mode, and its state can be saved and loaded.
 
-    Runs forward passes, which take less time than a training step. For a small model, a pass on the meta device would
-    take longer, because it imports torch._dynamo. The model and the random state stay unchanged.
+    Return whether a forward pass set weights, which only a pass of the training may do. Runs forward passes, which take
+    less time than a training step. For a small model, a pass on the meta device would take longer, because it imports
+    torch._dynamo. The model and the random state stay unchanged.
     """
+    versions = [parameter._version for parameter in model.parameters()]
     with torch.no_grad(), keeping.trial(model) as tried:
         for rows, mode in ((inputs, "training"), (inputs[:1], "evaluation")):
             where, expected = f"train.model: {name} in {mode} mode", (len(rows), *outputs)
             with nullcontext() if mode == "training" else keeping.evaluating(tried):
                 found = _output(where, tried, rows)
             if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (expected, torch.float32):
-                got = type(found).__name__
-                if isinstance(found, torch.Tensor):
-                    got = f"{found.dtype} of shape {list(found.shape)}"
+                shape = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
                 raise ModelError(
-                    f"{where} on a batch of shape {list(rows.shape)} returns {got}; expected a tensor, torch.float32 "
-                    f"of shape {list(expected)}."
+                    f"{where} on a batch of shape {list(rows.shape)} returns {shape or type(found).__name__}; expected "
+                    f"a tensor, torch.float32 of shape {list(expected)}."
                 )
+        sets_weights = versions != [parameter._version for parameter in model.parameters()]
         state = tried.state_dict(keep_vars=True)
         unfit = {key: each for key, each in state.items() if not (torch.is_tensor(each) or keeping.is_plain(each))}
         if unfit:
@@ -294,6 +303,7 @@ def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int
             raise ModelError(
                 f"train.model: {name} cannot load its own state dict: {shorten(str(error), 250)}"
             ) from error
+    return sets_weights
 
 
 def _output(where: str, model: nn.Module, inputs: torch.Tensor) -> object:

@@ -71,8 +71,7 @@ class ActivationCheckpointing(Technique):
         self._model = type(model).__name__
         for block in self.choice(setup, found):
             block.forward = self._recomputed(block)  # a wrapper would change names in the state dict
-        with _in_state(_state_of(model)):
-            setup.outputs()  # shows which blocks overwrite their inputs; the other blocks need no copies of them
+        setup.outputs()  # shows which blocks overwrite their inputs; the other blocks need no copies of them
 
     def change_step(self, setup: Setup) -> None:
         setup.step.whole = explained(
