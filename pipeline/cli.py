@@ -225,10 +225,14 @@ def _live() -> None:
 def _fetch(_: argparse.Namespace) -> None:
     from pipeline import params
     from pipeline.data import sources
+    from pipeline.environment import code
     from pipeline.files import naming
 
+    fetch = params.load().fetch
+    check_followed = code.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
     with naming(RAW):
-        sources.fetch(params.load().fetch, RAW)
+        sources.fetch(fetch, RAW)
+    check_followed()
 
 
 def _prepare(_: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.environment import code
+from pipeline.environment import code, stages
 from pipeline.errors import ConfigError
 from pipeline.params import outside, parse
 from pipeline.plans import Plan, plan
@@ -350,6 +350,33 @@ def test_training_refuses_a_module_or_file_without_a_digest(
         assert cli.main(["train", "baseline"]) == code_
         assert (f"error: {refused}" in capfd.readouterr().err) is (code_ == 2)
         assert Path("results/baseline.json").exists() is (code_ == 0)
+
+
+SAMPLES = """
+import numpy as np
+
+
+def samples(split):
+    inputs = np.loadtxt("table.csv", ndmin=2) if split == "train" else np.zeros((0, 2))
+    yield {"inputs": inputs, "targets": np.arange(len(inputs)) % 2}
+"""
+
+
+def test_fetch_refuses_a_file_that_a_function_reads_until_it_is_listed(
+    checkout: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "own_samples.py").write_text(SAMPLES, encoding="utf-8")
+    np.savetxt(checkout / "table.csv", np.eye(20)[:, :2])
+    fetch: dict[str, Any] = {"dataset": "arrays", "arrays": "own_samples:samples"}
+    params = {"fetch": fetch, "variants": {"baseline": {}}}
+    for listed, status in (([], 2), (["table.csv"], 0)):
+        fetch["files"] = listed
+        Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+        assert cli.main(["fetch"]) == status
+        refused = "table.csv was read by the job's own code" in capfd.readouterr().err
+        assert refused is (status == 2)
+    described = stages.described(parse(params), {}, ["fetch"])["stages"]["fetch"]["code"]
+    assert {"table.csv", "own_samples.py"} <= set(described)
 
 
 def test_a_measurement_refuses_a_module_without_a_digest(digits_folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_file_that_the_model_reads_is_refused_until_it_is_listed_and_then_it_c
     edit(job.path / "settings.json", "1.0", "0.0")
     code, output = gate(job)
     assert (code, "settings.json was read by the job's own code" in output) == (2, True), output
-    assert "under train: `files: [settings.json]`" in output
+    assert "as train.files: [settings.json]." in output
     edit(job.path / "settings.json", "0.0", "1.0")
     job.edit({"train.files": ["settings.json"]})
     job.commit()

@@ -67,25 +67,25 @@ def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Con
     def refuse(error: OSError) -> NoReturn:
         raise DataError(f"{key}: {error.filename}: {error.strerror}; expected a folder that can be read.")
 
-    found: list[Path] = []
+    files: list[Path] = []
     left: Counter[str] = Counter()
     for place, folders, names in os.walk(top, onerror=refuse, followlinks=True):
-        here = Path(place)
+        folder = Path(place)
         for name in [*folders]:
-            circular = any(above.samefile(here / name) for above in (here, *here.absolute().parents))
-            elsewhere = name in unread or f"./{(here / name).relative_to(top)}" in unread
+            circular = any(above.samefile(folder / name) for above in (folder, *folder.absolute().parents))
+            elsewhere = name in unread or f"./{(folder / name).relative_to(top)}" in unread
             if circular or elsewhere or not is_data(name):
                 left["link to a folder that contains it" if circular else f"folder {name}"] += 1
                 folders.remove(name)
-        for path in map(here.joinpath, names):
+        for path in map(folder.joinpath, names):
             why = why_not(path.relative_to(top)) if path.is_file() else "dangling link or special file"
             if why := why if is_data(path.name) else "hidden file":
                 left[why] += 1
             else:
-                found.append(path.relative_to(top))
+                files.append(path.relative_to(top))
     for what, times in sorted(left.items()) if key else ():
         tqdm.write(printable(f"{key}: left out {times:,} x {what}"), file=sys.stderr)
-    return [path.as_posix() for path in sorted(found)]
+    return [path.as_posix() for path in sorted(files)]
 
 
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:

@@ -128,12 +128,12 @@ def _tokenizer(file: str | None) -> tuple[Callable[[str], Tokens], int, str]:
         content = read_bytes(path, LIMIT_BYTES)
     except OSError as error:
         raise DataError(f"{KEY}: {path} cannot be read: {error.strerror}.") from None
-    here, there = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_encode, args=(there, LIMIT_MEMORY_BYTES), daemon=True)
+    ours, childs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_encode, args=(childs, LIMIT_MEMORY_BYTES), daemon=True)
     process.start()
-    there.close()
+    childs.close()
     try:
-        problem = here.recv()  # None: it has started
+        problem = ours.recv()  # None: it has started
     except EOFError:
         problem = "it ended at once"
     if problem is not None:
@@ -142,8 +142,8 @@ def _tokenizer(file: str | None) -> tuple[Callable[[str], Tokens], int, str]:
     def ask(request: str | bytes) -> Any:
         limit = LIMIT_SECONDS + 60 * len(request) / (1 << 20)
         try:
-            here.send(request)
-            answer = here.recv() if here.poll(limit) else f"it took longer than {limit:.0f} s"
+            ours.send(request)
+            answer = ours.recv() if ours.poll(limit) else f"it took longer than {limit:.0f} s"
         except (EOFError, OSError):  # it was killed, or the library ended it
             answer = f"it ended, perhaps because it took more than {LIMIT_MEMORY_BYTES >> 20:,} MiB of memory"
         if isinstance(answer, str):
@@ -173,16 +173,16 @@ def _encode(requests: Connection, memory_bytes: int) -> None:
         wanted = used + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
         requests.send(None)
-        found = tokenizers.Tokenizer.from_buffer(requests.recv())
-        found.no_truncation()
-        found.no_padding()
-        end = 1 + max(found.get_vocab().values(), default=-1)
+        tokenizer = tokenizers.Tokenizer.from_buffer(requests.recv())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        end = 1 + max(tokenizer.get_vocab().values(), default=-1)
         dtype = np.dtype(np.uint16 if end < 1 << 16 else np.uint32)
         if end > np.iinfo(np.uint32).max:
             raise ValueError(f"a token has the number {end - 1:,}; allowed: less than {2**32 - 1:,}")
         requests.send(end)
         while True:
-            tokens = np.array(found.encode(requests.recv(), add_special_tokens=False).ids, np.uint32)
+            tokens = np.array(tokenizer.encode(requests.recv(), add_special_tokens=False).ids, np.uint32)
             if tokens.size and tokens.max() >= end:
                 raise ValueError(f"it made the token {tokens.max():,}, but its vocabulary has only {end:,}")
             requests.send(tokens.astype(dtype))

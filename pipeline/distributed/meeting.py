@@ -115,9 +115,9 @@ def refuse_differences(records: Records) -> None:
 def _fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each value inside nested mappings and lists."""
     if isinstance(value, list):
-        value = {str(index): each for index, each in enumerate(value)}
+        value = {str(index): item for index, item in enumerate(value)}
     if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _fields(each, f"{path}.{name}" if path else name)
+        for name, inside in value.items():
+            yield from _fields(inside, f"{path}.{name}" if path else name)
     else:
         yield path, json.dumps(value)

@@ -14,14 +14,14 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import PREPARED, file_sha256
-from pipeline.params import outside, requested
+from pipeline.params import Fetch, Train, outside, requested
 from pipeline.plans import Plan
 
 PACKAGE = Path(__file__).parent.parent
@@ -53,7 +53,12 @@ def of_variant(plan: Plan) -> dict[str, str]:
     ``transformers``. Raises ConfigError if a file of ``train.files`` is missing."""
     own = (each.implementation.partition(".")[0] for each in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *_of_the_user(plan)}
-    return _digests(modules) | {path.as_posix(): _content(path, path.stat().st_mtime_ns) for path in _read_files(plan)}
+    return _digests(modules) | of_files(_read_files(plan))
+
+
+def of_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Return file -> digest of its content."""
+    return {path.as_posix(): _content(path, path.stat().st_mtime_ns) for path in paths}
 
 
 @functools.cache  # variants share the files, which may be large
@@ -70,14 +75,18 @@ def of_function(name: str) -> str:
     if not located:
         return ""  # the training reports a missing module
     path, names, used = located[1], {attribute}, list[ast.stmt]()
-    statements = [each for each in _tree(path).body if not _is_text(each)]
-    while more := [each for each in statements if each not in used and not names.isdisjoint(_bound(each) or names)]:
-        used += more
-        names |= {node.id for each in more for node in ast.walk(each) if isinstance(node, ast.Name)}
-    imports = [each for statement in used for node in ast.walk(statement) for each in _imported(node)]
+    statements = [statement for statement in _tree(path).body if not _is_text(statement)]
+    while binding := [
+        statement
+        for statement in statements
+        if statement not in used and not names.isdisjoint(_bound(statement) or names)
+    ]:
+        used += binding
+        names |= {node.id for statement in binding for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    imports = [name for statement in used for node in ast.walk(statement) for name in _imported(node)]
     imported = _imports(imports, module, is_package=path.name == "__init__.py")
     files = {file for _, file in _files((), imported) if not file.is_relative_to(PACKAGE)}
-    texts = [ast.dump(_without_texts(each)) for each in statements if each in used]
+    texts = [ast.dump(_without_texts(statement)) for statement in statements if statement in used]
     return _short("\n".join([*texts, *sorted(_source(file).digest for file in files)]).encode())
 
 
@@ -87,25 +96,34 @@ def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return {(each.asname or each.name).partition(".")[0] for each in statement.names} - {"*"}
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names} - {"*"}
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return {node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name)}
+        return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
     return set()
 
 
-def _read_files(plan: Plan) -> Iterator[Path]:
-    """Yield the files of ``train.files``, with all files of its folders, and the configurations of models of
-    ``transformers``."""
-    for name in plan.train.files:
+def listed(section: Fetch | Train) -> Iterator[Path]:
+    """Yield the files of ``fetch.files`` or ``train.files``, with all files of its folders. Raises ConfigError for a
+    name without a file."""
+    for name in section.files:
         path = Path(name)
-        folders = ((each, each.relative_to(path).parts[:-1]) for each in (path, *path.rglob("*")))
-        inside = sorted(each for each, parts in folders if each.is_file() and not _of_a_tool(parts))
+        folders = ((file, file.relative_to(path).parts[:-1]) for file in (path, *path.rglob("*")))
+        inside = sorted(file for file, parts in folders if file.is_file() and not _of_a_tool(parts))
         if not inside:
-            raise ConfigError(f"train.files: found {name!r}, which is no file and no folder with files.")
+            raise ConfigError(f"{_key(section)}: found {name!r}, which is no file and no folder with files.")
         yield from inside
-    for given in (plan.train, plan.applied.distillation):
-        path = Path(str(given.model_options.get("config")) if given and given.model == "transformers" else "")
+
+
+def _key(section: Fetch | Train) -> str:
+    return f"{type(section).__name__.lower()}.files"
+
+
+def _read_files(plan: Plan) -> Iterator[Path]:
+    """Yield the files of ``train.files``, and the configurations of models of ``transformers``."""
+    yield from listed(plan.train)
+    for job in (plan.train, plan.applied.distillation):
+        path = Path(str(job.model_options.get("config")) if job and job.model == "transformers" else "")
         if path.is_file():  # building the model reports a missing file
             yield path
 
@@ -124,14 +142,23 @@ class Unfollowed(PipelineError):
 
 
 def unfollowed(plan: Plan) -> Callable[[], None]:
-    """Return a check that raises Unfollowed if the user's code uses one of the user's own files that is not in
-    ``of_variant(plan)``: a module, for example because `importlib` loaded it, or a file that it opened for reading. The
-    user's own files are in the work tree or in a package that the plan names. What was used before this call, for
+    """Return ``unfollowed_by`` for the modules and files of ``of_variant(plan)``."""
+    return unfollowed_by(_of_the_user(plan), plan.train, _read_files(plan))
+
+
+def unfollowed_by(named: Set[str], section: Fetch | Train, files: Iterable[Path]) -> Callable[[], None]:
+    """Return a check that raises Unfollowed if the user's code uses one of the user's own files without a digest: a
+    module to which no import leads from the modules ``named``, or a file that it opened for reading and that is not in
+    ``files``.
+
+    The user's own files are in the work tree or in a package that ``named`` names. What was used before this call, for
     example by tests, does not count. Python does not report files that a library opens in C or Rust. In a copy of the
-    gate, the check also refuses modules and files of the original work tree, which base and head would share."""
-    before, named = set(sys.modules), _of_the_user(plan)
+    gate, the check also refuses modules and files of the original work tree, which base and head would share.
+    ``section``: where a person lists files.
+    """
+    before = set(sys.modules)
     packages = {module.partition(".")[0] for module in named}
-    followed = {path.resolve() for path in (*(path for _, path in _files(named)), *_read_files(plan))}
+    followed = {path.resolve() for path in (*(path for _, path in _files(named)), *files)}
     if named:
         _add_hook(_note_opened)
     _packages.update(packages)
@@ -140,13 +167,13 @@ def unfollowed(plan: Plan) -> Callable[[], None]:
 
     def check() -> None:
         loaded = ((name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()])
-        files = {name: Path(file) for name, file in loaded if file}
-        _check_copy(files)
+        modules = {name: Path(file) for name, file in loaded if file}
+        _check_copy(modules)
         if not named:
             return
         read = {Path(name) for name, number in [*_opened.items()] if number > start}
-        for name in sorted(files.keys() - before):
-            path = files[name]
+        for name in sorted(modules.keys() - before):
+            path = modules[name]
             if name.startswith("torch."):  # code that torch.compile generates, in a cache that may be in the checkout
                 continue
             own = _is_own(path) or (name.partition(".")[0] in packages and not _is_installed(path))
@@ -166,7 +193,7 @@ def unfollowed(plan: Plan) -> Callable[[], None]:
                 raise Unfollowed(
                     f"{shown} was read by the job's own code, but has no digest. So changes of {shown} would go "
                     "unnoticed, and old results would count as results of the present file. Add the file to "
-                    f"params.yaml, under train: `files: [{', '.join([*plan.train.files, shown])}]`."
+                    f"params.yaml, as {_key(section)}: [{', '.join([*section.files, shown])}]."
                 )
 
     return check
@@ -246,15 +273,15 @@ def _tops() -> tuple[Path, Path]:
     if GATE_COPY.is_file():
         work_tree, repository = GATE_COPY.read_text(encoding="utf-8").splitlines()
         return Path(work_tree), Path(repository)
-    here = Path.cwd()
-    top = next((each for each in (here, *here.parents) if (each / ".git").exists()), here)
+    current = Path.cwd()
+    top = next((folder for folder in (current, *current.parents) if (folder / ".git").exists()), current)
     return top, top
 
 
 def _relative(path: Path, *tops: Path) -> Path | None:
     """Return ``path``, or the file to which its links lead, relative to the first of ``tops`` that contains it."""
-    pairs = ((each, top) for each in (path, path.resolve()) for top in tops)
-    return next((each.relative_to(top) for each, top in pairs if each.is_relative_to(top)), None)
+    pairs = ((file, top) for file in (path, path.resolve()) for top in tops)
+    return next((file.relative_to(top) for file, top in pairs if file.is_relative_to(top)), None)
 
 
 def _is_own(path: Path) -> bool:
@@ -319,7 +346,7 @@ class _Source(NamedTuple):
 @functools.cache
 def _source(path: Path) -> _Source:
     tree = _tree(path)
-    imports = [each for node in ast.walk(tree) for each in _imported(node)]
+    imports = [name for node in ast.walk(tree) for name in _imported(node)]
     return _Source(_short(ast.dump(_without_texts(tree)).encode()), imports)
 
 

@@ -35,9 +35,10 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
         "compare": _plain(config.compare),
     }
     own = {"fetch": [config.fetch.own_module]} if config.fetch.own_module else {}
+    files = {"fetch": code.of_files(code.listed(config.fetch))}
     return {
         "stages": {
-            stage: {"code": code.of_stage(stage, own.get(stage, ())), "settings": each}
+            stage: {"code": code.of_stage(stage, own.get(stage, ())) | files.get(stage, {}), "settings": each}
             for stage, each in settings.items()
             if only is None or stage in only
         },

@@ -81,10 +81,12 @@ def measured(config: Config, revision: str) -> Gated:
         trained: list[dict[str, dict[int, float]]] = [{}, {}]
         unit = Unit()
         if effective.gate.accuracy:
-            _check_comparable(there["train"], here["train"], *(each.get("rulers") for each in fingerprints))
+            _check_comparable(
+                there["train"], here["train"], *(fingerprint.get("rulers") for fingerprint in fingerprints)
+            )
             # DVC does not see two kinds of differences: packages that no fingerprint names, and code of a version that
             # computes no digests of code. DVC would then reuse one side's training for the other side.
-            unseen = packages or any("stages" not in each for each in fingerprints)
+            unseen = packages or any("stages" not in fingerprint for fingerprint in fingerprints)
             anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
             for side, about in zip(sides, (there, here), strict=True):
                 dvc(side, "repro", *anew, *(results.stage_of(name, about["variants"][name]) for name in names))
@@ -103,7 +105,7 @@ def measured(config: Config, revision: str) -> Gated:
     variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
     control, of_base, of_head = _sides(rounds)
     found = _judged(rounds, effective, compared)
-    made_of = [stages.made_of(each) for each in fingerprints]
+    made_of = [stages.made_of(fingerprint) for fingerprint in fingerprints]
     of_sides = zip(made_of, (there["environment"], here["environment"]), strict=True)
     equal = not packages and None not in made_of and len(set(of_sides)) == 1
     left = ", ".join(sorted(set(every) - chosen))
@@ -221,8 +223,8 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
 def _other_code(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """Return a sentence that names the files of the pipeline's code for training and measuring, of all variants, that
     differ between the two sides' ``environment.json``; an empty list if none differs."""
-    pairs = [[each.get("stages", {}).get(stage, {}).get("code", {}) for each in (base, head)] for stage in MEASURING]
-    changed = sorted({file for there, here in pairs for file, _ in there.items() ^ here.items()})
+    codes = [[side.get("stages", {}).get(stage, {}).get("code", {}) for side in (base, head)] for stage in MEASURING]
+    changed = sorted({file for of_base, of_head in codes for file, _ in of_base.items() ^ of_head.items()})
     if not changed:
         return []
     return [
@@ -249,11 +251,11 @@ def _check_comparable(
 
     The rulers are the digests of the user's own task and metric; None if a side's version computes none.
     """
-    there, here = ({key: train.get(key, value) for key, value in SCORED.items()} for train in (base, head))
-    problems = differing(there, here, "train")
+    of_base, of_head = ({key: train.get(key, value) for key, value in SCORED.items()} for train in (base, head))
+    problems = differing(of_base, of_head, "train")
     if not problems and rulers_of_base is not None and rulers_of_head is not None:
         changed = [key for key, value in rulers_of_base.items() if rulers_of_head[key] != value]
-        problems = [f"train.{key}: the code of {there[key]} differs" for key in changed]
+        problems = [f"train.{key}: the code of {of_base[key]} differs" for key in changed]
     if problems:
         raise GateError(
             f"{'; '.join(problems)}: the two accuracies are different scores, so they cannot be compared. Make this "

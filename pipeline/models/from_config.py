@@ -51,14 +51,16 @@ class FromConfig(nn.Module):
             # decoder, because in an encoder a token would attend to later tokens.
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
             with _offline():
-                found = configurations.for_model(**values | special | {"vocab_size": vocabulary, "is_decoder": True})
-                _check_size(models, found)
-                self.net = models.from_config(found, dtype=torch.float32).train()
+                configuration = configurations.for_model(
+                    **values | special | {"vocab_size": vocabulary, "is_decoder": True}
+                )
+                _check_size(models, configuration)
+                self.net = models.from_config(configuration, dtype=torch.float32).train()
         except Exception as error:
             raise PipelineError(
                 f"{where}, from which transformers cannot make a causal language model: {first_line(error)}"
             ) from error
-        longest = getattr(found, "max_position_embeddings", length)
+        longest = getattr(configuration, "max_position_embeddings", length)
         if longest < length:
             raise PipelineError(f"{where}, for {longest} tokens; reduce prepare.window, now {length}, to {longest}.")
 
@@ -71,11 +73,11 @@ def _checked(values: Any, key: str = "") -> Any:
     """Return the configuration's ``values`` without the keys in ``UNUSED``. Raises ValueError for code from elsewhere,
     and for too many layers. ``key``: the key of ``values`` in the configuration."""
     if isinstance(values, dict):
-        inside = {name: each for name, each in values.items() if name not in UNUSED}
+        used = {name: value for name, value in values.items() if name not in UNUSED}
         kept = key if "implementation" in key or key in LABELS else ""  # what holds for the key holds inside of it
-        return {name: _checked(each, kept or name) for name, each in inside.items()}
+        return {name: _checked(value, kept or name) for name, value in used.items()}
     if isinstance(values, list):
-        return [_checked(each, key) for each in values]
+        return [_checked(value, key) for value in values]
     of_code = "implementation" in key
     if isinstance(values, str) and (values not in BUILT_IN if of_code else "/" in values and key not in LABELS):
         remedy = f"allowed: {', '.join(BUILT_IN)}" if of_code else "remove it"
@@ -96,7 +98,7 @@ def _offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _check_size(models: Any, found: Any) -> None:
+def _check_size(models: Any, configuration: Any) -> None:
     """Raise ValueError if the model has more than ``LIMIT_MODULES`` modules, or is larger than the memory. To find out,
     it is built on the meta device, which has no memory."""
     numbers = itertools.count(1)
@@ -108,10 +110,10 @@ def _check_size(models: Any, found: Any) -> None:
     hook = register_module_module_registration_hook(counted)
     try:
         with torch.device("meta"):
-            net = models.from_config(found, dtype=torch.float32)
+            net = models.from_config(configuration, dtype=torch.float32)
     finally:
         hook.remove()
-    needed = sum(each.nbytes for each in net.state_dict().values())
+    needed = sum(tensor.nbytes for tensor in net.state_dict().values())
     memory = min([psutil.virtual_memory().total, *environment.memory_limits()])
     if needed > memory and type(torch.empty(0)) is Tensor:  # a fake tensor needs no memory
         raise ValueError(f"its weights take {needed:,} bytes, but this machine has {memory:,}.")

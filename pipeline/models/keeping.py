@@ -67,15 +67,15 @@ def kept_values(model: nn.Module, leave_out: Container[int] = ()) -> dict[str, d
     A generator's value is its state. Values count if they are tensors, numbers, text or None, or lists, tuples and
     dicts of these. ``leave_out``: the ids of tensors that are not needed.
     """
-    found: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        found[name] = {}
+        values[name] = {}
         for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
             state = randomness.OBJECTS[type(value)][0](value) if type(value) in randomness.OBJECTS else value
             elsewhere = isinstance(value, Tensor) and value.is_meta  # on another rank of a pipeline
             if key not in TORCHS_OWN and id(value) not in leave_out and is_plain(state) and not elsewhere:
-                found[name][key] = tree_map_only(Tensor, _clone, state)
-    return found
+                values[name][key] = tree_map_only(Tensor, _clone, state)
+    return values
 
 
 def put_back(model: nn.Module, values: dict[str, dict[str, Any]], device: torch.device | None = None) -> None:
@@ -100,7 +100,7 @@ def _restored(held: Any, value: Any, device: torch.device | None) -> Any:
         held[:] = [_restored(old, new, device) for old, new in zip_longest(held[: len(value)], value)]
         return held
     if type(held) is type(value) and isinstance(held, dict):
-        content = {key: _restored(held.get(key), each, device) for key, each in value.items()}
+        content = {key: _restored(held.get(key), part, device) for key, part in value.items()}
         held.clear()
         held.update(content)
         return held
@@ -110,7 +110,7 @@ def _restored(held: Any, value: Any, device: torch.device | None) -> Any:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """After the block, restore what the model keeps besides its parameters, and the process's random state."""
-    held = [(each, each.copy()) for module in model.modules() for each in (vars(module), module._buffers)]
+    held = [(names, names.copy()) for module in model.modules() for names in (vars(module), module._buffers)]
     values = kept_values(model)
     with randomness.kept():
         try:

@@ -83,6 +83,9 @@ class Fetch(Section):
     (5) module:function of your own, which is called with the argument split and yields dicts of arrays."""
     arrays_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your function in fetch.arrays."""
+    files: list[str] = Field([], exclude_if=operator.not_)
+    """For a function of your own: the files, and folders of files, of the work tree that it reads, such as table.csv. A
+    change of such a file fetches again. A file of the work tree that is not listed here is refused."""
     text_folder: str | None = None
     """For dataset text_folder: the directory of UTF-8 files."""
     synthetic: Synthetic = Synthetic()

@@ -175,10 +175,10 @@ class Bench(Document):
     def problems(self) -> list[str]:
         found = []
         windows = [
-            each.measured_steps * arm.batch_size / each.samples_per_second
+            window.measured_steps * arm.batch_size / window.samples_per_second
             for arm in self.arms
-            for each in arm.samples
-            if each.samples_per_second
+            for window in arm.samples
+            if window.samples_per_second
         ]
         if sum(windows) > self.seconds:
             found.append(f"the bench took {self.seconds:g} s, although its windows alone took {sum(windows):g} s")

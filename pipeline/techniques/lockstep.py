@@ -41,7 +41,7 @@ def keep_in_step(
         if now is None:
             return
         names = [first[len(now)], name] if first else world.gather(name)
-        if other := next((each for each in names if each != names[0]), None):
+        if other := next((module for module in names if module != names[0]), None):
             raise ConfigError(
                 f"{where}, whose processes must run the same parts of the model in the same order in each step, but "
                 f"one ran {names[0]} where another process or step ran {other}. {USE_EVERY_PART}."
@@ -70,11 +70,11 @@ def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Ten
 
     def note(*_: Any) -> None:
         first.remove()
-        before.extend((name, each, each._version) for name, each in named())
+        before.extend((name, parameter, parameter._version) for name, parameter in named())
 
     def compare(*_: Any) -> None:
         last.remove()
-        if changed := [name for name, each, version in before if each._version != version]:
+        if changed := [name for name, parameter, version in before if parameter._version != version]:
             raise ConfigError(
                 f"{where}, but the model's forward pass changes its parameter {changed[0]}. Each process would "
                 "change it for its own samples, so the processes' models would differ. Allowed: parallelism: none, or "

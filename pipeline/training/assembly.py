@@ -98,16 +98,18 @@ def _depends_on(plan: Plan, task: Task) -> dict[str, Any]:
     The environment is that of this worker, not environment.json's, because a launcher may have changed variables. Those
     in ``_OF_A_RANK`` may differ between the ranks of equal hosts.
     """
-    here = environment.fingerprint({"variants": {plan.name: variant_relies_on(plan.requested, plan.train)}})
+    fingerprint = environment.fingerprint({"variants": {plan.name: variant_relies_on(plan.requested, plan.train)}})
     made_of = stages.training(plan)
     return {
         "train": plan.train.model_dump(mode="json"),
         "variants": {plan.name: plan.model_dump(mode="json", exclude={"name", "train", "requested"})},
         "code": made_of["code"] | made_of["variant"]["code"],
         "data": {"name": task.dataset.name, "sha256": task.dataset.sha256},
-        "hardware": here["hardware"],
-        "software": here["software"] | here["relied_on"]["variants"][plan.name],
-        "environment": {name: each for name, each in here["settings"].items() if not name.endswith(_OF_A_RANK)},
+        "hardware": fingerprint["hardware"],
+        "software": fingerprint["software"] | fingerprint["relied_on"]["variants"][plan.name],
+        "environment": {
+            name: value for name, value in fingerprint["settings"].items() if not name.endswith(_OF_A_RANK)
+        },
     }
 
 

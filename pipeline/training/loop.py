@@ -194,10 +194,10 @@ class Training:
         Every rank returns the same work. All ranks call this method together. Raises ConfigError if a step was counted,
         but a technique had no effect on any rank (``Technique.why_idle``).
         """
-        mine = [each.read() for each in self._counted], [each.why_idle() for each in self.techniques]
-        counts, idle = zip(*self.world.gather(mine), strict=True)
+        of_rank = [work.read() for work in self._counted], [each.why_idle() for each in self.techniques]
+        counts, idle = zip(*self.world.gather(of_rank), strict=True)
         steps = list(zip(*counts, strict=True))
-        if steps and (error := next((each[0] for each in zip(*idle, strict=True) if all(each)), None)):
+        if steps and (error := next((reasons[0] for reasons in zip(*idle, strict=True) if all(reasons)), None)):
             raise ConfigError(error)
         return most_missing(steps, self.train.batch_size, self.plan.model_processes)
 
@@ -244,7 +244,7 @@ class Training:
         """
         with self._located():
             self.losses.read()
-        in_checkpoint = [each for each in self.model.state_dict(keep_vars=True).values() if torch.is_tensor(each)]
+        in_checkpoint = [held for held in self.model.state_dict(keep_vars=True).values() if torch.is_tensor(held)]
         ranks = self.world.gather(
             {
                 "random": randomness.state(),

@@ -56,10 +56,10 @@ def images_of(config: Fetch) -> tuple[Path, list[str]]:
             return "file that is not in train/CLASS or test/CLASS"
         return "" if place.suffix.lower() in IMAGE_SUFFIXES else f"file of type {place.suffix or 'unknown'}"
 
-    beside = {f"./{each.name}" for each in root.iterdir()} - {"./train", "./test"}
+    beside = {f"./{path.name}" for path in root.iterdir()} - {"./train", "./test"}
     paths = sorted(files_under(root, "fetch.image_folder", why_not, beside))
-    folders = {each.relative_to(root) for each in root.glob("*/*") if each.is_dir() and is_data(each.name)}
-    empty = {each.as_posix() for each in folders if each.parts[0] in ("train", "test")}
+    folders = {path.relative_to(root) for path in root.glob("*/*") if path.is_dir() and is_data(path.name)}
+    empty = {folder.as_posix() for folder in folders if folder.parts[0] in ("train", "test")}
     empty -= {path.rsplit("/", path.count("/") - 1)[0] for path in paths}
     if not any(path.startswith("train/") for path in paths):
         raise DataError(
