@@ -54,7 +54,7 @@ docs: .venv/installed  # writes what is generated from the code: docs/techniques
 	$(BIN)/python -m pipeline schema
 
 ui: .venv/installed
-	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs and tick columns: docs/mlflow.md'
+	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning and tick columns: docs/mlflow.md'
 	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
 bench: .venv/installed

@@ -328,7 +328,10 @@ def test_nothing_new_is_found_out_without_importing_mlflow(root: Path) -> None:
         "sys.exit(f'{done} {heavy}' if heavy or done.children != 4 else 0)"
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
-    assert "is up to date with 4 runs: http://127.0.0.1:5000/#/experiments/1/runs (after" in said
+    assert (
+        "is up to date with 4 runs: http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning (after"
+        in said
+    )
     assert {run.info.run_id: run.to_dictionary() for run in runs_of(root)} == before
 
 
@@ -1268,7 +1271,9 @@ def test_a_run_s_tags_are_the_verdict_s_figures_in_a_person_s_units(
     write_comparison(root)
     for command in (f"mlflow ui --backend-store-uri sqlite:///{root / 'mlflow.db'}", "make ui"):
         tracking.publish(config_of(), root)
-        assert capsys.readouterr().out.endswith(f"/#/experiments/1/runs (after `{command}`)\n")
+        assert capsys.readouterr().out.endswith(
+            f"/#/experiments/1/runs?workflowType=machine_learning (after `{command}`)\n"
+        )
         (root / "pipeline").mkdir(exist_ok=True)  # as in a checkout, which has a Makefile
     _, children = family(root)
     tags = children["ddp-seed0"].data.tags

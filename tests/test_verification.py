@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipeline import cli, params
-from pipeline.data.prepared import Dataset, read
+from pipeline.data.prepared import Dataset, Split, read
 from pipeline.distributed import World
 from pipeline.params import Config, Machine, Train, Variant, outside, parse
 from pipeline.plans import plan as plan_of
@@ -444,6 +444,17 @@ def test_the_miniature_of_a_sorted_data_set_has_every_class(digits: Dataset) -> 
     for name, split in splits.items():
         part = getattr(small, name)
         assert part.inputs.data_ptr() == split.inputs.data_ptr(), "no copy of mixed data"
+
+
+def test_the_miniature_of_sorted_numbers_has_all_quarters_of_them(digits: Dataset) -> None:
+    numbers = torch.linspace(-1, 1, len(digits.train))[:, None]
+    for order, is_drawn in ((numbers, True), (numbers[torch.randperm(len(numbers))], False)):
+        train = Split({"inputs": digits.train.inputs, "targets": order})
+        small = miniature(replace(digits, train=train), 16).train
+        assert small.targets.flatten().quantile(torch.tensor([0.25, 0.75])).tolist() == pytest.approx(
+            [-0.5, 0.5], abs=0.2
+        )
+        assert (small.inputs.data_ptr() != train.inputs.data_ptr()) is is_drawn
 
 
 def write(path: Path, **values: torch.Tensor) -> Path:

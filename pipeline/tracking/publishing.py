@@ -68,7 +68,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
         except Exception as error:  # any error of MLflow, its database or its server
             stores.warn(f"{stores.describe(uri, error)} {NO_HARM}")
             return Published(failed=True)
-    link = stores.page(uri, experiment_id)
+    link = f"{stores.page(uri, experiment_id)}?workflowType=machine_learning"  # else its page for language models
     if not uri.startswith("http"):
         in_checkout = (root / "pipeline").is_dir()  # which has a Makefile
         link += f" (after `{'make ui' if in_checkout else f'mlflow ui --backend-store-uri {redacted(uri)}'}`)"

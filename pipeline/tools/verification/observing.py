@@ -36,6 +36,8 @@ EPOCHS, EPOCH_STEPS = 2, 10
 """Number of epochs of the miniature, and of steps in an epoch; fewer steps if the data set is smaller."""
 TEST_SAMPLES = 2000
 """Maximum number of test samples. The number used is prime, so that several processes never have equal shares."""
+QUARTERS = (0.25, 0.5, 0.75)
+"""Ends of the quarters that count as classes of targets that are numbers."""
 TRIED_SAMPLES = 32
 """Number of samples from which a model's nature (see ``natures``) is found."""
 STATISTICS_BATCHES = 4
@@ -198,10 +200,14 @@ def miniature(dataset: Dataset, batch_size: int) -> Dataset:
 
 def _part(split: Split, count: int) -> Split:
     """Return ``count`` samples of ``split``: the first ones, which need no copy. But if they lack half of a class's
-    share (the data set is sorted), return samples from all over, in random order."""
+    share (the data set is sorted), return samples from all over, in random order. For targets that are numbers, the
+    quarters of the first number count as classes."""
     labels = split.arrays.get("targets")
-    if labels is None or labels.is_floating_point():
+    if labels is None:
         return split[:count]
+    if labels.is_floating_point():
+        first = labels.reshape(len(labels), -1)[:, 0].double()
+        labels = torch.bucketize(first, first[:: len(first) // 10_000 + 1].quantile(first.new_tensor(QUARTERS)))
     least = labels.bincount() * count // (2 * len(split))
     if bool((labels[:count].bincount(minlength=len(least)) >= least).all()):
         return split[:count]
