@@ -22,7 +22,8 @@ TORCHS_OWN = vars(nn.Module()).keys() - {"training"}
 
 def copied(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of ``model``, in which ``change`` has replaced each parameter and buffer, and each attribute that
-    autograd has computed: such tensors, as of ``torch.nn.utils.weight_norm``, cannot be copied otherwise."""
+    autograd has computed: such tensors, as of ``torch.nn.utils.weight_norm``, cannot be copied otherwise. ``change``
+    returns tensors that belong to no graph."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         changed = change(tensor)
@@ -31,7 +32,7 @@ def copied(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
         copies[id(tensor)] = changed
     for value in [value for module in model.modules() for value in vars(module).values()]:
         if isinstance(value, Tensor) and not value.is_leaf:
-            copies.setdefault(id(value), change(value.detach()))
+            copies.setdefault(id(value), change(value))
     return copy.deepcopy(model, copies)
 
 

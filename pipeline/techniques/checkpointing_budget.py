@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError, first_line
+from pipeline.models.keeping import copied
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.base import Setup
 from pipeline.techniques.precision import DTYPES
@@ -122,9 +122,9 @@ def measured(
     """
     kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        copied, shadows = _shadow(model, blocks)
+        shadow_model, shadows = _shadow(model, blocks)
         inputs = torch.empty(shape, dtype=dtype)
-        standing = {_storage(tensor) for tensor in (*copied.parameters(), *copied.buffers(), inputs)}
+        standing = {_storage(tensor) for tensor in (*shadow_model.parameters(), *shadow_model.buffers(), inputs)}
         here: list[int] = []
         alive = []
 
@@ -152,9 +152,9 @@ def measured(
             torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
             torch.enable_grad(),
         ):
-            copied(inputs)
-    names, flops = {module: name for name, module in copied.named_modules()}, counter.get_flop_counts()
-    of_blocks = [flops.get(f"{type(copied).__name__}.{names[shadow]}", {}) for shadow in shadows]
+            shadow_model(inputs)
+    names, flops = {module: name for name, module in shadow_model.named_modules()}, counter.get_flop_counts()
+    of_blocks = [flops.get(f"{type(shadow_model).__name__}.{names[shadow]}", {}) for shadow in shadows]
     kept.flops = [sum(counts.values()) for counts in of_blocks]
     return kept
 
@@ -162,12 +162,10 @@ def measured(
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
     """Copy ``model`` to fake tensors on the CPU; return the copy and its ``blocks``. The caller must have entered
     the fake mode."""
-    copies: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    copied: nn.Module = copy.deepcopy(model, copies)
-    return copied, [copies[id(block)] for block in blocks]
+    shadow = copied(model, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+    place_of = {module: place for place, module in enumerate(model.modules())}
+    shadows = list(shadow.modules())
+    return shadow, [shadows[place_of[block]] for block in blocks]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
-from pipeline.models import optimizers
+from pipeline.models import build, optimizers
 from tests.nets import batch, changed, chosen, conv_net, make_plan, make_step
 from tests.parallel import TRAIN, Observed, assert_exact_resume, copied, held_bytes, make_training, observe
 from tests.ranks import run_ranks
@@ -122,3 +124,45 @@ def test_shares_on_gpus_and_in_host_memory_train_as_one_device(digits: Dataset, 
         assert devices == ({"cpu"} if "cpu_offload" in applied else {"cuda"})
         assert rank.accuracy == pytest.approx(alone.accuracy, abs=0.02)
         assert_exact_resume(rank)
+
+
+class Uneasy(nn.Module):
+    """A net with the old weight_norm, whose weight is computed, and with a buffer whose elements share memory."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Flatten(), *(self._block(size) for size in (inputs, 32)))
+        self.head = nn.Linear(32, classes)
+        self.register_buffer("scale", torch.ones(1).expand(32))
+
+    @staticmethod
+    def _block(inputs: int) -> nn.Module:
+        with warnings.catch_warnings(action="ignore"):  # a newer form replaces it
+            return nn.Sequential(nn.utils.weight_norm(nn.Linear(inputs, 32)), nn.ReLU())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(images) * self.scale)  # type: ignore[no-any-return]
+
+
+def uneasy(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    return Uneasy(channels * height * width, classes)
+
+
+def _uneasy(joined: World, dataset: Dataset, applied: dict[str, Any]) -> tuple[int, float]:
+    torch.manual_seed(0)
+    sizes = {"channels": 1, "height": 8, "width": 8, "classes": 10}
+    model = build("tests.techniques.test_fsdp:uneasy", {}, sizes, inputs=torch.zeros(2, 1, 8, 8), outputs=(10,))
+    training = make_training(dataset, joined, lambda: model, **applied)
+    training.advance(training.total_steps)
+    score = training.evaluate()
+    return score.count, score.loss
+
+
+@pytest.mark.parametrize("checkpointing", [{}, {"activation_checkpointing": True}, {"activation_checkpointing": 0.5}])
+def test_a_computed_weight_and_an_expanded_buffer_train_on_ranks_as_alone(
+    checkpointing: dict[str, Any], digits: Dataset
+) -> None:
+    alone = _uneasy(ALONE, digits, checkpointing)
+    for parallelism in ("ddp", "zero1", "fsdp"):
+        for count, loss in run_ranks(_uneasy, digits, checkpointing | {"parallelism": parallelism}):
+            assert (count, loss) == (alone[0], pytest.approx(alone[1], rel=1e-4)), parallelism

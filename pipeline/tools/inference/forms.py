@@ -7,7 +7,6 @@ reason.
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
 import importlib.util
 import operator
@@ -23,6 +22,7 @@ from torch import nn
 
 from pipeline.environment import software
 from pipeline.errors import first_line
+from pipeline.models.keeping import copied
 from pipeline.tasks import Task
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
@@ -179,7 +179,7 @@ class _InPrecision(nn.Module):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.dtype = copy.deepcopy(model).to(dtype), dtype
+        self.model, self.dtype = copied(model, lambda tensor: tensor.detach().clone()).to(dtype), dtype
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.model(inputs.to(self.dtype) if inputs.is_floating_point() else inputs)
