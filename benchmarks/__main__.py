@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.processes import let_threads_sleep
+from pipeline.processes import set_openmp_spins
 
-let_threads_sleep()  # as in `python -m pipeline`; both arms of every pair inherit this
+set_openmp_spins(measures=True)  # as in `python -m pipeline`; both arms of every pair inherit this
 
-from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, stages, turns
+from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, parts, stages, turns
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -36,6 +36,8 @@ BY_NAME = {
     "beyond_memory_heavier": lambda: beyond_memory.training(pool=1),
     "own_job": own_job.decided,
     "gpt_example": stages.gpt_example,
+    "parts_default": lambda: parts.costs_of("default"),
+    "parts_resnet18": lambda: parts.costs_of("resnet18"),
 }
 """Benchmarks that need root's rights or ten minutes. They run only if the user names them."""
 

@@ -23,11 +23,10 @@ from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizon
 
 from benchmarks.pairs import ratio
 from pipeline import tasks
-from pipeline.data.augmentation import draw_epoch
 from pipeline.data.packing import prepare
 from pipeline.data.prepared import Dataset, read
 from pipeline.params import Augment, Train, parse
-from pipeline.tasks.batches import TrainBatches
+from pipeline.tasks.batches import TrainBatches, draw_epoch
 
 SAMPLES = 60_000
 BATCH_SIZE = 64

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.processes import let_threads_sleep
+from pipeline.processes import set_openmp_spins
 
-let_threads_sleep()  # as in `python -m pipeline`
+set_openmp_spins(measures=True)  # as in `python -m pipeline`
 
 import torch
 from scipy.special import stdtrit
@@ -58,15 +58,15 @@ class Job:
             for _ in training.run():
                 pass
             assert training.score is not None
-            return training.score.accuracy, {key: each.clone() for key, each in training.model_state.read().items()}
+            return training.score.accuracy, {key: tensor.clone() for key, tensor in training.model_state.read().items()}
 
     def step_ratio(self, student: dict[str, Any]) -> dict[str, Any]:
         """Return a step's seconds with the teacher, divided by its seconds without the teacher."""
         with (
-            assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as both,
-            assembled(self._plan(student, 10**6), self.prepared) as one,
-            both.training(0) as taught,
-            one.training(0) as alone,
+            assembled(self._plan(student | TAUGHT, 10**6), self.prepared) as with_teacher,
+            assembled(self._plan(student, 10**6), self.prepared) as without_teacher,
+            with_teacher.training(0) as taught,
+            without_teacher.training(0) as alone,
         ):
             return ratio(lambda: _seconds(taught), lambda: _seconds(alone), PAIRS, warm_up=True)
 
@@ -86,9 +86,9 @@ def gains(seeds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder))
         steps = {name: job.step_ratio(student) for name, student in STUDENTS.items()}
-        epochs = {name: round(EPOCHS * each["median_ratio"]) for name, each in steps.items()}
+        epochs = {name: round(EPOCHS * step_times["median_ratio"]) for name, step_times in steps.items()}
         teachers: list[float] = []
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in STUDENTS}
+        by_student: dict[str, dict[str, list[float]]] = {name: {} for name in STUDENTS}
         for seed in range(seeds):
             score, weights = job.accuracy({}, seed, EPOCHS)
             teachers.append(score)
@@ -98,8 +98,8 @@ def gains(seeds: int) -> dict[str, Any]:
                     "taught": job.accuracy(student | TAUGHT, seed, EPOCHS, weights)[0],
                     "alone_for_longer": job.accuracy(student, seed, epochs[name])[0],
                 }
-                for way, accuracy in scores.items():
-                    found[name].setdefault(way, []).append(accuracy)
+                for training_kind, accuracy in scores.items():
+                    by_student[name].setdefault(training_kind, []).append(accuracy)
                 print(seed, name, scores, flush=True)
     students = {
         name: {
@@ -109,7 +109,7 @@ def gains(seeds: int) -> dict[str, Any]:
             "gain_points": _gain(ways["taught"], ways["alone"]),
             "gain_points_at_equal_time": _gain(ways["taught"], ways["alone_for_longer"]),
         }
-        for name, ways in found.items()
+        for name, ways in by_student.items()
     }
     return {"train": TRAIN, "epochs": EPOCHS, **TAUGHT, "teacher_test_accuracies": teachers, "students": students}
 
@@ -129,9 +129,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=24, metavar="N", help="train seeds 0 to N - 1; N is at least 2")
     arguments = parser.parse_args()
     figure = gains(arguments.seeds)
-    for name, each in figure["students"].items():
+    for name, gain in figure["students"].items():
         for key in ("gain_points", "gain_points_at_equal_time"):
-            print(f"{name:28} {key:28} {each[key]['mean']:+.2f} ({each[key]['low']:.2f} to {each[key]['high']:.2f})")
+            print(f"{name:28} {key:28} {gain[key]['mean']:+.2f} ({gain[key]['low']:.2f} to {gain[key]['high']:.2f})")
     machines.keep(machines.FIGURES, "distillation-", "benchmarks", "distillation", figure)
 
 

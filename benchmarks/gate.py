@@ -32,9 +32,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeline.processes import let_threads_sleep
+from pipeline.processes import set_openmp_spins
+from pipeline.results.bench_file import FEWEST_PAIRS
 
-let_threads_sleep()  # as in `python -m pipeline`
+set_openmp_spins(measures=True)  # as in `python -m pipeline`
 
 import numpy as np
 from matplotlib import pyplot
@@ -46,14 +47,15 @@ from benchmarks.simulations import AUTOCORRELATIONS, rounds_of
 from benchmarks.simulations import FILE as SIMULATIONS_FILE
 from benchmarks.stages import fashion_mnist
 from pipeline import environment, files, params
-from pipeline.benchmark import machine_state
-from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, measure, turns_on
+from pipeline.benchmark import stage
+from pipeline.benchmark.rounds import Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
 from pipeline.comparison.planning import RoundCost
-from pipeline.gate.decision import CONFIDENCE_OF_LOOKS, Judged, judge, noises, settled
+from pipeline.gate.decision import Judged, Samples, judge, settled
 from pipeline.gate.side_by_side import arms_of, steps_of
 from pipeline.params import Compare, Gate
 from pipeline.results import Arm, Window
+from pipeline.results.rejections import rejection
 
 SLOWDOWN_FRACTION = 0.10
 """A step of the slower side takes longer by this fraction."""
@@ -85,6 +87,7 @@ LOSSES = (0.03, 0.05, 0.10, 0.15)
 """Slowdowns that ``simulate`` tries, as fractions of the speed."""
 
 QUANTITIES = ("samples_per_second", "peak_memory_bytes")
+REFUSED = rejection("told", text="refused")
 CONTROL = (", A/A control", " again")
 """Endings of the A/A control's name; the second occurs in the recorded pool."""
 
@@ -110,15 +113,16 @@ def pool(minutes: float) -> dict[str, Any]:
         while time.monotonic() < ended and not (parts and parts[-1].interrupted):
             seconds = min(60 * PART_MINUTES, ended - time.monotonic())
             with ExitStack() as stack:
-                servers = {side: stack.enter_context(Server(each.path)) for side, each in checkouts.items()}
+                servers = {side: stack.enter_context(Server(copy.path)) for side, copy in checkouts.items()}
                 sides = {side: (server, server.describe()) for side, server in servers.items()}
-                arms = arms_of(list(config.variants), config.compare.baseline, sides)
+                names = sorted(config.variants, key=lambda name: name != config.compare.baseline)
+                arms = arms_of(names, sides)
                 steps, _ = steps_of(arms, config.bench.window_seconds)
                 turns = turns_on(sides["base"][1]["device"], config.bench)
                 parts.append(measure(arms, seconds=seconds, max_rounds=None, steps=steps, turns=turns))
     counts = [len(part.arms[0].samples) for part in parts]
     samples = {arm.name: [sample for part in parts for sample in _of(part, arm.name)] for arm in parts[0].arms}
-    refused = sum(bool(sample.rejections) for each in samples.values() for sample in each)
+    refused = sum(bool(sample.rejections) for windows in samples.values() for sample in windows)
     gates_share = 1 - len(config.variants) / len(samples)  # a gate has no third side
     return {
         "environment": environment.fingerprint(),
@@ -129,8 +133,8 @@ def pool(minutes: float) -> dict[str, Any]:
         "seconds_per_gate_round": round(sum(part.seconds for part in parts) / sum(counts) * gates_share, 2),
         "refused_fraction": round(refused / (len(samples) * sum(counts)), 4),
         "arms": {
-            name: {key: [_rounded(getattr(sample, key)) for sample in each] for key in QUANTITIES}
-            for name, each in samples.items()
+            name: {key: [_rounded(getattr(sample, key)) for sample in windows] for key in QUANTITIES}
+            for name, windows in samples.items()
         },
     }
 
@@ -170,7 +174,7 @@ def error_rates(
         "independent_blocks": sum(count // rounds for count in recorded["rounds"]),
         "slowdown_fraction": recorded["slowdown_fraction"],
         "outcomes": {kind: dict(counted.most_common()) for kind, counted in outcomes.items()},
-        "mean_rounds": {kind: round(statistics.fmean(each), 1) for kind, each in used.items()},
+        "mean_rounds": {kind: round(statistics.fmean(counts), 1) for kind, counts in used.items()},
     }
 
 
@@ -201,7 +205,7 @@ def gate_of_drawn_rounds(
 def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, picture: Path) -> dict[str, Any]:
     """Return the ``error_rates`` for slowdowns of 3 to 12%, and draw the decisions into the SVG file ``picture``."""
     losses = [percent / 100 for percent in range(3, 13)]
-    found = error_rates(recorded, trials, minutes, losses)
+    rates = error_rates(recorded, trials, minutes, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     for words, label, color in (
         ("worse", "worse (1)", "#b3261e"),
@@ -209,7 +213,7 @@ def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, pictu
         ("passed", "passed (0)", "#1b7f4b"),
     ):
         shares = [
-            sum(count for outcome, count in found["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
+            sum(count for outcome, count in rates["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
             for loss in losses
         ]
         percents, parts = [100 * loss for loss in losses], [share / trials for share in shares]
@@ -217,7 +221,7 @@ def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, pictu
     axes.set(xlabel="the head is slower by, %", ylabel="share of gates", ylim=(-0.02, 1.02), xticks=range(3, 13))
     axes.legend(frameon=False)
     figure.savefig(picture, metadata={"Date": None})
-    return found
+    return rates
 
 
 def trial(file: Path, minutes: float) -> None:
@@ -238,25 +242,25 @@ def trial(file: Path, minutes: float) -> None:
         plain = training.read_text(encoding="utf-8")
         while time.monotonic() < ended:
             known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-            counts = Counter(each["head"] for each in known)
-            kind = min(("equal", "slower"), key=lambda each: counts[each])
+            counts = Counter(trial["head"] for trial in known)
+            kind = min(("equal", "slower"), key=lambda kind_of_head: counts[kind_of_head])
             training.write_text(plain + {"equal": "\n# A comment.\n", "slower": PLANTED}[kind], encoding="utf-8")
-            session_of = machine_state.begin()
-            found = {"head": kind, **_gate(checkout)}
+            session_of = stage.begin_session()
+            record = {"head": kind, **_gate(checkout)}
             about = {
                 "machine": machines.name_of(environment.fingerprint()),
                 "commit": environment.checked_out(),
                 **session_of().model_dump(mode="json"),
             }
-            files.write_text(file, json.dumps([*known, found | about], indent=1) + "\n")
-            print(*bounds([*known, found]), sep="\n", flush=True)
+            files.write_text(file, json.dumps([*known, record | about], indent=1) + "\n")
+            print(*bounds([*known, record]), sep="\n", flush=True)
 
 
 def bounds(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the errors in complete gates, with one-sided 95% bounds on the rate (Clopper and Pearson)."""
 
     def line(kind: str, error: str, wrong: Callable[[str], bool]) -> str:
-        outcomes = [each["outcome"] for each in trials if each["head"] == kind]
+        outcomes = [trial["outcome"] for trial in trials if trial["head"] == kind]
         errors, count = sum(map(wrong, outcomes)), len(outcomes)
         most = float(betaincinv(errors + 1, count - errors, 0.95)) if errors < count else 1.0
         return f"{kind}: {error} in {errors} of {count} gates; with 95% confidence, the rate is at most {most:.0%}"
@@ -292,43 +296,41 @@ def _gated(block: Mapping[str, Arm], side: str, loss: float) -> tuple[Judged, in
     rounds after which it decided."""
     slowed = {name: _slowed(arm, loss) if name.startswith(f"{side} ") else arm for name, arm in block.items()}
     rounds = len(next(iter(slowed.values())).samples)
-    for looked in range(FEWEST_ROUNDS, rounds):
+    for looked in range(FEWEST_PAIRS, rounds):
         seen = {name: _cut(arm, 0, looked) for name, arm in slowed.items()}
-        if settled(_judge(seen, side, CONFIDENCE_OF_LOOKS)):
+        if settled(_judge(seen, side, look=True)):
             return _judge(seen, side), looked
     return _judge(slowed, side), rounds
 
 
 def _slowed(arm: Arm, loss: float) -> Arm:
-    speeds = [each.samples_per_second for each in arm.samples]
+    speeds = [sample.samples_per_second for sample in arm.samples]
     samples = [
-        each.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
-        for each, speed in zip(arm.samples, speeds, strict=True)
+        sample.model_copy(update={"samples_per_second": speed and speed * (1 - loss)})
+        for sample, speed in zip(arm.samples, speeds, strict=True)
     ]
     return arm.model_copy(update={"samples": tuple(samples)})
 
 
-def _judge(block: Mapping[str, Arm], side: str, confidence: float = 0.95) -> Judged:
+def _judge(block: Mapping[str, Arm], side: str, *, look: bool = False) -> Judged:
     """Return the gate's decision on ``side`` against the base."""
-    settings = Compare()
     control = next(arm for arm in block.values() if arm.role == "aa_control")
     of_base, of_head = (
-        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{each} ") and arm is not control}
-        for each in ("base", side)
+        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{side_name} ") and arm is not control}
+        for side_name in ("base", side)
     )
-    cost = RoundCost("gate.max_minutes", len(control.samples), 1.0)
-    machine = noises(of_base[control.variant], control, settings.max_spread, cost)
-    return judge(of_base, of_head, machine, settings.margins, {}, Gate().must_see, confidence)
+    settings, cost = Compare(baseline=control.variant), RoundCost("gate.max_minutes", len(control.samples), 1.0)
+    return judge(Samples(control, of_base, of_head, {}, cost), settings, Gate().must_see, look=look)
 
 
 def _in_words(judged: Judged) -> str:
     """Return the outcome in words, with the quantities that are worse, or a note if a pass leaves a ratio undecided
     or untrusted."""
     rows = [*judged.variants, *([judged.together] if judged.together else [])]
-    ratios = [(name, each.decision) for row in rows for name, each in row.figures.items() if each]
+    ratios = [(name, difference.decision) for row in rows for name, difference in row.known.items()]
     if judged.outcome == "worse":
-        return f"worse: {', '.join(dict.fromkeys(name for name, found in ratios if found == 'worse'))}"
-    left_open = any(found in ("undecided", "untrusted") for _, found in ratios)
+        return f"worse: {', '.join(dict.fromkeys(name for name, decision in ratios if decision == 'worse'))}"
+    left_open = any(decision in ("undecided", "untrusted") for _, decision in ratios)
     return "passed, in part undecided" if judged.outcome == "passed" and left_open else judged.outcome
 
 
@@ -341,7 +343,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
     samples = []
     for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True):
         figures: dict[str, Any] = {"samples_per_second": speed, "peak_memory_bytes": peak, "peak_reserved_bytes": None}
-        samples.append(Window.model_construct(**figures, rejections=("refused",) if speed is None else ()))
+        samples.append(Window.model_construct(**figures, rejections=(REFUSED,) if speed is None else ()))
     known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "world_size": 1}
     known["role"] = "aa_control" if name.endswith(CONTROL) else "variant"
     return Arm.model_construct(**known, samples=tuple(samples))
@@ -384,19 +386,19 @@ def main() -> None:
         trial(arguments.file, arguments.minutes)
         return
     if arguments.command == "simulate":
-        found = {
-            f"noise {within:g}, autocorrelation {each}": gate_of_drawn_rounds(
-                within, each, trials=arguments.trials, losses=LOSSES
+        content = {
+            f"noise {within:g}, autocorrelation {autocorrelation}": gate_of_drawn_rounds(
+                within, autocorrelation, trials=arguments.trials, losses=LOSSES
             )
             for within in (0.02, 0.04, 0.08)
-            for each in AUTOCORRELATIONS
+            for autocorrelation in AUTOCORRELATIONS
         }
         figures = json.loads(SIMULATIONS_FILE.read_text(encoding="utf-8"))
-        files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": found}, indent=1) + "\n")
+        files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": content}, indent=1) + "\n")
     else:
         given = json.loads(arguments.file.read_text(encoding="utf-8")), arguments.trials, arguments.minutes
-        found = error_rates(*given) if arguments.command == "rates" else power(*given, arguments.picture)
-    print(json.dumps(found, indent=1))
+        content = error_rates(*given) if arguments.command == "rates" else power(*given, arguments.picture)
+    print(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def shown(text: str) -> str:
 def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
     """Return the results of the check as Markdown, with all that a bug report needs."""
     outcomes = list(outcomes)
-    found = environment.fingerprint()
-    facts = {key: found[key] for key in ("hardware", "software", "settings")}
+    fingerprint = environment.fingerprint()
+    facts = {key: fingerprint[key] for key in ("hardware", "software", "settings")}
     failed = sum(outcome.failed is not None for outcome in outcomes)
     parts = [
         f"# GPU check: {failed} of {len(outcomes)} steps failed" + (" (a rehearsal)" if rehearse else ""),
@@ -177,7 +177,7 @@ def page(outcomes: Iterable[Outcome], comparison: Path, rehearse: bool) -> str:
         + "\n".join(f"| {str(outcome).replace('`', '')} |" for outcome in outcomes),
         f"```json\n{json.dumps(facts, indent=1)}\n```",
     ]
-    for outcome in sorted(outcomes, key=lambda each: each.failed is None):  # failed steps first, with longer logs
+    for outcome in sorted(outcomes, key=lambda step: step.failed is None):  # failed steps first, with longer logs
         lines = outcome.output.splitlines()[-60 if outcome.failed else -15 :]
         text = "\n".join(line[:300] for line in lines).replace("```", "'''")
         parts.append(f"## {outcome.step.name}\n\n```text\n{text}\n```")

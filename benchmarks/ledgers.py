@@ -119,7 +119,7 @@ def evaluations() -> dict[str, Any]:
     }
     options = {"width": 768, "depth": 8, "heads": 12}
     train = {**GPT, "model": "gpt", "model_options": options, "batch_size": 4, "epochs": 1, "seeds": [0]}
-    variants = {name: {**way, "processes": 2} for name, way in ways.items()}
+    variants = {name: {**options, "processes": 2} for name, options in ways.items()}
     config = parse({"train": train, "compare": {"baseline": "fsdp"}, "variants": variants})
     cases = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -142,12 +142,12 @@ def _evaluate(how: Plan, data: Path) -> Generator[tuple[int, int], None, None]:
     torch's allocator reports each allocation. The resident set would also show freed memory that the C library keeps.
     """
     with assembled(how, data) as assembly, assembly.training(0) as training:
-        whole = sum(each.nbytes for each in assembly.task.model().parameters())
+        whole = sum(parameter.nbytes for parameter in assembly.task.model().parameters())
         training.advance(3)
         with training.paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             training.evaluate()
-        found = profiled.profiler.kineto_results.events()
-        changes = sorted((each.start_ns(), each.nbytes()) for each in found if each.name() == "[memory]")
+        events = profiled.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         yield max(accumulate(change for _, change in changes)), whole
 
 
@@ -156,9 +156,9 @@ def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
         for _ in islice(training.run(), WARM_STEPS + MEASURED_STEPS):
             pass
         with training.paused():
-            found = ledger.measured(training, training.memory.peak_bytes)
-    assert found is not None, "this machine does not report a process's peak memory"
-    yield found
+            measured = ledger.measured(training, training.memory.peak_bytes)
+    assert measured is not None, "this machine does not report a process's peak memory"
+    yield measured
 
 
 def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.processes import let_threads_sleep
+from pipeline.processes import set_openmp_spins
 
-let_threads_sleep()  # as in `python -m pipeline`
+set_openmp_spins(measures=True)  # as in `python -m pipeline`
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
@@ -44,7 +44,7 @@ def components(logs: np.ndarray[tuple[int, int, int], np.dtype[np.float64]]) -> 
     between = turns * ((by_process - by_server[:, None]) ** 2).sum() / (servers * (processes - 1))
     above = processes * turns * ((by_server - by_server.mean()) ** 2).sum() / (servers - 1)
     variances = ((above - between) / (processes * turns), (between - within) / turns, within)
-    return {level: float(max(0.0, each)) ** 0.5 for level, each in zip(LEVELS, variances, strict=True)}
+    return {level: float(max(0.0, variance)) ** 0.5 for level, variance in zip(LEVELS, variances, strict=True)}
 
 
 def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dict[str, Any]:
@@ -82,25 +82,25 @@ def nested(servers: int, processes: int, turns: int, rehearsals: int = 2) -> dic
                             began = time.perf_counter()
                             server.turn(name, STEPS)
                             if turn >= 0:
-                                each = seconds.setdefault(name, np.empty((servers, processes, turns)))
-                                each[index, again, turn] = timed("turns", began)
+                                times = seconds.setdefault(name, np.empty((servers, processes, turns)))
+                                times[index, again, turn] = timed("turns", began)
                     began = time.perf_counter()
                     for name in arms:
                         server.close(name)
                     timed("processes", began)
     reference = np.log(seconds[baseline])
-    logs = {name: reference - np.log(each) for name, each in seconds.items() if name != baseline}
+    logs = {name: reference - np.log(times) for name, times in seconds.items() if name != baseline}
     cost = dict(zip(LEVELS, (servers, servers * processes, servers * processes * turns * len(seconds)), strict=True))
     return {
         "levels": {"servers": servers, "processes": processes, "turns": turns, "steps": STEPS},
         "seconds_each": {level: took[level] / count for level, count in cost.items()},
         "ratios": {
             name: {
-                "throughput": float(np.exp(each.mean())),
-                "deviations": components(each),
-                "by_server": [round(float(value), 4) for value in np.exp(each.mean(axis=(1, 2)))],
+                "throughput": float(np.exp(differences.mean())),
+                "deviations": components(differences),
+                "by_server": [round(float(value), 4) for value in np.exp(differences.mean(axis=(1, 2)))],
             }
-            for name, each in logs.items()
+            for name, differences in logs.items()
         },
     }
 
@@ -113,9 +113,9 @@ def main() -> None:
     requested = parser.parse_args()
     figure = nested(requested.servers, requested.processes, requested.turns)
     path, _ = machines.keep(machines.FIGURES, "levels-", "levels", requested.name, figure)
-    for name, each in figure["ratios"].items():
-        shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in each["deviations"].items())
-        print(f"{name:20} {each['throughput']:.3f}  {shown}")
+    for name, row in figure["ratios"].items():
+        shown = ", ".join(f"{level} {deviation:.1%}" for level, deviation in row["deviations"].items())
+        print(f"{name:20} {row['throughput']:.3f}  {shown}")
     print(f"in {path}")
 
 

@@ -40,14 +40,16 @@ def keep(
     Machines with the same name can differ in hardware, Python, torch and settings, so each figure names its
     environment.
     """
-    found = environment.fingerprint()
-    machine = name_of(found)
+    fingerprint = environment.fingerprint()
+    machine = name_of(fingerprint)
     path = directory / f"{prefix}{stem(machine)}.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"environments": {}, section: {}}
-    measured = {"measured_on": time.strftime("%Y-%m-%d"), "environment": found["hash"]}
+    measured = {"measured_on": time.strftime("%Y-%m-%d"), "environment": fingerprint["hash"]}
     figures = dict(sorted((content[section] | {name: {**figure, **measured}}).items()))
-    known = content["environments"] | {found["hash"]: {key: found[key] for key in ("hardware", "software", "settings")}}
-    used = {each["environment"] for each in figures.values()}
+    known = content["environments"] | {
+        fingerprint["hash"]: {key: fingerprint[key] for key in ("hardware", "software", "settings")}
+    }
+    used = {figure["environment"] for figure in figures.values()}
     content = {
         "machine": machine,
         "environments": {digest: known[digest] for digest in sorted(used)},

@@ -16,10 +16,11 @@ from typing import Any
 from benchmarks.pairs import Checkout
 from benchmarks.stages import fashion_mnist, pack, write_images
 from pipeline import results
-from pipeline.comparison import verdicts
+from pipeline.comparison import stats, verdicts
 from pipeline.comparison.planning import cost_of
 from pipeline.data import prepared
 from pipeline.params import Compare
+from pipeline.results.figures import MEMORY, THROUGHPUT
 
 MOST_SECONDS = 600.0
 JOB: dict[str, Any] = {
@@ -50,7 +51,7 @@ def decided() -> dict[str, Any]:
         checkout.use(folder / "packed")
         seconds = checkout.stage("bench")
         bench = results.read_bench(checkout.path / results.BENCH_FILE)
-    found = ratios(bench)
+    by_variant = ratios(bench)
     return {
         "target_ratio": 1.0,
         "lower_is_better": True,
@@ -59,26 +60,29 @@ def decided() -> dict[str, Any]:
         "rounds": bench.rounds,
         "steps": bench.steps,
         "variants": {
-            name: {field: ratio.model_dump(mode="json", exclude_none=True) for field, ratio in each.items()}
-            for name, each in found.items()
+            name: {field: ratio.model_dump(mode="json", exclude_none=True) for field, ratio in by_field.items()}
+            for name, by_field in by_variant.items()
         },
         "samples": {
-            arm.name: [[each.samples_per_second, each.peak_memory_bytes] for each in arm.samples] for arm in bench.arms
+            arm.name: [[sample.samples_per_second, sample.peak_memory_bytes] for sample in arm.samples]
+            for arm in bench.arms
         },
     }
 
 
-def ratios(bench: results.Bench) -> dict[str, dict[str, verdicts.Ratio]]:
+def ratios(bench: results.Bench) -> dict[str, dict[str, stats.Difference]]:
     """Return variant -> field of throughput or memory -> its ratio to the baseline."""
     baseline, control = bench.arm("variant", bench.baseline), bench.arm("aa_control", bench.baseline)
     assert baseline is not None
     assert control is not None
-    settings, found = Compare(), dict[str, dict[str, verdicts.Ratio]]()
+    settings, by_variant = Compare(), dict[str, dict[str, stats.Difference]]()
     margins = settings.margins
-    for quantity, margin in ((verdicts.THROUGHPUT, margins.throughput), (verdicts.MEMORY, margins.memory)):
-        noise = verdicts.noise_between(baseline, control, quantity, settings.max_spread, cost_of(bench))
+    for quantity, margin in ((THROUGHPUT, margins.throughput), (MEMORY, margins.memory)):
+        noise = verdicts.noise_between(
+            baseline, control, quantity, settings.max_spread, cost_of(bench, bench.rounds, bench.seconds)
+        )
         for arm in bench.arms:
             if arm.role == "variant" and arm is not baseline:
-                ratio = verdicts.ratio(arm, baseline, quantity, margin, noise, widen=True)
-                found.setdefault(arm.variant, {})[quantity.field] = ratio
-    return found
+                ratio = verdicts.ratio(arm, [baseline, control], quantity, margin, noise)
+                by_variant.setdefault(arm.variant, {})[quantity.field] = ratio
+    return by_variant

@@ -13,26 +13,36 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.machines import FIGURES
 from pipeline import files
-from pipeline.benchmark.settling import NEGLIGIBLE, SETTLED_ROUNDS, equal, settled
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.planning import pairs_needed
-from pipeline.comparison.sessions import over_sessions
-from pipeline.comparison.stats import Interval, decide, distrust, paired_ratio, widened
+from pipeline.comparison.stats import (
+    FEWEST_SEEDS,
+    Difference,
+    confidence_of,
+    confidence_of_tests,
+    decide,
+    distrust,
+    equivalence,
+    over_sessions,
+    paired_ratio,
+    step_down,
+    widened,
+)
+from pipeline.comparison.verdicts import of_rounds
+from pipeline.results.bench_file import FEWEST_PAIRS
 
 FILE = FIGURES / "simulations.json"
 AUTOCORRELATIONS = (0.0, 0.3, 0.6)
 MARGIN = 0.03
 MAX_SPREAD = 0.15
-RESAMPLES = 1000
-COUNTS = (6, 8, SETTLED_ROUNDS, 12)
-SHAPES = ("plain", "half_width", "with_offset")
 
 Logs = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -49,74 +59,187 @@ def rounds_of(
     return list(drawn)
 
 
-def interval_of(logs: Logs, reference: Logs, confidence: float = 0.95) -> Interval:
-    return paired_ratio(np.exp(logs), np.exp(reference), confidence=confidence, resamples=RESAMPLES)
+def interval_of(logs: Logs, reference: Logs, confidence: float = 0.95) -> Difference:
+    return paired_ratio(np.exp(logs), np.exp(reference), confidence=confidence)
 
 
-def half_width(aa: Interval) -> float:
-    return math.log(aa.high / aa.low) / 2
+def pairs_of(logs: Logs, reference: Logs) -> list[tuple[float, float]]:
+    return list(zip(np.exp(logs), np.exp(reference), strict=True))
 
 
-def doubt_of(aa: Interval) -> float:
-    """Compute ``verdicts.Noise.doubt`` for an A/A interval."""
-    return math.hypot(half_width(aa), math.log(aa.estimate))
+def covers(interval: Difference, truth: float) -> bool:
+    low, high = interval.bounds
+    return low <= truth <= high
 
 
-def shapes(plain: Interval, aa: Interval) -> dict[str, Interval]:
-    """Return ``plain``, and ``plain`` widened in quadrature by each of two measures of the A/A interval."""
-    return {
-        "plain": plain,
-        "half_width": widened(plain, half_width(aa)),
-        "with_offset": widened(plain, doubt_of(aa)),
-    }
+class Measured(NamedTuple):
+    """Three arms as ``comparison`` judges them."""
+
+    plain: Difference
+    """The ratio of the variant to the baseline and its control, not widened by the bias that the control shows."""
+    widened: Difference
+    trusted: bool
+
+
+def machine_of(base: Logs, control: Logs) -> tuple[Difference, bool]:
+    """Return the noise, and whether the machine is quiet enough to be trusted."""
+    pairs = pairs_of(control, base)
+    noise = of_rounds(pairs)
+    return noise, distrust(noise, of_rounds(pairs, confidence=0.99), MAX_SPREAD) is None
+
+
+def measured(
+    base: Logs, control: Logs, variant: Logs, confidence: float = 0.95, machine: tuple[Difference, bool] | None = None
+) -> Measured:
+    """Judge the rounds of three arms (``comparison.verdicts``). ``machine``: ``machine_of`` these rounds, if known."""
+    noise, quiet = machine or machine_of(base, control)
+    pairs = pairs_of(variant, (base + control) / 2)
+    ratio = of_rounds(pairs, noise, confidence)
+    plain = of_rounds(pairs, noise.model_copy(update={"estimate": 1.0}), confidence) if noise.bias else ratio
+    return Measured(plain, ratio, quiet and not (ratio.drifts and decide(ratio, MARGIN) == "undecided"))
 
 
 def looking(
-    truth: float, within: float, autocorrelation: float, counts: Sequence[int] = COUNTS, *, rounds: int = 30,
-    trials: int = 600,
+    truth: float, within: float, autocorrelation: float, *, rounds: int = 40, trials: int = 600, levels: float = 0.0,
+    alive: int = 1,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Simulate a variant with the ratio ``truth``; return the results of several stopping rules.
+    """Simulate a variant with the ratio ``truth``; return the results of two stopping rules.
 
-    One rule measures all ``rounds``. For each number in ``counts``, another rule looks at that many of the latest
-    rounds. This rule stops as soon as they settle the variant, and the control looks equal to the baseline in them.
+    One rule measures all ``rounds``. The other looks after every second round, and stops as soon as a 99.5% interval
+    decides.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
     ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If several decisions
     are wrong (``_wrong``), ``wrong`` is the fraction of the most frequent of them.
+
+    ``levels``: standard deviation of the logarithm of the ratio over processes, which take part in
+    ``alive`` rounds.
     """
     random = np.random.default_rng(0)
-    found: dict[str, list[tuple[bool, str, int]]] = {}
+    results: dict[str, list[tuple[bool, str, int]]] = {f"all {rounds} rounds": [], "looks": []}
     for _ in range(trials):
-        base, control, variant = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
-        logs = variant + math.log(truth)
-        ratios = np.exp(np.stack([logs - base, logs - control], axis=1)).tolist()
-        against_itself = np.exp(control - base).tolist()
+        arms = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
+        if levels:
+            drawn = random.normal(0, levels / math.sqrt(2), (3, -(-rounds // alive)))
+            arms = list(arms + np.repeat(drawn, alive, axis=1)[:, :rounds])
 
-        def ends(number: int, count: int, ratios: Any = ratios, against_itself: Any = against_itself) -> bool:
-            calm = equal(against_itself[:number], NEGLIGIBLE, MAX_SPREAD, count)
-            return calm and settled(ratios[:number], MARGIN, count)
+        def after(number: int, confidence: float = 0.95, arms: Sequence[Logs] = arms) -> Measured:
+            base, control, variant = (arm[:number] for arm in arms)
+            return measured(base, control, variant + math.log(truth), confidence)
 
-        stops = {f"all {rounds} rounds": rounds}
-        for count in counts:
-            stops[f"settled in {count}"] = next((each for each in range(count, rounds) if ends(each, count)), rounds)
-        told = {}
-        for number in set(stops.values()):
-            aa, wide = (interval_of(control[:number], base[:number], confidence) for confidence in (0.95, 0.99))
-            interval = widened(interval_of(logs[:number], base[:number]), doubt_of(aa))
-            decision = "untrusted" if distrust(aa, wide, MAX_SPREAD) else decide(interval, MARGIN)
-            told[number] = interval.low <= truth <= interval.high, decision, number
-        for name, number in stops.items():
-            found.setdefault(name, []).append(told[number])
+        looks = ((number, after(number, confidence_of(look=True))) for number in range(FEWEST_PAIRS, rounds, 2))
+        decisive = (number for number, seen in looks if seen.trusted and decide(seen.widened, MARGIN) != "undecided")
+        for rule, number in zip(results, (rounds, next(decisive, rounds)), strict=True):
+            seen = after(number)
+            decision = decide(seen.widened, MARGIN) if seen.trusted else "untrusted"
+            results[rule].append((covers(seen.widened, truth), decision, number))
     return {
-        name: {
-            "coverage": sum(one[0] for one in each) / trials,
-            "wrong": max([one[1] for one in each].count(wrong) / trials for wrong in _wrong(truth)),
-            "decided": sum(one[1] not in ("undecided", "untrusted") for one in each) / trials,
-            "untrusted": sum(one[1] == "untrusted" for one in each) / trials,
-            "rounds": float(np.mean([one[2] for one in each])),
+        rule: {
+            "coverage": sum(covered for covered, _, _ in trials_of) / trials,
+            "wrong": max([decision for _, decision, _ in trials_of].count(wrong) / trials for wrong in _wrong(truth)),
+            "decided": sum(decision not in ("undecided", "untrusted") for _, decision, _ in trials_of) / trials,
+            "untrusted": sum(decision == "untrusted" for _, decision, _ in trials_of) / trials,
+            "rounds": float(np.mean([number for _, _, number in trials_of])),
         }
-        for name, each in found.items()
+        for rule, trials_of in results.items()
     }
+
+
+def drifting(
+    rounds: int, *, correlation: float = 0.0, walk: float = 0.0, within: float = 0.02, trials: int = 1000
+) -> dict[str, float]:
+    """Simulate a variant equal to the baseline, on a machine where each arm drifts by itself.
+
+    ``correlation``: that of an arm's round with its next one (AR(1)). ``walk``: an arm also walks at random; the
+    standard deviation of its step, over that of a round. Returns how many ratios are ``refused``, because the control
+    or the drift shows that the machine is not to be trusted, and how many are refused or contain the truth (``held``);
+    ``before``: the same without the rule on drift.
+    """
+    random, deviation = np.random.default_rng(0), within / math.sqrt(2)
+    refused = held = before = 0
+    for _ in range(trials):
+        steps = random.normal(0, walk * deviation, (3, rounds))
+        base, control, variant = np.cumsum(steps, axis=1) + rounds_of(random, deviation, correlation, 3, rounds)
+        noise, quiet = machine_of(base, control)
+        seen = measured(base, control, variant, machine=(noise, quiet))
+        alone = of_rounds(pairs_of(variant, (base + control) / 2), noise.model_copy(update={"drift": -math.inf}))
+        refused += not seen.trusted
+        held += covers(seen.widened, 1) or not seen.trusted
+        before += covers(alone, 1) or not quiet
+    return {"refused": refused / trials, "held": held / trials, "before": before / trials}
+
+
+def many(
+    variants: int, truth: float, *, together: bool, within: float = 0.03, rounds: int = 20, trials: int = 500
+) -> dict[str, float]:
+    """Simulate a bench of ``variants`` that all have the ratio ``truth``, with looks after every second round.
+
+    ``together``: decide all variants together (``stats.step_down``), or each by itself. Returns the fraction of benches
+    in which at least one decision is ``wrong`` (``_wrong``), that of ``decided`` variants, and the mean number of
+    rounds of a variant.
+    """
+    random, benches = np.random.default_rng(0), []
+    for _ in range(trials):
+        base, control, *arms = rounds_of(random, within / math.sqrt(2), 0.0, 2 + variants, rounds)
+        benches.append(_looked(base, control, [arm + math.log(truth) for arm in arms], together=together))
+    decided = [decision for decisions, _ in benches for decision in decisions if decision not in _NO_DECISION]
+    return {
+        "wrong": max(sum(wrong in decisions for decisions, _ in benches) / trials for wrong in _wrong(truth)),
+        "decided": len(decided) / (variants * trials),
+        "rounds": float(np.mean([ends for _, ends in benches])),
+    }
+
+
+_NO_DECISION = ("undecided", "untrusted")
+
+
+def _looked(base: Logs, control: Logs, arms: Sequence[Logs], *, together: bool) -> tuple[list[str], list[int]]:
+    """Return the decision on each of ``arms``, and the number of rounds after which a look settled it."""
+    ends, rounds = [len(base)] * len(arms), len(base)
+
+    @cache
+    def machine(end: int) -> tuple[Difference, bool]:
+        return machine_of(base[:end], control[:end])
+
+    @cache
+    def decision_on(place: int, end: int, confidence: float) -> str:
+        seen = measured(base[:end], control[:end], arms[place][:end], confidence, machine(end))
+        return decide(seen.widened, MARGIN) if seen.trusted else "untrusted"
+
+    def decisions_at(number: int, *, look: bool) -> list[str]:
+        def decisions(undecided: int) -> list[str]:
+            confidence = confidence_of(undecided if together else 1, look=look)
+            return [decision_on(place, min(end, number), confidence) for place, end in enumerate(ends)]
+
+        return decisions(step_down(lambda undecided: [x for x in decisions(undecided) if x in _NO_DECISION], len(arms)))
+
+    for number in range(FEWEST_PAIRS, rounds, 2):
+        for place, decision in enumerate(decisions_at(number, look=True)):
+            if decision not in _NO_DECISION:
+                ends[place] = min(ends[place], number)
+    return decisions_at(rounds, look=False), ends
+
+
+def seeds(points: float, deviation: float, *, most: int = 12, trials: int = 2000) -> dict[str, float]:
+    """Simulate a variant whose accuracy is better by ``points``, with this deviation over seeds; the margin is 1 point.
+
+    Returns how often three seeds decide it, and ``most`` seeds or fewer, which are added one at a time until a look
+    decides; of these, also how often it is *same*, *worse* and *better*, and the mean number of seeds.
+    """
+    random, at_once = np.random.default_rng(0), 0
+    decisions, numbers = [], []
+    for _ in range(trials):
+        differences = random.normal(points, deviation, most)
+
+        def decision(number: int, *, look: bool, differences: Logs = differences) -> str:
+            return equivalence(differences[:number], 1.0, confidence=confidence_of_tests(look=look)).decision
+
+        at_once += decision(FEWEST_SEEDS, look=False) != "undecided"
+        looks = (number for number in range(FEWEST_SEEDS, most) if decision(number, look=True) != "undecided")
+        numbers.append(next(looks, most))
+        decisions.append(decision(numbers[-1], look=False))
+    shares = {name: decisions.count(name) / trials for name in ("same", "worse", "better")}
+    return {"three": at_once / trials, **shares, "seeds": float(np.mean(numbers))}
 
 
 def _wrong(truth: float) -> list[str]:
@@ -127,35 +250,34 @@ def _wrong(truth: float) -> list[str]:
     return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
 
 
-def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, Any]:
+def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
     """Simulate a control and a variant that equal the baseline, but seem faster by ``bias``.
 
-    In the result, ``unseen`` is the fraction of trials in which the control is trusted. ``beside`` is, for each of
-    ``shapes``, the fraction in which the control is trusted but the variant's interval misses the truth.
+    In the result, ``unseen`` is the fraction of trials in which the control is trusted. ``plain`` and ``widened`` are
+    the fractions in which the control is trusted but the variant's interval misses the truth.
     """
     random = np.random.default_rng(0)
-    unseen, beside = 0, dict.fromkeys(SHAPES, 0)
+    unseen = plain = wide = 0
     for _ in range(trials):
         base, control, variant = rounds_of(random, within / math.sqrt(2), 0.0, 3, rounds)
-        aa, wide = (interval_of(control + bias, base, confidence) for confidence in (0.95, 0.99))
-        if distrust(aa, wide, MAX_SPREAD) is None:
-            unseen += 1
-            for name, each in shapes(interval_of(variant + bias, base), aa).items():
-                beside[name] += not each.low <= 1 <= each.high
-    return {"unseen": unseen / trials, "beside": {name: number / trials for name, number in beside.items()}}
+        seen = measured(base, control + bias, variant + bias)
+        unseen += seen.trusted
+        plain += seen.trusted and not covers(seen.plain, 1)
+        wide += seen.trusted and not covers(seen.widened, 1)
+    return {"unseen": unseen / trials, "plain": plain / trials, "widened": wide / trials}
 
 
 def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
-    """Return, for each of ``shapes``, the fraction of trials in which a variant with the ratio ``truth``, and without
-    bias, is decided."""
+    """Return the fraction of trials in which a variant with the ratio ``truth``, and without bias, is decided, by the
+    interval that is not widened and by the widened one."""
     random = np.random.default_rng(0)
-    found = dict.fromkeys(SHAPES, 0)
+    plain = wide = 0
     for _ in range(trials):
         base, control, variant = rounds_of(random, within / math.sqrt(2), 0.0, 3, rounds)
-        plain, aa = interval_of(variant + math.log(truth), base), interval_of(control, base)
-        for name, each in shapes(plain, aa).items():
-            found[name] += decide(each, MARGIN) != "undecided"
-    return {name: number / trials for name, number in found.items()}
+        seen = measured(base, control, variant + math.log(truth))
+        plain += decide(seen.plain, MARGIN) != "undecided"
+        wide += decide(seen.widened, MARGIN) != "undecided"
+    return {"plain": plain / trials, "widened": wide / trials}
 
 
 def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, trials: int = 400) -> dict[str, float]:
@@ -174,7 +296,7 @@ def forecasts(truth: float, within: float, *, rounds: int = 8, most: int = 400, 
         if more and more <= most:
             ends = (rounds + more, rounds + 2 * more)
             held.append([decide(interval_of(logs[:end], base[:end]), MARGIN) != "undecided" for end in ends])
-    by_as_many, by_twice = (sum(each) / len(held) for each in zip(*held, strict=True))
+    by_as_many, by_twice = (sum(figures) / len(held) for figures in zip(*held, strict=True))
     return {"by_as_many": by_as_many, "by_twice_as_many": by_twice, "forecasts": len(held)}
 
 
@@ -190,16 +312,16 @@ def over_many(
     random = np.random.default_rng(0)
     held, widths, untrusted = 0, [], 0
     for _ in range(trials):
-        known: list[Interval] = []
+        known: list[Difference] = []
         while len(known) < sessions:
             base, control, variant = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
-            aa, wide = (interval_of(control, base, confidence) for confidence in (0.95, 0.99))
-            if distrust(aa, wide, MAX_SPREAD) is None:
-                known.append(widened(interval_of(variant + random.normal(0, between), base), doubt_of(aa)))
+            seen = measured(base, control, variant + random.normal(0, between))
+            if seen.trusted:
+                known.append(seen.widened)
             else:
                 untrusted += 1
         interval = over_sessions(known)
-        held += interval.low <= 1 <= interval.high
+        held += covers(interval, 1)
         widths.append(interval.spread)
     return {
         "coverage": held / trials,
@@ -219,19 +341,20 @@ def best_of(
     ``between``. ``ahead``: how often the best is called better than the next by more than the margin, although all
     variants are equal. ``coverage``: how often the interval of ``told`` contains the truth.
     """
-    random, one, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
-    seen, told, held, ahead = [], [], 0, 0
+    random, deviation, reference = np.random.default_rng(0), within / math.sqrt(2), np.zeros(rounds)
+    seen, seen_best, held, ahead = [], [], 0, 0
     for _ in range(trials):
-        base, control = random.normal(0, one, (2, sessions, rounds))
+        base, control = random.normal(0, deviation, (2, sessions, rounds))
         effects = random.normal(0, between, (variants, sessions, 1))
-        logs = math.log(truth) + effects + random.normal(0, one, (variants, sessions, rounds)) - base
-        doubts = [doubt_of(interval_of(control[part], base[part])) for part in range(sessions)]
+        logs = math.log(truth) + effects + random.normal(0, deviation, (variants, sessions, rounds))
+        logs -= (base + control) / 2
+        doubts = [interval_of(control[part], base[part]).bias for part in range(sessions)]
         medians = np.median(logs, axis=2)
         first, second = np.argsort(medians.mean(axis=1))[:-3:-1]
 
-        def over(ratios: Sequence[Logs], doubts: Sequence[float] = doubts) -> Interval:
-            known = [interval_of(each, reference) for each in ratios]
-            return over_sessions([widened(each, doubt) for each, doubt in zip(known, doubts, strict=True)])
+        def over(ratios: Sequence[Logs], doubts: Sequence[float] = doubts) -> Difference:
+            known = [interval_of(ratio, reference) for ratio in ratios]
+            return over_sessions([widened(interval, doubt) for interval, doubt in zip(known, doubts, strict=True)])
 
         if sessions == 1:
             chosen = over([logs[choices(logs[:, 0], middle=np.median), 0, range(rounds)]])
@@ -239,13 +362,13 @@ def best_of(
             chosen = over([logs[best, part] for part, best in enumerate(choices(medians))])
         interval = no_narrower(chosen, over(list(logs[first])))
         seen.append(medians[first].mean())
-        told.append(math.log(interval.estimate))
-        held += interval.low <= truth <= interval.high
+        seen_best.append(interval.logs[0])
+        held += covers(interval, truth)
         ahead += decide(over(list(logs[first] - logs[second])), MARGIN) == "better"
     return {
         "truth": truth,
         "seen": math.exp(float(np.mean(seen))),
-        "told": math.exp(float(np.mean(told))),
+        "told": math.exp(float(np.mean(seen_best))),
         "coverage": held / trials,
         "ahead": ahead / trials,
     }
@@ -253,9 +376,35 @@ def best_of(
 
 SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "looking": lambda: {
-        f"ratio {truth:g}, noise {within:g}, autocorrelation {each}": looking(truth, within, each)
+        f"ratio {truth:g}, noise {within:g}, autocorrelation {autocorrelation}": looking(truth, within, autocorrelation)
         for truth, within in (*product((1 + MARGIN, 1.0, 1.1), (0.02, 0.05)), (1.6, 0.08))
-        for each in AUTOCORRELATIONS
+        for autocorrelation in AUTOCORRELATIONS
+    },
+    "many": lambda: {
+        f"{variants} variants, ratio {truth:g}": {
+            "each by itself": many(variants, truth, together=False),
+            "together": many(variants, truth, together=True),
+        }
+        for truth in (1 + MARGIN, 1.0)
+        for variants in (1, 2, 7, 10)
+    },
+    "drifting": lambda: {
+        f"correlation {correlation}, walk {walk}, {rounds} rounds": drifting(rounds, correlation=correlation, walk=walk)
+        for correlation, walk in ((0.0, 0.0), (0.3, 0.0), (0.6, 0.0), (0.8, 0.0), (0.0, 0.3), (0.0, 1.0), (0.0, 3.0))
+        for rounds in (6, 8, 12, 20, 40)
+    },
+    "seeds": lambda: {
+        f"points {points:g}, deviation {deviation:g}": seeds(points, deviation)
+        for points in (0.0, -1.0, -1.5, -2.0)
+        for deviation in (0.3, 0.6, 1.0)
+    },
+    "alive": lambda: {
+        f"ratio {truth:g}, noise {within:g}, levels {levels:g}, {alive} rounds": looking(
+            truth, within, 0.0, rounds=24, trials=400, levels=levels, alive=alive
+        )["looks"]
+        for truth, within in ((1 + MARGIN, 0.03), (1.1, 0.03))
+        for levels in (0.0, 0.01, 0.02, 0.03)
+        for alive in (1, 2, 3)
     },
     "equal_arms": lambda: {
         f"bias {bias:g}, noise {within:g}": equal_arms(bias, within)
@@ -269,16 +418,16 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "forecasts": lambda: {
         f"ratio {truth:g}, noise {within:g}": forecasts(truth, within)
-        for truth in (1.0, 1.06, 1.1)
+        for truth in (1.0, 1.05, 1.08)
         for within in (0.03, 0.06, 0.1)
     },
     "sessions": lambda: {
-        f"{sessions} session(s) that differ by {between:g}, noise {within:g}, autocorrelation {each}": over_many(
-            sessions, each, between=between, within=within
+        f"{sessions} session(s) that differ by {between:g}, noise {within:g}, autocorrelation {correlation}": over_many(
+            sessions, correlation, between=between, within=within
         )
         for between, within in ((0.11, 0.05), (0.06, 0.02), (0.02, 0.05))
         for sessions in (1, 2, 3, 5, 10)
-        for each in AUTOCORRELATIONS
+        for correlation in AUTOCORRELATIONS
     },
     "best_of": lambda: {
         "one session": best_of(10, 1.06),

@@ -35,7 +35,7 @@ from pipeline.params import Train, parse
 from pipeline.plans import plan
 from pipeline.processes.malloc import keep_freed_memory
 from pipeline.tasks.batches import TrainBatches
-from pipeline.training.composition import compose
+from pipeline.training.assembly import compose
 
 BASELINE: dict[str, Any] = {"baseline": {}}
 DIGITS: dict[str, Any] = {
@@ -123,11 +123,11 @@ def textbook(pairs: int = 8, epochs: int = 2, *, in_memory: bool = False) -> dic
     this.
     """
     with tempfile.TemporaryDirectory() as folder:
-        both = Textbook(Path(folder), epochs)
-        faster = (lambda: both.script("in_memory")) if in_memory else both.stage
-        measured = ratio(both.script, faster, pairs)
+        jobs = Textbook(Path(folder), epochs)
+        faster = (lambda: jobs.script("in_memory")) if in_memory else jobs.stage
+        measured = ratio(jobs.script, faster, pairs)
     target = 1.0 if in_memory else 1.7
-    return {"target_ratio": target, "epochs": epochs, "test_accuracies": both.accuracies, **measured}
+    return {"target_ratio": target, "epochs": epochs, "test_accuracies": jobs.accuracies, **measured}
 
 
 def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[str, Any]:

@@ -63,15 +63,15 @@ def _rank(device: Literal["cpu", "cuda"], sizes: Sequence[int]) -> Generator[lis
 
 
 def _copies(joined: World, size: int) -> list[Transfer]:
-    here = torch.arange(size // 4, dtype=torch.int32, device=joined.device)
-    target = torch.empty_like(here)
+    sent = torch.arange(size // 4, dtype=torch.int32, device=joined.device)
+    target = torch.empty_like(sent)
     host = torch.arange(size // 4, dtype=torch.int32, pin_memory=joined.device.type == "cuda")
     rows = []
-    for what, source in (("copy, device to device", here), ("copy, host to device", host)):
+    for what, source in (("copy, device to device", sent), ("copy, host to device", host)):
         target.fill_(-1)
         act = partial(target.copy_, source, non_blocking=True)
         rows.append(Transfer(what, size, _timed(act, joined, size)))
-        _demand(torch.equal(target, here), rows[-1])
+        _demand(torch.equal(target, sent), rows[-1])
     return rows
 
 
@@ -97,15 +97,15 @@ def _demand(right: bool, row: Transfer) -> None:
 def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5) -> float:
     """Return the median seconds of one call of ``act``, over ``batches`` batches of calls that the device queues."""
     calls = 100 if size <= 1 << 20 else 10
-    found = []
+    durations = []
     for _ in range(batches + 1):  # the first batch is a warm-up, which sets up links and allocates memory
         joined.synchronise()
         started = time.perf_counter()
         for _ in range(calls):
             act()
         joined.synchronise()
-        found.append((time.perf_counter() - started) / calls)
-    return statistics.median(found[1:])
+        durations.append((time.perf_counter() - started) / calls)
+    return statistics.median(durations[1:])
 
 
 def main() -> None:

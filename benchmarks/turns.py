@@ -11,8 +11,7 @@ from typing import Any
 from benchmarks.pairs import ROOT, Checkout
 from benchmarks.stages import fashion_mnist
 from pipeline import params
-from pipeline.benchmark.calibration import steps_of
-from pipeline.benchmark.rounds import measure
+from pipeline.benchmark.rounds import measure, steps_of
 from pipeline.benchmark.server import ArmSpec, Server
 
 
@@ -23,7 +22,7 @@ def noise(rounds: int = 10) -> dict[str, Any]:
     ``samples_per_second``: turns per round -> arm -> one speed per round; a rejected speed is None.
     """
     config = params.load(ROOT / params.PARAMS_FILE)
-    found: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}
+    by_turns: dict[int, dict[str, list[float | None]]] = {1: {}, config.bench.turns: {}}
     with tempfile.TemporaryDirectory() as folder:
         _, packed = fashion_mnist(Path(folder))
         checkout = Checkout(Path(folder, "checkout"), **config.model_dump(mode="json"))
@@ -34,17 +33,17 @@ def noise(rounds: int = 10) -> dict[str, Any]:
             arms = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in plans.items()]
             arms.append(ArmSpec("A/A control", "aa_control", baseline, None, server, plans[baseline]))
             steps, _ = steps_of(arms[-1], config.bench.window_seconds)
-            for turns in list(found) * rounds:
+            for turns in list(by_turns) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
-                    found[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
-    deviations = {turns: _deviation(values["A/A control"], values[baseline]) for turns, values in found.items()}
+                    by_turns[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
+    deviations = {turns: _deviation(values["A/A control"], values[baseline]) for turns, values in by_turns.items()}
     return {
         "median_ratio": deviations[config.bench.turns] / deviations[1],
         "target_ratio": 0.5,
         "lower_is_better": True,
         "deviations": deviations,
         "steps": steps,
-        "samples_per_second": found,
+        "samples_per_second": by_turns,
     }
 
 

@@ -1,7 +1,7 @@
 """The command line: each command parses its arguments and calls one function.
 
 Each command's function imports the code that it runs, so that ``--help`` and the light commands stay quick. For a
-stage's command, DVC tracks the code of these imports and of all modules that they import (environment/code.py).
+stage's command, DVC tracks the code of these imports and of all modules that they import (environment/imports.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import say
 from pipeline.files import PREPARED, RAW
 
 if TYPE_CHECKING:
-    from pipeline.params import Config, Machine
+    from pipeline.params import Compare, Config, Machine
+    from pipeline.results import Arm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     add("fetch", _fetch, "Download or copy the raw files and check their SHA-256.")
     add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
     train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
+    seeds = add("seeds", _seeds, "Add seeds one at a time, until the accuracy of every variant is decided.")
+    seeds.add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
     bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
     bench.add_argument("--again", action="store_true", help="measure one more session, into a new file under sessions/")
     profile = add("profile", _profile, "Show where a variant's step spends its time; write profiles/VARIANT/.")
@@ -173,6 +178,33 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--text", metavar="DIR", help="train a language model on UTF-8 files")
     init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
+    script = add("script", _script, "Measure which arguments of your own training command pay; needs no params.yaml.")
+    script.add_argument("--base", required=True, metavar="COMMAND", help="the command, such as 'python train.py'")
+    for option, whole, form, about in (
+        (
+            "--arm",
+            False,
+            "NAME=ARGUMENTS",
+            "the command with further arguments, after variables such as OMP_NUM_THREADS=2",
+        ),
+        ("--command", True, "NAME=COMMAND", "an arm with another command"),
+    ):
+        script.add_argument(
+            option, dest="arms", metavar=form, help=about, type=partial(_arm, whole), action="append", default=[]
+        )
+    for option, default, about in (
+        ("--minutes", 10.0, "longest time for the rounds"),
+        ("--timeout", 600.0, "longest silence of an arm, in seconds"),
+        ("--optimizer", 0, "the number of the optimizer whose steps count, as they are made; 0: the first to step"),
+        ("--output", Path("script-report"), "the report's directory"),
+    ):
+        script.add_argument(option, type=type(default), default=default, metavar="X", help=f"{about} ({default})")
+    script.add_argument(
+        "--set", dest="settings", metavar="KEY=VALUE", action="append", default=[],
+        help="a setting of params.yaml, such as bench.max_rounds=6 or compare.margins.throughput=0.02",
+    )  # fmt: skip
+    script.add_argument("--in-place", action="store_true", help="run in this directory instead of copies of it")
+    script.add_argument("--batch-differs", action="store_true", help="batches differ on purpose: compare samples/s")
     schema = add("schema", _schema, "Write params.schema.json, which editors use to complete params.yaml.")
     schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     # Other commands start the next two commands, so --help does not list these.
@@ -185,14 +217,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _environment(_: argparse.Namespace) -> None:
-    from pipeline import environment, params, plans
-    from pipeline.environment import stages
+    from pipeline import processes
 
-    config = params.load()
-    params.check_names(config.train, config.variants)
-    made = plans.plans(config, environment.machine())
-    written = environment.write(relied_on=plans.relied_on(config), described=stages.described(config, made))
+    with processes.importing():  # syntax trees leave no garbage either
+        from pipeline import environment, params, plans
+        from pipeline.environment import stages
+
+        config = params.load()
+        params.check_names(config.train, config.variants)
+        made = plans.plans(config, environment.machine())
+        described = stages.described(config, made)
+    before = environment.last_written()
+    written = environment.write(relied_on=plans.relied_on(config), described=described)
     say(f"environment {written[:12]}")
+    for path in environment.changed_since(before):
+        say(f"environment: changed since the last time: {path}")
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
             say(f"variants.{name}: {technique} is skipped: {reason}")
@@ -225,11 +264,11 @@ def _live() -> None:
 def _fetch(_: argparse.Namespace) -> None:
     from pipeline import params
     from pipeline.data import sources
-    from pipeline.environment import code
+    from pipeline.environment import audit, code
     from pipeline.files import naming
 
     fetch = params.load().fetch
-    check_followed = code.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
+    check_followed = audit.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
     with naming(RAW):
         sources.fetch(fetch, RAW)
     check_followed()
@@ -249,16 +288,59 @@ def _train(parsed: argparse.Namespace) -> None:
 
     _live()
     config, machine = _ready()  # reports an error in params.yaml before torch is imported
+    if processes.launched_size() is None:
+        _seeds_outlook(config, parsed.variant)
     with processes.importing():
         from pipeline.training import job
 
     job.run(config, parsed.variant, machine, PREPARED)
 
 
+def _seeds_outlook(config: Config, variant: str) -> None:
+    """Say how many seeds the accuracy needs. This is not in ``_train``, because a change of the statistics must not
+    make DVC repeat the training."""
+    from pipeline import processes
+    from pipeline.files import read_json
+
+    if variant == config.compare.baseline:
+        return
+    with processes.importing():
+        from pipeline.comparison import advice
+        from pipeline.comparison.stats import Difference
+        from pipeline.results import REPORTS
+    known = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # without a report of this version, nothing is known
+        last = {compared["variant"]: compared for compared in read_json(REPORTS / "comparison.json")["variants"]}
+        known = Difference.model_validate(last[variant]["accuracy"])
+    outlook = advice.seeds_outlook(len(config.train.seeds), config.compare.margins.accuracy, known)
+    say(f"{variant}: {outlook}")
+
+
+def _seeds(parsed: argparse.Namespace) -> None:
+    from pipeline.tools import seeds
+
+    seeds.add(parsed.most)
+
+
 def _bench(parsed: argparse.Namespace) -> None:
     from pipeline.benchmark import stage
 
-    stage.run(*_ready(), again=parsed.again)
+    config, machine = _ready()
+    stage.run(
+        config,
+        machine,
+        again=parsed.again,
+        settled=lambda rounds: _by_verdicts("settled", rounds.arms, config.compare),
+        memory_known=lambda rounds: _by_verdicts("memory_known", rounds.arms, config.compare),
+    )
+
+
+def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:
+    """Return what a function of ``verdicts`` decides between rounds. This is not in ``_bench``, because a change of the
+    statistics must not make DVC repeat the bench."""
+    from pipeline.comparison import verdicts
+
+    return getattr(verdicts, rule)(arms, settings)
 
 
 def _arms(_: argparse.Namespace) -> None:
@@ -306,7 +388,10 @@ def _compare(_: argparse.Namespace) -> None:
 
 
 def _publish(_: argparse.Namespace) -> None:
-    from pipeline import params, tracking
+    from pipeline import processes
+
+    with processes.importing():
+        from pipeline import params, tracking
 
     tracking.publish(params.load())
 
@@ -408,6 +493,22 @@ def _init(parsed: argparse.Namespace) -> None:
 
     data = {"images": parsed.images, "arrays": parsed.arrays, "text": parsed.text}
     init.run(environment.machine(), model=parsed.model, yes=parsed.yes, **data)
+
+
+def _arm(whole: bool, text: str) -> tuple[str, str, bool]:
+    """Parse NAME=TEXT; ``whole``: the text is a whole command."""
+    name, _, given = text.partition("=")
+    return name, given, whole
+
+
+def _script(parsed: argparse.Namespace) -> None:
+    from pipeline import processes
+
+    with processes.importing():
+        from pipeline.script import command
+
+    asked = vars(parsed)
+    command.run(**{name: asked[name] for name in asked.keys() - {"command"}})
 
 
 def _schema(parsed: argparse.Namespace) -> None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import ConfigError, count
 from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
-from pipeline.params.catalogue.parallelism import ONE_BATCH, PARALLELISMS
+from pipeline.params.variants import ONE_BATCH, PARALLELISMS
 
 MICRO_BATCHES_A_STAGE = 4
 """Default number of micro-batches per pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
 Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
 
-WhyNotHeldBy = Callable[[int], str | None]
+
+class WhyNot(NamedTuple):
+    """Why a number of processes cannot hold or train a model together."""
+
+    reason: str
+    allowed: str = ""
+    """What would be possible instead."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; allowed: {self.allowed}"
+
+
+WhyNotHeldBy = Callable[[int], WhyNot | None]
 """Number of processes -> the reason why this many processes cannot hold one model together; None if they can."""
 
 _FORMS_RELY_ON = {"compiled": (COMPILER,), "int8": (COMPILER, "torchao")}
@@ -105,7 +117,7 @@ def plan(
     without = _alone(requested, processes, on_gpu and devices_per_process == 1)
     without |= _emulated(requested, machine, train, on_gpu, where)
     skipped |= without
-    applied = catalogue.without(requested, (each for each in catalogue.requested(requested) if each.name in without))
+    applied = catalogue.without(requested, (entry for entry in catalogue.requested(requested) if entry.name in without))
     changes: dict[str, Any] = {}
 
     model_processes = processes // requested.replicas if requested.parallelism in ONE_BATCH else 1
@@ -155,10 +167,10 @@ def _most_processes(
     cannot. If no number can, return the smallest possible number; later checks of the plan report the problem."""
     why_fewer = f"each of the {requested.replicas} replicas must have the same number of GPUs"
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
-    while reason := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
+    while why_not := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
         if processes - requested.replicas < fewest:
             break
-        processes, why_fewer = processes - requested.replicas, reason.partition("; allowed: ")[0]
+        processes, why_fewer = processes - requested.replicas, why_not.reason
     return processes, why_fewer
 
 
@@ -170,7 +182,7 @@ def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
     if requested.parallelism == "none" or not alone:
         return {}
     only = "process, so the batch is not shared" if requested.parallelism in PARALLELISMS else "GPU"
-    options = [each.name for each in catalogue.requested(requested) if each.needs]
+    options = [entry.name for entry in catalogue.requested(requested) if entry.needs]
     why = f"it needs {requested.parallelism}, which is skipped"
     return {requested.parallelism: f"there is only one {only}", **dict.fromkeys(options, why)}
 
@@ -178,17 +190,17 @@ def _alone(requested: Variant, processes: int, one_gpu: bool) -> dict[str, str]:
 def _emulated(requested: Variant, machine: Machine, train: Train, on_gpu: bool, where: str) -> dict[str, str]:
     """Return technique -> reason for each technique that is skipped because the machine only emulates it. Raises
     ConfigError for a technique that cannot run here, or that ``train.without_native`` refuses."""
-    found = {}
+    reasons = {}
     for technique in catalogue.requested(requested):
-        what = f"{where}.{technique.key}: found {technique.value(requested)!r}, but"
+        what = f"{where}.{technique.key}: found {technique.value_in(requested)!r}, but"
         if reason := technique.why_refused(requested, machine, on_gpu) or technique.why_not_with(train):
             raise ConfigError(f"{what} {reason}; take it out.")
         reason = technique.emulated(machine, on_gpu)
         if reason and train.without_native == "refuse":
             raise ConfigError(f"{what} {reason}; take it out, or set train.without_native to 'leave_out' or 'run'.")
         if reason and train.without_native == "leave_out":
-            found[technique.name] = reason
-    return found
+            reasons[technique.name] = reason
+    return reasons
 
 
 def plans(config: Config, machine: Machine) -> dict[str, Plan]:
@@ -222,7 +234,7 @@ def relied_on(config: Config) -> dict[str, dict[str, frozenset[str]]]:
 def variant_relies_on(variant: Variant, train: Train) -> frozenset[str]:
     """Return the optional software on whose versions the variant's numbers depend, as in ``relied_on``."""
     return (
-        frozenset(each for technique in catalogue.requested(variant) for each in technique.relies_on)
+        frozenset(package for technique in catalogue.requested(variant) for package in technique.relies_on)
         | set(map(outside.package_of, variant.extra))
         | ({"transformers"} & {train.model})
     )
@@ -236,49 +248,50 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
                 f"launcher started {count(launched, 'process')}; allowed: parallelism "
                 f"{' or '.join(map(repr, PARALLELISMS))} with processes 'auto' or {launched}."
             )
-        found = launched
+        processes = launched
     elif variant.parallelism not in PARALLELISMS:
-        found = 1
+        processes = 1
     elif variant.processes == "auto":
         equal = machine.gpus // variant.replicas * variant.replicas
-        found = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
+        processes = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
     else:
-        found = variant.processes
-        if on_gpu and found > machine.gpus:
+        processes = variant.processes
+        if on_gpu and processes > machine.gpus:
             raise ConfigError(
-                f"{where}.processes: found {found}, but this machine has {count(machine.gpus, 'GPU')}; "
+                f"{where}.processes: found {processes}, but this machine has {count(machine.gpus, 'GPU')}; "
                 f"allowed: 1 to {machine.gpus}, or 'auto'."
             )
-    fitting = [1, *(replicas for replicas in range(2, found // 2 + 1) if found % replicas == 0)]
+    fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
     if variant.replicas not in fitting:
         raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(found, 'process')} into "
+            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(processes, 'process')} into "
             f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
         )
-    return found
+    return processes
 
 
 def _why_not_among(
     variant: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
-) -> str | None:
+) -> WhyNot | None:
     """Return why ``processes`` cannot share the batch evenly, or cannot hold one model together; None if they can."""
     if variant.parallelism in ONE_BATCH:  # the number of replicas is fixed, and only replicas share the batch
         together = processes // variant.replicas
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
-            return f"a pipeline of {together} stages has idle stages with {micro_batches} micro-batches"
+            return WhyNot(f"a pipeline of {together} stages has idle stages with {micro_batches} micro-batches")
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
-    return f"train.batch_size {batch_size} can be shared evenly by at most {processes - variant.replicas} of the GPUs"
+    most = processes - variant.replicas
+    return WhyNot(f"train.batch_size {batch_size} can be shared evenly by at most {most} of the GPUs")
 
 
 def _micro_batches_of_pipeline(requested: int, stages: int, samples: int, where: str) -> int:
     """Return the number of micro-batches: ``requested`` or, if this is 1, up to ``MICRO_BATCHES_A_STAGE`` per stage.
     Raises ConfigError if a stage would be idle."""
     usual = range(MICRO_BATCHES_A_STAGE * stages, stages - 1, -1)
-    found = next((each for each in usual if samples % each == 0), 0) if requested == 1 else requested
-    if found >= stages:
-        return found
+    micro_batches = next((size for size in usual if samples % size == 0), 0) if requested == 1 else requested
+    if micro_batches >= stages:
+        return micro_batches
     raise ConfigError(
         f"{where}.gradient_accumulation: found {requested}, but a pipeline of {stages} stages needs at least {stages} "
         f"micro-batches, otherwise some stages are idle. The number must divide the {samples} samples of a step; with "

@@ -98,8 +98,8 @@ class Gpus:
     def index(self, device: Any = None) -> int:
         """Return the index of ``device``: a name, a ``torch.device``, an index, or None for the current GPU."""
         named = torch.device(device) if isinstance(device, str) else device
-        found = named.index if isinstance(named, torch.device) else named
-        return self.current if found is None else int(found)
+        number = named.index if isinstance(named, torch.device) else named
+        return self.current if number is None else int(number)
 
     def wait(self, what: str) -> None:
         """Add ``what`` to ``waits`` if the debug mode is on. Raises RuntimeError where CUDA would."""
@@ -140,8 +140,8 @@ class Gpus:
 
 def _where() -> str:
     """Return the innermost line of code outside torch and this file, and the pipeline's line that led to it."""
-    stack = [each for each in traceback.extract_stack() if each.filename != __file__ and "/torch/" not in each.filename]
-    ours = [f"{each.filename}:{each.lineno}" for each in reversed(stack)]
+    stack = [site for site in traceback.extract_stack() if site.filename != __file__ and "/torch/" not in site.filename]
+    ours = [f"{site.filename}:{site.lineno}" for site in reversed(stack)]
     return " in ".join(dict.fromkeys((ours[0], next((line for line in ours if "/pipeline/" in line), ours[0]))))
 
 
@@ -206,11 +206,11 @@ class _Play(TorchDispatchMode):
         if _is_composed(types):
             return NotImplemented
         asked = kwargs.get("device")
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        tensors = [each for each in found if not each.is_meta]
-        if asked.type == "meta" if asked is not None else len(tensors) < len(found):
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [tensor for tensor in arguments if not tensor.is_meta]
+        if asked.type == "meta" if asked is not None else len(tensors) < len(arguments):
             return func(*args, **kwargs)
-        places, pinned = [place_of(each) for each in tensors], kwargs.pop("pin_memory", None)
+        places, pinned = [place_of(tensor) for tensor in tensors], kwargs.pop("pin_memory", None)
         target = max((place for place in places if place is not None), default=None)
         if asked is not None:
             kwargs["device"] = _CPU
@@ -225,19 +225,19 @@ class _Play(TorchDispatchMode):
         if gpus.graph is not None:
             gpus.graph.note(func, args, kwargs, result)
         if target is not None or pinned:
-            self._place(target, tensors, [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)])
+            self._place(target, tensors, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
         return result
 
     def _place(self, target: int | None, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Mark new memory as allocated on GPU ``target`` or, if ``target`` is None, as pinned."""
         held = {
-            each.untyped_storage()._cdata for each in inputs if place_of(each) is None
+            input_.untyped_storage()._cdata for input_ in inputs if place_of(input_) is None
         }  # host memory to which an operation writes stays on the host
-        for each in (*outputs, *inputs):
-            storage = each.untyped_storage()
+        for tensor in (*outputs, *inputs):
+            storage = tensor.untyped_storage()
             if target is None:
                 storage.pinned = True  # type: ignore[attr-defined]
-            elif place_of(each) in (None, UNDECIDED) and place_of(each) != target and storage._cdata not in held:
+            elif place_of(tensor) in (None, UNDECIDED) and place_of(tensor) != target and storage._cdata not in held:
                 self._gpus.take(storage, target)
 
     def _check(
@@ -260,13 +260,17 @@ class _Play(TorchDispatchMode):
             if None in ends and ends - {None, UNDECIDED} and not (kwargs.get("non_blocking") or args[2:] == (True,)):
                 self._gpus.wait(str(func))
         elif func.overloadpacket in _INDEXING:
-            indices = [each for each in args[1] if each is not None]
-            if on_gpus and any(each.dtype in (torch.bool, torch.uint8) or place_of(each) is None for each in indices):
+            indices = [index for index in args[1] if index is not None]
+            if on_gpus and any(
+                index.dtype in (torch.bool, torch.uint8) or place_of(index) is None for index in indices
+            ):
                 self._gpus.wait(str(func))
         elif on_gpus:
             if _A_VALUE_DECIDES.intersection(func.tags):
                 self._gpus.wait(str(func))
-            numbers = [each for each, place in zip(tensors, places, strict=True) if place is None and not each.dim()]
+            numbers = [
+                tensor for tensor, place in zip(tensors, places, strict=True) if place is None and not tensor.dim()
+            ]
             apart = known if len(numbers) < places.count(None) else on_gpus  # a host scalar may be an operand
             if len(apart) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device, but found {apart} in {func}")
@@ -276,7 +280,7 @@ def _in_order(func: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` and wait for its collective: NCCL runs collectives in the order of the calls."""
     result = func(*args, **kwargs)
     if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
-        (work,) = (each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject))
+        (work,) = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject))
         Work.unbox(work).wait()
     return result
 
@@ -288,7 +292,7 @@ def _is_fake(types: Sequence[type]) -> bool:
 
 def _is_composed(types: Sequence[type]) -> bool:
     """Return whether an operation has tensor subclasses as inputs: they call it again with their inner tensors."""
-    return any(each not in (torch.Tensor, torch.nn.Parameter) for each in types)
+    return any(type_ not in (torch.Tensor, torch.nn.Parameter) for type_ in types)
 
 
 class Traffic(TorchDispatchMode):
@@ -306,7 +310,7 @@ class Traffic(TorchDispatchMode):
         kind = func._opname.strip("_")
         if func.namespace in ("c10d", "_c10d_functional") and kind not in ("wait_tensor", "wrap_tensor_autograd"):
             self.calls[kind] += 1
-            self.bytes[kind] += sum(each.nbytes for each in tree_leaves(args[0]) if isinstance(each, torch.Tensor))
+            self.bytes[kind] += sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
         return _in_order(func, args, kwargs or {})
 
 
@@ -322,14 +326,14 @@ class _Graph:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not func.is_view:
-            outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             self._noted.append((func, args, kwargs, outputs))
 
     def replay(self) -> None:
         noted, self._has_run = self._noted if self._has_run else [], True
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for func, args, kwargs, outputs in noted:
-                again = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+                again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
                 for output, values in zip(outputs, again, strict=True):
                     output.copy_(values)
 
@@ -341,8 +345,8 @@ class _Event:
     def record(self, *_: Any) -> None:
         self._seconds = time.perf_counter()
 
-    def elapsed_time(self, other: _Event) -> float:
-        return (other._seconds - self._seconds) * 1e3
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
 
     def wait(self, *_: Any, **__: Any) -> None:
         pass
@@ -425,8 +429,8 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
         allow([*backends, SDPBackend.FLASH_ATTENTION] if fused else backends, *priority)
 
     def grouped(*arguments: Any) -> Any:
-        found = group(*arguments)
-        return {(tensors[0][0].device, dtype): (tensors, rest) for (_, dtype), (tensors, rest) in found.items()}
+        result = group(*arguments)
+        return {(tensors[0][0].device, dtype): (tensors, rest) for (_, dtype), (tensors, rest) in result.items()}
 
     def of_data(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
         return tensor(data, **options) if device is None else tensor(data, **options).to(device)
@@ -460,14 +464,14 @@ def _patches(gpus: Gpus) -> dict[Any, dict[str, Any]]:
             "_group_tensors_by_device_and_dtype": grouped,
         },
         comm: {
-            "broadcast_coalesced": lambda tensors, devices: [[each.to(to) for each in tensors] for to in devices],
-            "scatter": lambda each, devices, sizes, dim, _: tuple(
+            "broadcast_coalesced": lambda tensors, devices: [[tensor.to(to) for tensor in tensors] for to in devices],
+            "scatter": lambda whole, devices, sizes, dim, _: tuple(
                 part.to(to)
                 for part, to in zip(
-                    each.split(sizes, dim) if sizes else each.chunk(len(devices), dim), devices, strict=False
+                    whole.split(sizes, dim) if sizes else whole.chunk(len(devices), dim), devices, strict=False
                 )
             ),
-            "gather": lambda tensors, dim, to: torch.cat([each.to(to) for each in tensors], dim),
+            "gather": lambda tensors, dim, to: torch.cat([tensor.to(to) for tensor in tensors], dim),
         },
         dist: {"init_process_group": joined, "_verify_params_across_processes": _nothing},
         distributed_c10d: {"_get_object_coll_device": lambda _=None: "cuda" if gpus.nccl else "cpu"},
@@ -498,17 +502,17 @@ def _tensor(gpus: Gpus) -> dict[str, Any]:
             args = (args[0].device, args[0].dtype, *args[1:])
         target: torch.device | None
         target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-        here = place_of(tensor)
-        there = here if target is None else gpus.index(target) if target.type == "cuda" else None
+        source = place_of(tensor)
+        target_place = source if target is None else gpus.index(target) if target.type == "cuda" else None
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors move
-            if here != there:
+            if source != target_place:
                 names, about = tensor.__tensor_flatten__()
                 inside = {name: getattr(tensor, name) for name in names}
-                moved = {name: to(each, target) if isinstance(each, plain) else each for name, each in inside.items()}
+                moved = {name: to(part, target) if isinstance(part, plain) else part for name, part in inside.items()}
                 kind: Any = type(tensor)
                 tensor = kind.__tensor_unflatten__(moved, about, tensor.shape, tensor.stride())
             return move(tensor, dtype, copy=copy) if dtype else tensor
-        if here == there or (target is not None and target.type == "meta"):
+        if source == target_place or (target is not None and target.type == "meta"):
             target = None if target is not None and target.type == "cuda" else target
             return move(tensor, target, dtype, copy=copy, memory_format=layout or torch.preserve_format)
         return _copied(

@@ -78,7 +78,7 @@ MOMENTS = {
     "pipeline.training.checkpoints.keep": ("a checkpoint's write", 3),
     "os.fsync": ("a file's way to the disk", 6),
     "os.replace": ("a rename", 6),
-    "pipeline.training.evaluation.evaluate": ("evaluation", 2),
+    "pipeline.training.outcomes.evaluate": ("evaluation", 2),
     "pipeline.results.files.append_history": ("a row of history", 3),
     "pipeline.files.write_text": ("a result", 2),
     TURN: ("a turn of the bench", 8),
@@ -201,12 +201,12 @@ def ended(leader: int) -> list[str]:
     deadline = time.monotonic() + ORPHAN_SECONDS
     while (left := session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    told = []
+    lines = []
     for process in left:
         with suppress(psutil.NoSuchProcess):
-            told.append(" ".join(process.cmdline()))
+            lines.append(" ".join(process.cmdline()))
             process.kill()
-    return told
+    return lines
 
 
 def assert_whole(folder: Path) -> None:
@@ -236,7 +236,7 @@ def outcome(job: str) -> Any:
     """Return those results of the job that no kill may change. Fail if the job left checkpoints behind."""
     if job == "bench":
         return sorted(arm.name for arm in results.read_bench().arms)
-    kept = [file for file in Path("checkpoints", job).iterdir() if file.suffix != ".partial"]
+    kept = [file for file in Path("checkpoints", job).iterdir() if file.suffix not in (".partial", ".finished")]
     assert not kept, f"checkpoints of a job that is done: {kept}"
     runs = results.read(results.result_file(job), parse(PARAMS)).runs
     rows = results.read_history(results.history_file(job))
@@ -277,8 +277,8 @@ def trials(seed: int, jobs: Sequence[str], minutes: float, rounds: int | None = 
                 assert_whole(Path.cwd())
             else:
                 complete(job)
-            found = outcome(job)
-            assert found == expected[job], f"expected {expected[job]}, found {found}"
+            result = outcome(job)
+            assert result == expected[job], f"expected {expected[job]}, found {result}"
         except AssertionError as error:
             broken.append(f"seed {seed}, {job}, {suffered}: {error}")
         tried = Counter({"jobs": 1, "kills": len(suffered)})
@@ -294,15 +294,15 @@ def side(seed: int, jobs: Sequence[str], minutes: float) -> None:
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     broken = 0
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        for found in trials(seed, jobs, minutes):
+        for trial in trials(seed, jobs, minutes):
             with Path(__file__).open() as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 known = json.loads(COUNTS.read_text(encoding="utf-8"))
-                tried = dict(sorted((Counter(known["tried"]) + found["tried"]).items()))
-                content = {"tried": tried, "broken": known["broken"] + found["broken"]}
+                tried = dict(sorted((Counter(known["tried"]) + trial["tried"]).items()))
+                content = {"tried": tried, "broken": known["broken"] + trial["broken"]}
                 files.write_text(COUNTS, json.dumps(content, indent=1) + "\n")
-            print(dict(found["tried"]), *found["broken"], flush=True)
-            broken += len(found["broken"])
+            print(dict(trial["tried"]), *trial["broken"], flush=True)
+            broken += len(trial["broken"])
     sys.exit(bool(broken))
 
 
@@ -318,11 +318,11 @@ def main() -> int:
         )
         for turn in range(2)
     ]
-    for each in sides:
-        each.start()
-    for each in sides:
-        each.join()
-    return int(any(each.exitcode for each in sides))
+    for worker in sides:
+        worker.start()
+    for worker in sides:
+        worker.join()
+    return int(any(side.exitcode for side in sides))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,47 @@
-"""Run ``python -m pipeline ...`` in processes forked from a server that has already imported torch."""
+"""Run ``python -m pipeline ...`` in processes forked from a server that has already imported torch; write
+scripts, and bound what a block may take."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
+
+
+def executable(file: Path, text: str) -> None:
+    """Write a script that can be run."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o755)
+
+
+LIMIT_SECONDS = 5.0
+"""The processor time within which one input has to be read or refused."""
+LIMIT_BYTES = 1 << 30
+"""The memory that reading may take at any moment, in addition to what the process had before."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Let the block fail if it takes more memory than ``LIMIT_BYTES`` or more time than ``LIMIT_SECONDS``."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    taken = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + LIMIT_BYTES, hard))
+    begun = time.process_time()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert time.process_time() - begun < LIMIT_SECONDS
 
 
 class Command:

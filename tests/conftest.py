@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import multiprocessing
@@ -124,6 +125,19 @@ def _nothing_leaks() -> Iterator[None]:
         pytest.fail("the test leaked a process group")
 
 
+SHORT: dict[str, Any] = {
+    "fetch.dataset": "digits",
+    "train.device": "cpu",
+    "train.seeds": [0],
+    "train.epochs": 1,
+    "train.batch_size": 64,
+    "bench": {"max_rounds": 1, "window_seconds": 0.05},
+    "profile.variants": [],
+    "publish.live": False,
+}
+"""Settings of params.yaml for a job of seconds, as ``Clone`` takes them."""
+
+
 class Terminal(io.StringIO):
     """A text stream that says that it is a terminal."""
 
@@ -145,16 +159,43 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
     return make
 
 
-@pytest.fixture(scope="session")
-def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the prepared data set of scikit-learn's 8x8 digits: real data that need no network."""
-    from pipeline.data import packing, sources
+Once = Callable[[str, Callable[[Path], None]], Path]
 
-    folder = tmp_path_factory.mktemp("digits")
-    config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
-    sources.fetch(config.fetch, folder / "raw")
-    packing.prepare(config, folder / "raw", folder / "prepared")
-    return folder / "prepared"
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Once:
+    """``once(name, make)`` returns a folder that ``make`` has filled, in the first of xdist's workers that asks for it.
+    Tests must not change it."""
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        base = tmp_path_factory.getbasetemp()
+        folder = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "once" / name
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                unfinished = folder.with_suffix(".unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def digits_folder(once: Once) -> Path:
+    """The folder of the prepared data set of scikit-learn's 8x8 digits: real data that need no network."""
+
+    def make(folder: Path) -> None:
+        from pipeline.data import packing, sources
+
+        config = parse({"fetch": {"dataset": "digits"}, "variants": {"baseline": {}}})
+        sources.fetch(config.fetch, folder / "raw")
+        packing.prepare(config, folder / "raw", folder / "prepared")
+
+    return once("digits", make) / "prepared"
 
 
 @pytest.fixture(scope="session")
@@ -166,13 +207,70 @@ def digits(digits_folder: Path) -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_database(once: Once) -> Path:
     """An empty embedded store of MLflow, shared by the tests because creating one takes seconds."""
-    from mlflow.tracking import MlflowClient
 
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}")
+    def make(folder: Path) -> None:
+        from mlflow.tracking import MlflowClient
+
+        MlflowClient(f"sqlite:///{folder}/mlflow.db")
+
+    return once("store", make) / "mlflow.db"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty git repository the current directory."""
+    path = tmp_path / "repository"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    subprocess.run(["git", "init", "--quiet"], check=True)
     return path
+
+
+@pytest.fixture
+def workspace(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, furnished like a checkout in which stages can run, with the test module's ``PARAMS``."""
+    from tests import workspaces
+
+    workspaces.enter(tmp_path, monkeypatch, getattr(request.module, "PARAMS", workspaces.PARAMS))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def made_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a compared job, as `dvc repro` leaves them. Tests get a copy of it from ``job``."""
+    from pipeline import cli
+    from tests import jobs
+
+    root = tmp_path_factory.mktemp("job")
+    jobs.write_job(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert cli.main(["compare"]) == 0
+    jobs.record(root)
+    return root
+
+
+@pytest.fixture
+def job(made_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of ``made_job`` as the current directory."""
+    from pipeline.environment import code
+    from tests import jobs
+
+    root = tmp_path / "job"
+    shutil.copytree(made_job, root)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(code, "of_stage", jobs.OF_STAGE)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nothing listens there: refused files are not sent
+    return root
 
 
 class Clone:
@@ -187,10 +285,15 @@ class Clone:
             if (ROOT / name).is_file():  # not deleted in the working tree
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, path / name)
-        if params:
-            self.edit(params)
         self.run("git", "init", "--quiet")
-        self.commit()
+        self.commit(params)
+
+    @classmethod
+    def at(cls, path: Path) -> Clone:
+        """Return the clone that is at ``path`` already, or whose folder is there."""
+        clone = cls.__new__(cls)
+        clone.path = path
+        return clone
 
     def edit(self, params: dict[str, Any]) -> None:
         """Set keys of params.yaml, given as dotted paths. A variant whose value is None is removed."""
@@ -207,7 +310,10 @@ class Clone:
                 section[last] = value
         file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
-    def commit(self) -> None:
+    def commit(self, params: dict[str, Any] | None = None) -> None:
+        """Set these keys of params.yaml, and commit all that differs."""
+        if params:
+            self.edit(params)
         self.run("git", "add", "--all")
         self.run("git", "commit", "--quiet", "--allow-empty", "--message", "state")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import math
 import random
@@ -12,18 +13,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow
 import yaml
+from PIL import Image
+from pyarrow import parquet
 
+from pipeline.comparison import verdicts
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Difference
 from pipeline.data.prepared import Description, Statistics
 from pipeline.environment import hash_of
 from pipeline.params import Bench as BenchSettings
-from pipeline.params import Compare, Config, Entry, Train, Variant, parse, techniques
+from pipeline.params import Compare, Config, Entry, Machine, Train, Variant, parse, techniques
+from pipeline.plans import Plan, plan
 from pipeline.results import (
     Arm,
     Bench,
-    Dataset,
+    DatasetFacts,
     Flops,
     HistoryRow,
     Ledger,
@@ -33,8 +43,11 @@ from pipeline.results import (
     ScoreName,
     Session,
     Window,
+    figures,
     summarise,
 )
+from pipeline.results.figures import Figure
+from pipeline.results.rejections import Rejection, rejection
 
 ENVIRONMENT: dict[str, Any] = {
     "hash": None,
@@ -53,6 +66,9 @@ DESCRIBED = Description(
 )  # fmt: skip
 DESCRIBED = DESCRIBED.model_copy(update={"sha256": DESCRIBED.digest()})
 """The content of dataset.json for every result. The images are small, so that the models are small too."""
+
+SHIPPED: dict[str, Any] = yaml.safe_load((Path(__file__).parent.parent / "params.yaml").read_text(encoding="utf-8"))
+"""The content of the shipped params.yaml."""
 
 SECRETS = ("hub-0a1b2c", "cache-pw", "opensesame", "plugin-pw", "16C7e42F292c6912E7710c838347", "me@h0st", "img-pw")
 PLANTED = {
@@ -74,14 +90,26 @@ JOB: dict[str, Any] = {
 """Fields of a result that say how a variant trains the default job of params.yaml on one device."""
 
 
+def known(dataset: DatasetFacts | None) -> DatasetFacts:
+    """Return the facts of a data set that is known."""
+    assert dataset is not None
+    return dataset
+
+
 def setting_of(technique: Entry) -> dict[str, Any]:
     """Return the keys of a variant that ask for the technique."""
-    return dict(yaml.safe_load("{" + technique.setting + "}"))
+    return {technique.key: technique.value if technique.example is None else technique.example}
 
 
 def alone(technique: Entry) -> dict[str, Any]:
     """Return the keys of a variant with only the technique and the parallelism that the technique needs."""
     return setting_of(technique) | ({"parallelism": technique.needs[0]} if technique.needs else {})
+
+
+def planned(machine: Machine, tried: dict[str, Any], launched: int | None = None, **train: Any) -> Plan:
+    """Return the plan of a variant with the keys ``tried`` in a job with these settings of ``train``."""
+    config = parse({"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": tried}})
+    return plan(config, "tried", machine, launched)
 
 
 def make_run(seed: int = 0, *, test_correct: int = 9000, **changes: Any) -> Run:
@@ -119,7 +147,7 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "config": {"train": train, "variant": applied},
         "applied": applied,
         **JOB,
-        "dataset": Dataset(name="fashion_mnist", sha256=DESCRIBED.sha256, train_count=60_000, test_count=10_000),
+        "dataset": DatasetFacts(name="fashion_mnist", sha256=DESCRIBED.sha256, train_count=60_000, test_count=10_000),
         "key": "k" * 64,
         "history_sha256": "f" * 64,
         "score": ScoreName(name="accuracy"),
@@ -133,7 +161,7 @@ def make_params(measured: Sequence[Result], **sections: Any) -> Config:
     """Return the settings that request the results ``measured``; the first result is the baseline."""
     values = {
         "train": measured[0].config["train"],
-        "variants": {each.variant: each.config["variant"] for each in measured},
+        "variants": {result.variant: result.config["variant"] for result in measured},
         "compare": {"baseline": measured[0].variant},
     }
     return parse(values | sections)
@@ -150,8 +178,8 @@ def make_history(
     If a run is given instead of a seed, its last row has the run's final figures.
     """
     rows = []
-    for each in seeds:
-        seed, run = (each.seed, each) if isinstance(each, Run) else (each, None)
+    for seed_or_run in seeds:
+        seed, run = (seed_or_run.seed, seed_or_run) if isinstance(seed_or_run, Run) else (seed_or_run, None)
         for part in range(1, len(accuracies) * rows_per_epoch + 1):
             epoch = part / rows_per_epoch
             ends = part % rows_per_epoch == 0
@@ -224,7 +252,7 @@ def make_arm(
     memory: float = 1.0,
     rounds: int = 12,
     noise: float = 0.01,
-    rejected: Mapping[int, str] | None = None,
+    rejected: Mapping[int, str | Rejection] | None = None,
     **changes: Any,
 ) -> Arm:
     """Return an arm whose figures are those of ``make_window`` times ``throughput`` and ``memory``.
@@ -253,7 +281,21 @@ def make_arm(
 
 THROUGHPUT = {"ddp": 1.6, "memory": 0.8}
 MEMORY = {"ddp": 1.01, "memory": 0.55}
-REFUSED = {"ddp": {4: "other processes took 31% of the CPU's time"}}
+
+
+def foreign_load(share: float = 0.31, accepting: float = 0.5) -> Rejection:
+    """Return the rejection of a sample in which other processes took this share of the CPU time."""
+    taken = {"taken_seconds": 2 * share, "due_seconds": 2.0, "share": share, "limit": 0.1}
+    return rejection("foreign_load", ("bench.max_foreign_load", accepting), **taken)
+
+
+def of_the_job(rejections: Iterable[Rejection]) -> tuple[Rejection, ...]:
+    """Return the rejections that a busy machine does not explain. A test that really measures may get the others."""
+    of_machine = {"foreign_load", "cpu_throttled", "clocks_disagree", "input_wait"}
+    return tuple(rejection for rejection in rejections if rejection.code not in of_machine)
+
+
+REFUSED = {"ddp": {4: foreign_load()}}
 SHARES = {
     "channels_last": (1.4, 1.0, 1.0),
     "activation_checkpointing": (0.75, 0.7, 0.9),
@@ -270,7 +312,7 @@ def make_bench(
     memory: Mapping[str, float] = MEMORY,
     rounds: int = 12,
     noise: float = 0.01,
-    rejected: Mapping[str, Mapping[int, str]] = REFUSED,
+    rejected: Mapping[str, Mapping[int, str | Rejection]] = REFUSED,
     ablate: bool = False,
     **changes: Any,
 ) -> Bench:
@@ -283,18 +325,18 @@ def make_bench(
     baseline = measured[0]
     arms = [
         make_arm(
-            each.variant,
-            throughput=throughput.get(each.variant, 1.0),
-            memory=memory.get(each.variant, 1.0),
+            result.variant,
+            throughput=throughput.get(result.variant, 1.0),
+            memory=memory.get(result.variant, 1.0),
             rounds=rounds,
             noise=noise,
-            rejected=rejected.get(each.variant),
-            **dict(each.conditions),
+            rejected=rejected.get(result.variant),
+            **dict(result.conditions),
         )
-        for each in measured
+        for result in measured
     ]
     if ablate:
-        stack = Variant.model_validate(next(each for each in measured if each.variant == "memory").applied)
+        stack = Variant.model_validate(next(result for result in measured if result.variant == "memory").applied)
         base, faster = Variant.model_validate(baseline.applied), throughput.get("memory", 1.0)
         for technique, (speed, alone, stacked) in SHARES.items():
             (key,) = techniques(stack)[technique]
@@ -304,9 +346,9 @@ def make_bench(
                             stack.model_copy(update={key: getattr(Variant(), key)})),
             }  # fmt: skip
             arms += [
-                make_arm("memory", role, technique, throughput=each[0], memory=each[1], rounds=rounds, noise=noise,
-                         applied=each[2].model_dump())
-                for role, each in made.items()
+                make_arm("memory", role, technique, throughput=speed, memory=alone, rounds=rounds, noise=noise,
+                         applied=values.model_dump())
+                for role, (speed, alone, values) in made.items()
             ]  # fmt: skip
     arms.append(make_arm(baseline.variant, "aa_control", rounds=rounds, noise=noise, applied=baseline.applied))
     values: dict[str, Any] = {
@@ -315,7 +357,7 @@ def make_bench(
         "config": {
             "train": baseline.config["train"],
             "bench": BenchSettings(ablate=["memory"] if ablate else []).model_dump(),
-            "variants": {each.variant: each.config["variant"] for each in measured},
+            "variants": {result.variant: result.config["variant"] for result in measured},
         },
         "dataset": baseline.dataset,
         "baseline": baseline.variant,
@@ -324,13 +366,54 @@ def make_bench(
         "seconds": 178.0,
         "interrupted": False,
         "arms": tuple(arms),
-        "ledgers": {each.variant: make_ledgers(memory.get(each.variant, 1.0)) for each in measured},
-        "flops": {each.variant: make_flops(each.applied) for each in measured},
+        "ledgers": {result.variant: make_ledgers(memory.get(result.variant, 1.0)) for result in measured},
+        "flops": {result.variant: make_flops(result.applied) for result in measured},
         "not_ablated": {"memory": {"bf16": "this CPU would emulate it"}} if ablate else {},
         "session": make_session(),
-        "keys": {each.variant: "k" for each in measured},
+        "keys": {result.variant: "k" for result in measured},
     }
     return Bench(**values | changes)
+
+
+def make_ratio(
+    estimate: float, low: float | None = None, high: float | None = None, pairs: int = 10, **changes: Any
+) -> Difference:
+    return Difference(estimate=estimate, low=low, high=high, pairs=pairs, **changes)
+
+
+def make_log_ratio(log: float, half: float = 0.01, pairs: int = 8, **changes: Any) -> Difference:
+    """Return a ratio by its logarithm and its interval's half-width on the logarithmic scale."""
+    return make_ratio(math.exp(log), math.exp(log - half), math.exp(log + half), pairs, **changes)
+
+
+CALM = make_ratio(1.0, 0.99, 1.01, 12, margin=0.15, decision="same")
+"""The noise of a quiet machine."""
+
+
+TEN_IN_TEN_MINUTES = RoundCost("bench.max_minutes", 10, 600.0)
+
+
+def arm_with(values: Sequence[float | str | Rejection | None], quantity: Figure = figures.THROUGHPUT) -> Arm:
+    """Return an arm with one figure per round. A text is the reason for a rejection; None is an unknown figure."""
+    samples = []
+    for value in values:
+        known: dict[str, Any] = {quantity.field: value}
+        if isinstance(value, str | Rejection):
+            known = {quantity.field: None, "rejections": (Rejection.model_validate(value),)}
+        samples.append(make_window().model_copy(update=known))
+    return make_arm(samples=tuple(samples))
+
+
+def ratio_of(
+    over: Sequence[Any], under: Sequence[Any], quantity: Figure = figures.THROUGHPUT, margin: float = 0.03
+) -> Difference:
+    """Return the ratio of two arms, given their figures, on a calm machine."""
+    return verdicts.ratio(arm_with(over, quantity), [arm_with(under, quantity)], quantity, margin, CALM)
+
+
+def make_accuracy(differences: Sequence[float], margin: float = 0.01, base: float = 0.9, **changes: Any) -> Difference:
+    """Judge one difference per seed, for the seeds from 0 on."""
+    return verdicts.accuracy(dict(enumerate(differences)), margin, base, **changes)
 
 
 def make_session(start: str = "2026-11-20T08:00", **changes: Any) -> Session:
@@ -342,6 +425,7 @@ def make_session(start: str = "2026-11-20T08:00", **changes: Any) -> Session:
         "uptime_seconds": uptime.total_seconds(),
         "load_average": 0.3,
         "steal_fraction": 0.0,
+        "spins": 300_000,
     }
     return Session(**values | changes)
 
@@ -357,9 +441,9 @@ def with_speeds(bench: Bench, factor: Callable[[Arm, int], float]) -> Bench:
 
     def samples_of(arm: Arm) -> Iterable[Window]:
         factors = itertools.takewhile(bool, (factor(arm, index) for index in range(len(arm.samples))))
-        for each, times in zip(arm.samples, factors, strict=False):
-            yield each.model_copy(
-                update={"samples_per_second": each.samples_per_second and each.samples_per_second * times}
+        for sample, times in zip(arm.samples, factors, strict=False):
+            yield sample.model_copy(
+                update={"samples_per_second": sample.samples_per_second and sample.samples_per_second * times}
             )
 
     return with_samples(bench, samples_of)
@@ -407,9 +491,17 @@ def make_comparison(
     return compare(measured, known, [bench or make_bench(measured)], chosen, ENVIRONMENT)
 
 
+def with_changes(comparison: Comparison, variant: str, /, **changes: Any) -> Comparison:
+    """Return ``comparison`` with other values in the fields of one variant."""
+    variants = (
+        compared.model_copy(update=changes if compared.variant == variant else {}) for compared in comparison.variants
+    )
+    return comparison.model_copy(update={"variants": tuple(variants)})
+
+
 def make_histories(measured: Sequence[Result]) -> dict[str, Sequence[HistoryRow]]:
     """Return variant -> the history of the seeds of its result."""
-    return {each.variant: make_history([run.seed for run in each.runs]) for each in measured}
+    return {result.variant: make_history([run.seed for run in result.runs]) for result in measured}
 
 
 def write_wheel(folder: Path, name: str, version: str, code: str) -> str:
@@ -421,3 +513,37 @@ def write_wheel(folder: Path, name: str, version: str, code: str) -> str:
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")
     return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+
+
+def saved(write: Callable[[io.BytesIO], object]) -> bytes:
+    out = io.BytesIO()
+    write(out)
+    return out.getvalue()
+
+
+def picture(kind: str) -> bytes:
+    pixels = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
+    return saved(lambda out: Image.fromarray(pixels).save(out, kind))
+
+
+def parquet_of(**columns: Any) -> bytes:
+    return saved(lambda out: parquet.write_table(pyarrow.table(columns), out, row_group_size=17))
+
+
+def listed(values: npt.NDArray[Any]) -> pyarrow.Array:
+    """Return a column of numbers, or of lists of one length, which may be nested."""
+    column = pyarrow.array(values.ravel())
+    for size in reversed(values.shape[1:]):
+        column = pyarrow.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+def parquet_table(values: dict[str, npt.NDArray[Any]]) -> bytes:
+    """Return a file of Parquet with a column for each array."""
+    return parquet_of(**{name: listed(array) for name, array in values.items()})
+
+
+def places(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of ``values`` and of each value in it."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))]

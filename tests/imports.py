@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "pipeline"
 @functools.cache
 def modules() -> dict[str, Path]:
     """Return dotted name -> file for every module; a package's file is its ``__init__.py``."""
-    found = {}
+    by_name = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 @functools.cache
@@ -28,10 +28,10 @@ def tree(module: str) -> ast.Module:
 def imported(node: ast.AST, module: str) -> set[str]:
     """Return the dotted names of the modules that ``node``, a part of ``module``, imports, also by relative names."""
     known = modules()
-    found = set()
+    imports = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.Import):
-            found |= {alias.name for alias in inner.names}
+            imports |= {alias.name for alias in inner.names}
         elif isinstance(inner, ast.ImportFrom):
             base = inner.module or ""
             if inner.level:
@@ -39,14 +39,14 @@ def imported(node: ast.AST, module: str) -> set[str]:
                 up = package.split(".")[: len(package.split(".")) - inner.level + 1]
                 base = ".".join([*up, *filter(None, [inner.module])])
             names = {f"{base}.{alias.name}" for alias in inner.names}
-            found |= {name if name in known else base for name in names} if base.startswith("pipeline") else {base}
-    return found
+            imports |= {name if name in known else base for name in names} if base.startswith("pipeline") else {base}
+    return imports
 
 
 def own(names: Iterable[str]) -> set[str]:
     """Return those ``names`` that are modules of the package, and the subpackages that Python imports with them."""
-    found = {name for name in names if name in modules() and name != "pipeline"}
-    return found | {parent for name in found for parent in _parents(name)}
+    inside = {name for name in names if name in modules() and name != "pipeline"}
+    return inside | {parent for name in inside for parent in _parents(name)}
 
 
 def _parents(name: str) -> Iterator[str]:

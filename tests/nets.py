@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import VisionTransformer
 
 from pipeline import tasks
 from pipeline.data.prepared import Dataset, Split
@@ -20,10 +25,10 @@ from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
 from pipeline.tasks.batches import Placement, TrainBatches
 from pipeline.techniques import Setup, Technique, of_plan
-from pipeline.training import composition
+from pipeline.training import assembly
 from pipeline.training.assembly import Assembly
 from pipeline.training.loop import Training
-from pipeline.training.losses import HostLosses
+from pipeline.training.outcomes import HostLosses
 
 
 def make_plan(
@@ -131,11 +136,91 @@ class LooksAtValues(nn.Module):
         return logits if logits.sum().item() > 0 else -logits
 
 
+class OfFirstBatch(nn.Module):
+    """Normalises by the spread of its first batch, which it keeps as a plain attribute; counts and draws, too."""
+
+    ema: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread: torch.Tensor | None = None
+        self.calls, self.shapes = 0, [0]
+        self.generator, self.own = torch.Generator().manual_seed(1), random.Random(1)
+        self.register_buffer("ema", torch.zeros(2), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.spread is None:
+            self.spread = images.std()
+        self.calls += 1
+        self.shapes.append(len(images))
+        self.ema = 0.5 * self.ema + images.mean().detach()
+        torch.rand(1, generator=self.generator)
+        self.own.random(), random.random(), np.random.rand()
+        return images / self.spread
+
+
+def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
+    """Return ``conv_net`` with a head of two linear layers and 48 values between them."""
+    net = conv_net(norm=norm, dropout=dropout)
+    drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
+    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
+    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
+    return net
+
+
+class SmallTransformer(nn.Module):
+    """A vision transformer for [N, 1, 8, 8] images, with dropout in its MLPs and around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 64, "num_classes": 10}
+        self.net = VisionTransformer(image_size=8, patch_size=4, dropout=0.1, **sizes)
+        nn.init.normal_(self.net.heads.head.weight, std=0.1)  # torchvision starts it at zero
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images.expand(-1, 3, -1, -1))
+        return logits
+
+
+class Spare(nn.Module):
+    """A model with a parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = conv_net(), nn.Linear(2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(images)
+        return logits
+
+
+def large_net(seed: int = 0) -> nn.Sequential:
+    """Return a net with BatchNorm, and a layer whose state bitsandbytes keeps in 8 bits."""
+    *blocks, _ = conv_net(norm=True, seed=seed)
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Counts(TorchDispatchMode):
+    """Counts the operations by name, and notes the most values in a tensor that one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
 def batches_of(
     dataset: Dataset, plan: Plan, joined: World, seed: int = 0, placement: Placement = "resident"
 ) -> TrainBatches:
     """Return the batches that a training with ``plan`` reads on this rank."""
-    return composition.batches_of(plan, task_of(dataset, plan.train, joined.device), joined, seed, placement)
+    return assembly.batches_of(plan, task_of(dataset, plan.train, joined.device), joined, seed, placement)
 
 
 def stopped(training: Training, after: int) -> dict[str, Any]:
@@ -164,7 +249,7 @@ def chosen(plan: Plan, world: World) -> list[Technique]:
 def training_of(
     plan: Plan, model: nn.Module, task: Task, batches: TrainBatches, world: World, seed: int = 0, **options: Any
 ) -> Training:
-    return composition.compose(plan, model, task, batches, world, of_plan(plan), seed, **options)
+    return assembly.compose(plan, model, task, batches, world, of_plan(plan), seed, **options)
 
 
 def assembly_of(plan: Plan, world: World, dataset: Dataset, placement: Placement = "resident") -> Assembly:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,17 @@ def write_metadata(target: Path, name: str, version: str, points: Mapping[str, M
         for group, values in points.items()
     ]
     (metadata / "entry_points.txt").write_text("\n".join(groups))
+
+
+def write_techniques(target: Path, module: str, code: str, entries: Iterable[str]) -> None:
+    """Write a package of techniques with the one module ``module``. Technique ``a_name`` has the class ``AName``."""
+    (target / f"{module}.py").write_text(code, encoding="utf-8")
+    names = list(entries)
+    points = {
+        outside.CATALOGUE: {name: f"{module}:{name}" for name in names},
+        outside.TECHNIQUES: {name: f"{module}:{name.title().replace('_', '')}" for name in names},
+    }
+    write_metadata(target, module, "1.0", points)
 
 
 def write_example_metadata(target: Path, version: str | None = None) -> None:

@@ -123,15 +123,15 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
     layouts: dict[nn.Parameter, Any] = {}
     for technique in training.techniques:
         layouts |= getattr(technique, "layouts", {})
-    found = {}
+    gradients = {}
     for name, parameter in training.model.named_parameters():
         gradient: Any = parameter.grad
         if parameter in layouts:
             gradient = layouts[parameter].dtensor(gradient)
         if gradient is not None:
-            found[name] = whole(gradient).detach().clone()
-    others = training.world.gather(found) if training.plan.applied.parallelism == "pipeline" else []
-    return {name: gradient for part in (*others, found) for name, gradient in part.items()}
+            gradients[name] = whole(gradient).detach().clone()
+    others = training.world.gather(gradients) if training.plan.applied.parallelism == "pipeline" else []
+    return {name: gradient for part in (*others, gradients) for name, gradient in part.items()}
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -146,4 +146,4 @@ def copied_state(training: Training) -> dict[int, dict[str, Any]]:
     """Return a copy of the whole optimizer state: index of the parameter in the model -> the parameter's state."""
     places = {name: place for place, (name, _) in enumerate(training.model.named_parameters())}
     state = training.optimizer_state.read()["state"]
-    return {places.get(each, each): copied(values) for each, values in state.items()}
+    return {places.get(key, key): copied(values) for key, values in state.items()}

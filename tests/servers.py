@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
+
+LO = next(name for name, cards in psutil.net_if_addrs().items() if "127.0.0.1" in {card.address for card in cards})
+"""The name of the loopback interface."""
 Reply = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 
 
@@ -24,7 +28,7 @@ def serving(reply: Reply) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        do_HEAD = do_POST = do_PATCH = do_GET
+        do_HEAD = do_POST = do_PATCH = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass

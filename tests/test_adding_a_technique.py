@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from pipeline.params import CATALOGUE, Variant, requested
-from pipeline.params.catalogue.base import needs_gpu
+from pipeline.params.conditions import needs_gpu
 from pipeline.techniques import _own
-from tests.pages import ROOT, blocks
+from tests.pages import ROOT, add_technique
 from tests.rehearsal.jobs import SETS
 
 PARAMS: dict[str, Any] = {
@@ -26,19 +26,6 @@ PARAMS: dict[str, Any] = {
     "publish": {"live": False},
     "variants": {"baseline": {}, "tried": {"gradient_centralization": True, "channels_last": True}},
 }
-
-
-def add_technique(root: Path) -> str:
-    """Add the technique of the page to the checkout ``root``, and nothing else; return the technique's name."""
-    setting, entry, hooks = blocks(ROOT / "docs/adding-a-technique.md", "python")
-    setting, entry = setting.partition("...\n")[2], entry.partition("...,\n")[2]
-    catalogue = root / "pipeline/params/catalogue/speed.py"
-    before, between, after = catalogue.read_text(encoding="utf-8").partition("\n\nSPEED: ")
-    assert after.endswith("\n)\n")
-    catalogue.write_text(before + setting + between + after.removesuffix(")\n") + entry, encoding="utf-8")
-    name, module = re.findall(r'name="(\w+)".*implementation="(\w+)\.', entry, re.DOTALL)[0]
-    (root / f"pipeline/techniques/{module}.py").write_text(hooks, encoding="utf-8")
-    return str(name)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +52,7 @@ def run(checkout: Path, *commands: str) -> str:
     return done.stdout
 
 
-def test_the_added_technique_is_in_the_listing_the_schema_and_the_fingerprint(checkout: Path) -> None:
+def test_the_added_technique_is_listed_everywhere(checkout: Path) -> None:
     said = run(checkout, "schema", "techniques --markdown", "environment")
     row = next(line for line in said.splitlines() if line.startswith("| `gradient_centralization: true` |"))
     assert row.endswith("| statistics | `optimizer_in_backward`, `tensor` |")
@@ -84,16 +71,16 @@ def test_the_added_technique_is_applied_in_training(checkout: Path) -> None:
 
 
 def test_the_rehearsal_trains_each_technique_that_needs_a_gpu() -> None:
-    variants = [Variant(**values) for each in SETS.values() for values in each.values()]
-    rehearsed = {each.name for variant in variants for each in requested(variant)}
-    assert rehearsed >= {each.name for each in CATALOGUE if each.why_not is needs_gpu}
+    variants = [Variant(**values) for variants in SETS.values() for values in variants.values()]
+    rehearsed = {technique.name for variant in variants for technique in requested(variant)}
+    assert rehearsed >= {entry.name for entry in CATALOGUE if entry.why_not is needs_gpu}
 
 
-@pytest.mark.parametrize("entry", [each for each in CATALOGUE if each.implementation], ids=lambda each: each.name)
-def test_the_class_that_an_entry_names_has_the_name_of_the_entry(entry: Any) -> None:
+@pytest.mark.parametrize("entry", [entry for entry in CATALOGUE if entry.implementation], ids=lambda entry: entry.name)
+def test_an_entry_and_its_class_share_a_name(entry: Any) -> None:
     assert _own(entry.implementation).name == entry.name
 
 
-def test_an_entry_without_a_class_has_needs_or_a_placement_except_another_model() -> None:
-    alone = {each.name for each in CATALOGUE if not (each.implementation or each.needs or each.placement)}
+def test_only_another_model_lacks_class_needs_and_placement() -> None:
+    alone = {entry.name for entry in CATALOGUE if not (entry.implementation or entry.needs or entry.placement)}
     assert alone == {"another_model"}

@@ -35,13 +35,13 @@ def on_gpu(*values: float) -> torch.Tensor:
     return torch.tensor(values).pin_memory().to(GPU, non_blocking=True)
 
 
-def test_a_new_thread_has_the_simulated_gpus_and_starts_on_the_first(gpus: Gpus) -> None:
+def test_a_new_thread_starts_on_the_first_gpu(gpus: Gpus) -> None:
     torch.cuda.set_device(1)
-    found: list[torch.device] = []
-    thread = threading.Thread(target=lambda: found.append(torch.ones(1, device="cuda").mul(2).device))
+    devices: list[torch.device] = []
+    thread = threading.Thread(target=lambda: devices.append(torch.ones(1, device="cuda").mul(2).device))
     thread.start()
     thread.join()
-    assert (found, gpus.current) == ([GPU], 1)
+    assert (devices, gpus.current) == ([GPU], 1)
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -59,7 +59,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_an_operation_that_waits_for_the_device_is_reported_with_its_line(read: str, strict: Gpus) -> None:
+def test_an_operation_that_waits_is_reported(read: str, strict: Gpus) -> None:
     values = on_gpu(1.0, 2.0)
     with pytest.raises(RuntimeError, match=rf"called a synchronizing CUDA operation: .* at {__file__}:\d+"):
         READS[read](values)
@@ -99,7 +99,7 @@ def test_memory_counts_live_tensors_up_to_the_limit() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_graph_replays_the_recorded_operations_on_the_same_memory() -> None:
+def test_a_graph_replays_operations_on_the_same_memory() -> None:
     total, step, rate = (torch.zeros((), device=GPU) for _ in range(3))
     graph: Any = torch.cuda.CUDAGraph()
     number = 1.0
@@ -126,7 +126,7 @@ def _sent(world: World, host: bool) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_ranks_use_simulated_nccl_and_their_collectives_are_counted() -> None:
+def test_simulated_nccl_counts_collectives() -> None:
     for sent in run_ranks(_sent, False, device="cuda"):
         assert sent == {"allreduce": (1, 20), "broadcast": (1, 20)}
     with pytest.raises(Exception, match="No backend type associated with device type cpu"):

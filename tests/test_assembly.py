@@ -54,9 +54,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("pipeline-x-ddp", (None, 4, 4, 6, 6, 8, 8, 8)),
     ],
 )
-def test_a_variant_uses_no_more_gpus_than_its_model_can_be_divided_among(
-    name: str, processes: tuple[int | None, ...]
-) -> None:
+def test_a_model_bounds_the_gpus_it_uses(name: str, processes: tuple[int | None, ...]) -> None:
     config = configured(READY_MADE)
     for count, expected in zip((*range(3, 10), 16), processes, strict=True):
         if expected is None:
@@ -79,15 +77,13 @@ def test_a_variant_uses_no_more_gpus_than_its_model_can_be_divided_among(
     ],
 )
 @pytest.mark.parametrize("machine", [gpus(0), gpus(8)])
-def test_a_model_that_the_processes_cannot_divide_is_refused(
-    variant: dict[str, Any], message: str, machine: Machine
-) -> None:
+def test_a_model_that_cannot_be_divided_is_refused(variant: dict[str, Any], message: str, machine: Machine) -> None:
     with pytest.raises(ConfigError, match=rf"variants\.tried\.parallelism: found {message}.*; allowed: "):
         planned(configured({"tried": variant}), "tried", machine, PREPARED)
 
 
 @pytest.mark.parametrize("start", [job.run, steps.run])
-def test_the_number_of_processes_is_known_before_a_process_starts(
+def test_the_number_of_processes_is_known_first(
     start: Callable[[Config, str, Machine, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []

@@ -23,16 +23,15 @@ from torch.profiler import profile
 from torchvision.transforms import functional as reference
 
 from pipeline import environment
-from pipeline.data.augmentation import crop, cutout_, draw_epoch, flip
 from pipeline.data.prepared import Dataset, read
 from pipeline.data.reader import READ_AHEAD, OpenRows, Reader
 from pipeline.errors import ConfigError
 from pipeline.params import Augment
-from pipeline.tasks.batches import TrainBatches, choose_placement, evaluation_batches
+from pipeline.tasks.batches import choose_placement, crop, cutout_, draw_epoch, evaluation_batches, flip
 from tests.nets import labelled, task_of
+from tests.trainings import EVERYTHING, make_batches, same
 
 CPU = torch.device("cpu")
-EVERYTHING = Augment(crop_padding=2, flip=True, cutout=3)
 PLACEMENTS = ("resident", "streamed")
 
 
@@ -42,31 +41,9 @@ def _no_thread_is_left() -> Iterator[None]:
     assert reading() == 0
 
 
-def make(dataset: Dataset, **changes: Any) -> TrainBatches:
-    values: dict[str, Any] = {
-        "batch_size": 96,
-        "micro_batches": 1,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 0,
-        "augment": Augment(),
-        "placement": "resident",
-    }
-    device = changes.pop("device", CPU)
-    return TrainBatches(task_of(dataset, device=device), **values | changes)
-
-
 def whole(made: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     images, labels = zip(*made, strict=True)
     return torch.cat(images), torch.cat(labels)
-
-
-def same(made: Iterable[tuple[Tensor, Tensor]], expected: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Assert that the batches have equal values, whatever their devices, and contiguous inputs."""
-    for (inputs, targets), (others, other_targets) in zip(made, expected, strict=True):
-        assert torch.equal(inputs.cpu(), others.cpu())
-        assert torch.equal(targets.cpu(), other_targets.cpu())
-        assert inputs.is_contiguous()
 
 
 def tagged(dataset: Dataset) -> Dataset:
@@ -80,7 +57,7 @@ def known(dataset: Dataset) -> tuple[list[float], list[float]]:
 
 
 def test_pixels_are_bit_for_bit_those_of_torchvision(digits: Dataset) -> None:
-    made = make(tagged(digits))
+    made = make_batches(tagged(digits))
     images, labels = whole(made.epoch(0))
     for image, label in zip(images, labels, strict=True):
         pixels = reference.to_tensor(digits.train.inputs[label].numpy().transpose(1, 2, 0))
@@ -90,31 +67,31 @@ def test_pixels_are_bit_for_bit_those_of_torchvision(digits: Dataset) -> None:
     assert images.shape == (14 * 96, 1, 8, 8)
 
 
-def test_the_global_generator_neither_decides_the_order_nor_is_drawn_from(digits: Dataset) -> None:
-    expected = list(make(digits, augment=EVERYTHING).epoch(1))
+def test_the_global_generator_plays_no_part(digits: Dataset) -> None:
+    expected = list(make_batches(digits, augment=EVERYTHING).epoch(1))
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    same(make(digits, augment=EVERYTHING).epoch(1), expected)
+    same(make_batches(digits, augment=EVERYTHING).epoch(1), expected)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_augmented_micro_batches_of_all_ranks_add_up_to_one_devices_batches(placement: str, digits: Dataset) -> None:
+def test_ranks_micro_batches_add_up_to_one_devices_batches(placement: str, digits: Dataset) -> None:
     share = {"augment": EVERYTHING, "world_size": 3, "micro_batches": 2, "placement": placement}
-    ranks = [list(make(digits, rank=rank, **share).epoch(1)) for rank in range(3)]
+    ranks = [list(make_batches(digits, rank=rank, **share).epoch(1)) for rank in range(3)]
     steps = [[part for rank in ranks for part in rank[start : start + 2]] for start in range(0, len(ranks[0]), 2)]
-    same(map(whole, steps), make(digits, augment=EVERYTHING).epoch(1))
+    same(map(whole, steps), make_batches(digits, augment=EVERYTHING).epoch(1))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_an_epoch_can_be_taken_up_at_any_step(placement: str, digits: Dataset) -> None:
-    made = make(digits, augment=EVERYTHING, micro_batches=2, placement=placement)
+    made = make_batches(digits, augment=EVERYTHING, micro_batches=2, placement=placement)
     same(made.epoch(5, start_step=9), list(made.epoch(5))[2 * 9 :])
     assert list(made.epoch(5, start_step=14)) == []
 
 
 def test_batches_are_the_callers_to_change(digits: Dataset) -> None:
-    made = make(digits)
+    made = make_batches(digits)
     expected = [images.clone() for images, _ in made.epoch(0)]
     kept = []
     for images, labels in made.epoch(0):
@@ -125,14 +102,16 @@ def test_batches_are_the_callers_to_change(digits: Dataset) -> None:
     assert len({images.data_ptr() for images, _ in list(made.epoch(0))}) == 14
 
 
-def test_a_cutout_of_even_side_begins_half_its_side_before_the_centre() -> None:
+def test_an_even_cutout_begins_before_the_centre() -> None:
     even = cutout_(torch.ones(1, 1, 4, 4), torch.tensor([2]), torch.tensor([2]), 2)
     assert even[0, 0].tolist() == [[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
 
 
 def test_each_augmentation_does_its_own_part_in_a_batch(digits: Dataset) -> None:
     """The plain batch, augmented by torchvision with the epoch's draws, equals the augmented batch."""
-    (plain, _), (found, _) = (next(make(digits, augment=augment).epoch(2)) for augment in (Augment(), EVERYTHING))
+    (plain, _), (augmented, _) = (
+        next(make_batches(digits, augment=augment).epoch(2)) for augment in (Augment(), EVERYTHING)
+    )
     draws = draw_epoch(0, 2, len(digits.train), (8, 8), padding=2)
     mean, std = map(torch.tensor, known(digits))
     black = ((0 - mean) / std).item()
@@ -143,7 +122,7 @@ def test_each_augmentation_does_its_own_part_in_a_batch(digits: Dataset) -> None
             image = reference.hflip(image)
         row, column = int(draws.row[index]), int(draws.column[index])
         image[:, max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2] = 0
-        assert torch.equal(found[index], image)
+        assert torch.equal(augmented[index], image)
 
 
 def test_draws_have_torchvisions_distribution() -> None:
@@ -159,14 +138,14 @@ def test_draws_have_torchvisions_distribution() -> None:
 
 
 def test_switching_one_augmentation_leaves_the_others_draws_alone(digits: Dataset) -> None:
-    with_cutout, _ = next(make(digits, augment=Augment(crop_padding=2, flip=True, cutout=3)).epoch(0))
-    without, _ = next(make(digits, augment=Augment(crop_padding=2, flip=True)).epoch(0))
+    with_cutout, _ = next(make_batches(digits, augment=Augment(crop_padding=2, flip=True, cutout=3)).epoch(0))
+    without, _ = next(make_batches(digits, augment=Augment(crop_padding=2, flip=True)).epoch(0))
     untouched = with_cutout != 0
     assert untouched.float().mean() > 0.7
     assert torch.equal(with_cutout[untouched], without[untouched])
 
 
-def test_augmenting_large_images_builds_no_index_for_every_pixel() -> None:
+def test_augmenting_builds_no_index_of_pixels() -> None:
     images, offsets = torch.randint(0, 256, (4, 3, 224, 224), dtype=torch.uint8), torch.tensor([0, 5, 10, 16])
     with profile(profile_memory=True) as operations:
         flip(crop(images, offsets, offsets, 8, torch.arange(4)), torch.tensor([True, False, True, False]))
@@ -174,17 +153,15 @@ def test_augmenting_large_images_builds_no_index_for_every_pixel() -> None:
     assert 0 < largest <= 4 * 3 * 240 * 240  # the padded uint8 images; an int64 index of every value would be 4.8 MB
 
 
-def test_a_batch_that_is_too_large_or_cannot_be_divided_is_refused_by_name(digits: Dataset) -> None:
+def test_an_impossible_batch_size_is_refused(digits: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"found 1439, but digits has 1438 training samples; allowed: at most 1438"):
-        make(digits, batch_size=1439)
-    assert make(digits, batch_size=1438).steps_per_epoch == 1
+        make_batches(digits, batch_size=1439)
+    assert make_batches(digits, batch_size=1438).steps_per_epoch == 1
     with pytest.raises(ConfigError, match=r"found 96, which is not divisible by 5 processes x 2 micro-batches"):
-        make(digits, world_size=5, micro_batches=2)
+        make_batches(digits, world_size=5, micro_batches=2)
 
 
-def test_auto_is_resident_only_where_all_arrays_take_a_small_share_of_memory(
-    digits: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_resident_only_where_memory_suffices(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = digits.train.inputs.nbytes + digits.train.targets.nbytes
     for available, placement in ((4 * needed, "resident"), (4 * needed - 4, "streamed")):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free))
@@ -199,7 +176,7 @@ def reading() -> int:
 
 
 def test_an_abandoned_epoch_leaves_no_thread(digits: Dataset) -> None:
-    made = make(digits, placement="streamed")
+    made = make_batches(digits, placement="streamed")
     epoch = made.epoch(0)
     next(epoch)
     assert reading() == 1
@@ -214,7 +191,7 @@ def test_an_abandoned_epoch_leaves_no_thread(digits: Dataset) -> None:
 
 
 def test_closing_ends_the_thread_of_an_unfinished_epoch(digits: Dataset) -> None:
-    made = make(digits, placement="streamed")
+    made = make_batches(digits, placement="streamed")
     epoch = made.epoch(0)
     next(epoch)
     assert reading() == 1
@@ -226,7 +203,7 @@ def test_closing_ends_the_thread_of_an_unfinished_epoch(digits: Dataset) -> None
 
 
 def test_two_epochs_can_be_under_way_at_once(digits: Dataset) -> None:
-    made = make(digits, placement="streamed")
+    made = make_batches(digits, placement="streamed")
     same(made.epoch(0), made.epoch(0))
 
 
@@ -239,7 +216,7 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
         return rows
 
     monkeypatch.setattr(Reader, "_load", load)
-    epoch = make(digits, placement="streamed").epoch(0)
+    epoch = make_batches(digits, placement="streamed").epoch(0)
     next(epoch)
     for _ in range(READ_AHEAD + 1):  # the batch taken, and those read ahead
         assert loaded.acquire(timeout=5)
@@ -249,13 +226,13 @@ def test_reading_ahead_is_bounded(digits: Dataset, monkeypatch: pytest.MonkeyPat
     del epoch
 
 
-def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the_file(
+def test_rows_beyond_memory_are_announced_and_read(
     digits_folder: Path, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int, int]] = []
+    announced: list[tuple[int, int, int]] = []
 
     def fadvise(descriptor: int, *arguments: int) -> None:
-        told.append(arguments)  # type: ignore[arg-type]
+        announced.append(arguments)  # type: ignore[arg-type]
         system(descriptor, *arguments)
 
     system = os.posix_fadvise
@@ -264,20 +241,18 @@ def test_rows_of_arrays_that_memory_may_not_hold_are_announced_and_read_from_the
     beyond = read(digits_folder)
     assert set(beyond.train.beyond_cache) == {"inputs"}, "92,032 bytes are more than half of 150,000"
     beyond.train.inputs.fill_(0)  # does not reach the file
-    epoch = make(beyond, placement="streamed").epoch(0)
+    epoch = make_batches(beyond, placement="streamed").epoch(0)
     first = next(epoch)
-    while len(told) < 1 + 2 * 96:
+    while len(announced) < 1 + 2 * 96:
         time.sleep(0.001)
-    same(chain([first], epoch), make(digits).epoch(0))
-    _, order = whole(make(tagged(digits)).epoch(0))
+    same(chain([first], epoch), make_batches(digits).epoch(0))
+    _, order = whole(make_batches(tagged(digits)).epoch(0))
     start = (digits_folder / "train_inputs.npy").stat().st_size - digits.train.inputs.nbytes
     rows = [(start + 64 * row, 64, os.POSIX_FADV_WILLNEED) for row in order.tolist()]
-    assert told == [(0, 0, os.POSIX_FADV_RANDOM), *rows]
+    assert announced == [(0, 0, os.POSIX_FADV_RANDOM), *rows]
 
 
-def test_the_system_reads_ahead_in_the_test_split_but_not_in_the_training_split(
-    digits_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_system_reads_ahead_in_tests_alone(digits_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "memory_limits", lambda: [10_000])
     opened = read(digits_folder)
     assert (set(opened.train.beyond_cache), set(opened.test.beyond_cache)) == ({"inputs", "targets"}, set())
@@ -298,22 +273,20 @@ def test_rows_of_any_type_are_read_from_a_file(dtype: str, shape: tuple[int, ...
     path = tmp_path / "rows.npy"
     np.save(path, values)
     rows = torch.tensor([19, 0, 7, 7])
-    found = torch.empty((4, *shape), dtype=torch.from_numpy(values).dtype)
+    read_rows = torch.empty((4, *shape), dtype=torch.from_numpy(values).dtype)
     with OpenRows(np.load(path, mmap_mode="r")) as opened:
         opened.announce(rows)
-        opened.fill(found, rows)
-        np.testing.assert_array_equal(found.numpy(), values[rows])
+        opened.fill(read_rows, rows)
+        np.testing.assert_array_equal(read_rows.numpy(), values[rows])
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(OSError, match=r"rows\.npy: row 19 cannot be read whole; run `dvc repro --force prepare`"):
-            opened.fill(found, rows)
+            opened.fill(read_rows, rows)
 
 
-def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken(
-    digits: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_thread_are_raised_with_batches(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [digits.train.inputs[:96], digits.train.targets[:96]], None
     monkeypatch.setattr(Reader, "_load", Mock(side_effect=[rows, rows, OSError("the disk went away")]))
-    epoch = make(digits, placement="streamed").epoch(0)
+    epoch = make_batches(digits, placement="streamed").epoch(0)
     next(epoch)
     next(epoch)
     with pytest.raises(OSError, match="the disk went away"):
@@ -342,25 +315,25 @@ def test_evaluation_sees_every_sample_once_in_order(count: int, world_size: int,
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("augment", [Augment(), EVERYTHING], ids=["plain", "augmented"])
 def test_the_gpu_sees_the_same_bits_without_waiting(augment: Augment, placement: str, digits: Dataset) -> None:
-    expected = [list(make(digits, augment=augment, micro_batches=2).epoch(epoch)) for epoch in range(3)]
-    made = make(digits, augment=augment, micro_batches=2, placement=placement, device=torch.device("cuda"))
-    found = []
+    expected = [list(make_batches(digits, augment=augment, micro_batches=2).epoch(epoch)) for epoch in range(3)]
+    made = make_batches(digits, augment=augment, micro_batches=2, placement=placement, device=torch.device("cuda"))
+    epochs = []
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(3):
-            found.append(list(made.epoch(epoch)))
+            epochs.append(list(made.epoch(epoch)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(images.is_cuda for each in found for images, _ in each)
-    same(chain(*found), chain(*expected))
+    assert all(images.is_cuda for epoch in epochs for images, _ in epoch)
+    same(chain(*epochs), chain(*expected))
 
 
 @pytest.mark.gpu("the order of streams")
 def test_streaming_survives_a_busy_device(digits: Dataset) -> None:
     """Buffers must not be reused while a slow consumer's kernels still wait to read them."""
-    made = make(digits, placement="streamed", batch_size=16, device=torch.device("cuda"))
-    expected = [images for images, _ in make(digits, batch_size=16).epoch(0)]
+    made = make_batches(digits, placement="streamed", batch_size=16, device=torch.device("cuda"))
+    expected = [images for images, _ in make_batches(digits, batch_size=16).epoch(0)]
     sums = []
     for images, _ in made.epoch(0):
         torch.cuda._sleep(2_000_000)
@@ -371,8 +344,8 @@ def test_streaming_survives_a_busy_device(digits: Dataset) -> None:
 
 @pytest.mark.gpu
 def test_evaluation_on_the_gpu_is_bit_identical(digits: Dataset) -> None:
-    one, other = (
+    on_cpu, on_gpu = (
         evaluation_batches(digits.test, task_of(digits, device=device), rank=0, world_size=1, batch_size=100)
         for device in (CPU, torch.device("cuda"))
     )
-    same(one, other)
+    same(on_cpu, on_gpu)

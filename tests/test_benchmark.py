@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import pty
 import re
@@ -20,20 +19,29 @@ import yaml
 from tqdm import tqdm
 
 from pipeline import environment, files, results
-from pipeline.benchmark import ablation_arms, settling, stage
+from pipeline.benchmark import stage
 from pipeline.benchmark.arm import _allowed_wait
-from pipeline.benchmark.calibration import CALIBRATION_STEPS, FEWEST_STEPS, Calibration, calibrate, steps_of
-from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
+from pipeline.benchmark.rounds import (
+    CALIBRATION_STEPS,
+    FEWEST_STEPS,
+    Calibration,
+    Rounds,
+    calibrate,
+    fewest_rounds,
+    measure,
+    outlook,
+    steps_of,
+    turns_on,
+)
 from pipeline.benchmark.server import ArmSpec, BenchError, Server
-from pipeline.comparison.stats import FEWEST_PAIRS
-from pipeline.params import Bench, Machine, Variant, parse
+from pipeline.params import Bench, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Window, read_bench
-from tests.factories import make_arm, make_bench, make_session, make_window
+from pipeline.results.bench_file import FEWEST_PAIRS
+from tests.commands import executable
+from tests.factories import known, make_arm, make_bench, make_session, make_window, of_the_job
 from tests.nets import make_plan
-from tests.workspaces import enter
-
-CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+from tests.workspaces import CPU_ONLY
 
 
 class FakeServer(Server):
@@ -43,6 +51,8 @@ class FakeServer(Server):
         super().__init__()
         self.asked: list[str] = []
         """The arm of each turn, in order."""
+        self.opened: list[bool] = []
+        """Whether each arm was to measure memory, in order."""
         self.taken: dict[str, list[int]] = {}
         """Open arm -> the steps of each of its turns."""
         self.step_p50_ms: list[float | None] = []
@@ -54,8 +64,9 @@ class FakeServer(Server):
     def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return values
 
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False, memory: bool = True) -> None:
         assert not ledgers
+        self.opened.append(memory)
         assert plan == Variant().model_dump(mode="json")
         assert steps
         assert name not in self.taken
@@ -83,13 +94,13 @@ def arms(server: Server, *names: str) -> list[ArmSpec]:
     return [ArmSpec(name, "variant", name, None, server, server.plan(name, values)) for name in names]
 
 
-def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> None:
+def test_rounds_are_interleaved_in_drawn_and_reversed_orders() -> None:
     server = FakeServer()
     rounds = measure(arms(server, "a", "b", "c"), seconds=60, max_rounds=12, steps=7, turns=1)
     orders = ["".join(server.asked[first : first + 3]) for first in range(0, 36, 3)]
-    assert {"".join(sorted(each)) for each in orders} == {"abc"}
-    assert [each[::-1] for each in orders[::2]] == orders[1::2]
-    assert {each[0] for each in orders} == set("abc")  # no arm has a fixed place
+    assert {"".join(sorted(order)) for order in orders} == {"abc"}
+    assert [order[::-1] for order in orders[::2]] == orders[1::2]
+    assert {order[0] for order in orders} == set("abc")  # no arm has a fixed place
     for arm in rounds.arms:
         asked = [1000 + 3 * number + order.index(arm.name) + 1 for number, order in enumerate(orders)]
         assert [sample.samples_per_second for sample in arm.samples] == asked
@@ -97,7 +108,7 @@ def test_rounds_are_interleaved_in_an_order_drawn_anew_and_then_reversed() -> No
     assert {sample.measured_steps for arm in rounds.arms for sample in arm.samples} == {7}
 
 
-def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row() -> None:
+def test_arms_take_turns_and_none_runs_twice() -> None:
     server = FakeServer()
     alive: list[dict[str, list[int]]] = []
 
@@ -116,7 +127,7 @@ def test_arms_of_a_round_take_turns_and_none_runs_twice_in_a_row() -> None:
     assert alive[-1] == {"a": [1, 1]}
 
 
-def test_settings_give_the_turns_the_fewest_rounds_and_the_time_that_is_left() -> None:
+def test_settings_give_turns_rounds_and_time() -> None:
     assert (turns_on("cpu", Bench(turns=7)), turns_on("cuda", Bench(turns=7))) == (7, 1)
     assert (fewest_rounds(Bench()), fewest_rounds(Bench(hard_limit=True))) == (FEWEST_PAIRS, 0)
     assert [stage._left(150.0, spent) for spent in (0.0, 40.0, 150.0, 400.0)] == [150.0, 110.0, 150.0, 150.0]
@@ -140,7 +151,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     return server
 
 
-def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: FakeServer) -> None:
+def test_the_budget_ends_the_rounds(slow: FakeServer) -> None:
     rounds = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1)
     assert len(rounds.arms[0].samples) == 3  # a fourth round would end after 88 seconds
     assert rounds.seconds == 66
@@ -148,17 +159,15 @@ def test_the_budget_ends_the_rounds_before_the_one_that_would_not_fit(slow: Fake
 
 
 @pytest.mark.parametrize(("open_after", "count"), [(0, 3), (3, 7), (99, 7)])
-def test_the_time_is_doubled_once_if_something_is_open_at_its_end(
-    slow: FakeServer, open_after: int, count: int
-) -> None:
+def test_the_time_is_doubled_once_if_something_is_open(slow: FakeServer, open_after: int, count: int) -> None:
     shown: list[int] = []
 
-    def leaves_open(found: Rounds) -> bool:
-        shown.append(len(found.arms[0].samples))
+    def leaves_open(measured: Rounds) -> bool:
+        shown.append(len(measured.arms[0].samples))
         return shown[-1] <= open_after
 
-    found = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1, leaves_open=leaves_open)
-    assert (len(found.arms[0].samples), shown) == (count, [3])
+    measured = measure(arms(slow, "a", "b"), seconds=80.0, max_rounds=None, steps=1, turns=1, leaves_open=leaves_open)
+    assert (len(measured.arms[0].samples), shown) == (count, [3])
 
 
 def reject(server: FakeServer, refused: dict[str, Sequence[int]]) -> None:
@@ -182,7 +191,7 @@ def reject(server: FakeServer, refused: dict[str, Sequence[int]]) -> None:
         ({"a": range(0, 99, 2), "b": range(1, 99, 2)}, None, 12),  # at most twice as many rounds
     ],
 )
-def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
+def test_six_rounds_are_measured_even_beyond_the_time(
     slow: FakeServer,
     capsys: pytest.CaptureFixture[str],
     refused: dict[str, Sequence[int]],
@@ -190,16 +199,14 @@ def test_six_rounds_without_a_rejection_are_measured_even_beyond_the_time(
     rounds: int,
 ) -> None:
     reject(slow, refused)
-    found = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
-    assert len(found.arms[0].samples) == rounds
+    measured = measure(arms(slow, "a", "b"), seconds=1, max_rounds=max_rounds, steps=1, turns=1, fewest=6)
+    assert len(measured.arms[0].samples) == rounds
     out = capsys.readouterr().out
     assert out.count("minutes are over after 1 round; the bench goes on until it has 6 rounds without a rejected") == 1
     assert "bench: 2 rounds after 44 s\nbench: 4 rounds after 88 s" in out  # printed because there is no terminal
 
 
-def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
-    slow: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_forecast_counts_rounds_to_be_repeated(slow: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     totals: dict[str, float | None] = {}
     monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, text: totals.update({text.split(",")[0]: bar.total}))
     reject(slow, {"a": [0, 2]})
@@ -208,125 +215,59 @@ def test_the_forecast_of_the_end_counts_the_rounds_that_must_be_repeated(
     assert [totals[f"round {number}"] for number in range(2, 9)] == [6 * 22, 7 * 22, *[8 * 22] * 5]
 
 
-MARGINS = {"samples_per_second": 0.03, "peak_memory_bytes": 0.03}
-
-
 def with_control(server: Server, *names: str) -> list[ArmSpec]:
     baseline, *others = arms(server, *names)
     return [baseline, *others, replace(baseline, name="control", role="aa_control")]
 
 
-def paced(server: FakeServer, speeds: dict[str, list[float]]) -> FakeServer:
-    """Let each arm cycle through the ``speeds`` of its list; an arm without a list has the speed 1000."""
-    known = {name: itertools.cycle(each) for name, each in speeds.items()}
-    server.changes = lambda name: {"samples_per_second": next(known[name]) if name in known else 1000.0}
-    return server
+def counts(measured: Rounds) -> dict[str, int]:
+    return {arm.name: len(arm.samples) for arm in measured.arms}
 
 
-def counts(found: Rounds) -> dict[str, int]:
-    return {arm.name: len(arm.samples) for arm in found.arms}
-
-
-def test_a_settled_variant_stops_and_leaves_its_time_to_the_others(slow: FakeServer) -> None:
-    paced(slow, {"fast": [1500.0], "same": [1010.0, 990.0], "open": [1020.0, 1040.0]})
+def test_a_settled_variant_leaves_its_time_to_others(slow: FakeServer) -> None:
     limits: dict[str, Any] = {"seconds": 15 * 55.0, "max_rounds": None, "steps": 1, "turns": 1}
     names = ("baseline", "fast", "same", "open")
     assert set(counts(measure(with_control(slow, *names), **limits)).values()) == {15}
-    found = measure(with_control(slow, *names), **limits, margins=MARGINS)
+    looked: list[int] = []
+
+    def settled(measured: Rounds) -> set[str]:
+        looked.append(len(measured.arms[0].samples))
+        return {"fast", "same"} if looked[-1] >= 10 else set()
+
+    measured = measure(with_control(slow, *names), **limits, settled=settled)
+    assert looked == [6, 8, 10, 12, 14, 16, 18]
     # After ten rounds of five arms, the time of five further rounds suffices for eight rounds of three arms.
-    assert counts(found) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
-    assert {arm.name for arm in found.arms if arm.settled} == {"fast", "same"}
+    assert counts(measured) == {"baseline": 18, "fast": 10, "same": 10, "open": 18, "control": 18}
+    assert {arm.name for arm in measured.arms if arm.settled} == {"fast", "same"}
 
 
-def test_the_rounds_end_when_all_variants_are_settled_but_go_on_while_equal_arms_scatter_and_for_a_lone_baseline() -> (
-    None
-):
-    limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "margins": MARGINS}
-    scattering = {"fast": [1500.0], "control": [1150.0, 850.0] * 5 + [1000.0] * 20}
-    for speeds, count in ({"fast": [1500.0]}, settling.SETTLED_ROUNDS), (scattering, 18):
-        server = paced(FakeServer(), speeds)
-        found = measure(with_control(server, "baseline", "fast"), **limits, max_spread=0.15)
-        assert set(counts(found).values()) == {count}  # the last ten of 18 contain one outlier on either side
-        assert [arm.settled for arm in found.arms] == [False, True, False]
-    alone = measure(with_control(paced(FakeServer(), {}), "baseline"), **limits)
+@pytest.mark.parametrize("can_leave_out", [True, False])
+def test_memory_is_not_measured_once_it_is_known(can_leave_out: bool) -> None:
+    server = FakeServer()
+    server.requests = frozenset({"open", "open_for_speed"} if can_leave_out else {"open"})
+
+    def known(measured: Rounds) -> bool:
+        return len(measured.arms[0].samples) >= 4
+
+    measure(arms(server, "a", "b"), seconds=60, max_rounds=6, steps=1, turns=1, memory_known=known)
+    assert server.opened == [True] * 2 * 4 + [not can_leave_out] * 2 * 2
+    looked: list[int] = []
+
+    def never(measured: Rounds) -> bool:
+        looked.append(len(measured.arms[0].samples))
+        return False
+
+    measure(arms(server, "a", "b"), seconds=60, max_rounds=6, steps=1, turns=1, memory_known=never)
+    assert looked == [3, 4, 5]
+
+
+def test_rounds_end_when_all_variants_are_settled() -> None:
+    limits: dict[str, Any] = {"seconds": 60, "max_rounds": 30, "steps": 1, "turns": 1, "settled": lambda _: {"fast"}}
+    measured = measure(with_control(FakeServer(), "baseline", "fast"), **limits)
+    assert set(counts(measured).values()) == {6}
+    assert [arm.settled for arm in measured.arms] == [False, True, False]
+    alone = measure(with_control(FakeServer(), "baseline"), **limits | {"settled": lambda _: set()})
     assert counts(alone) == {"baseline": 30, "control": 30}
-
-
-def window(speed: float = 1000.0, **changes: Any) -> Window:
-    return make_window(samples_per_second=speed, **changes)
-
-
-@pytest.mark.parametrize(
-    ("tenth", "stops"),
-    [
-        ({"fast": window(1500.0)}, True),
-        ({"fast": window(1020.0)}, False),  # one round within the margin
-        ({"fast": window(900.0)}, False),
-        ({"fast": window(1500.0, rejections=("it throttled",))}, False),
-        ({"fast": window(1500.0), "baseline": window(rejections=("it throttled",))}, False),
-        ({"fast": window(1500.0), "control": window(1490.0)}, False),  # the equal arms differ as much as the variant
-        ({"fast": window(1500.0, peak_memory_bytes=2**30)}, False),
-    ],
-)
-def test_ten_rounds_on_one_side_of_each_margin_decide(tenth: dict[str, Window], stops: bool) -> None:
-    usual = {"baseline": window(), "fast": window(1500.0), "control": window()}
-    measured = [usual] * 9 + [usual | tenth]
-    specs = with_control(FakeServer(), "baseline", "fast")
-    assert settling.unsettled(specs, measured[1:], MARGINS) == specs
-    left = settling.unsettled(specs, [*measured[:5], usual, *measured[5:]], MARGINS)
-    assert [each.name for each in left] == (["baseline", "control"] if stops else [each.name for each in specs])
-
-
-@pytest.mark.parametrize(
-    ("control", "ends"),
-    [
-        ({"samples_per_second": [1000.0] * 10}, True),
-        ({"samples_per_second": [1150.0, 850.0] * 5}, False),  # the spread is larger than max_spread
-        ({"samples_per_second": [1150.0, 850.0, *[1000.0] * 8]}, True),  # one outlier on either side is left out
-        ({"samples_per_second": [1020.0] * 9 + [999.0]}, False),  # a bias that is smaller than the margin
-        ({"samples_per_second": [1020.0] * 8 + [999.0] * 2}, True),
-        ({"samples_per_second": [1000.5] * 10}, True),
-        ({"peak_memory_bytes": [201 * 2**20] * 10}, True),  # the heaps of equal arms differ that much
-        ({"peak_memory_bytes": [220 * 2**20] * 10}, False),
-    ],
-)
-def test_nothing_is_settled_where_equal_arms_differ(control: dict[str, list[Any]], ends: bool) -> None:
-    measured = []
-    for index in range(10):
-        changes = {field: values[index] for field, values in control.items()}
-        usual = {"baseline": window(), "fast": window(2000.0, peak_memory_bytes=2**20)}
-        measured.append(usual | {"control": make_window(**{"samples_per_second": 1000.0} | changes)})
-    specs = with_control(FakeServer(), "baseline", "fast")
-    left = settling.unsettled(specs, measured, MARGINS, 0.15)
-    assert [each.name for each in left] == (["baseline", "control"] if ends else [each.name for each in specs])
-
-
-def test_unknown_memory_keeps_no_variant_unsettled() -> None:
-    untold = [{name: window(speed, peak_memory_bytes=2**20).model_copy(update={"peak_memory_bytes": None})
-               for name, speed in (("baseline", 1000.0), ("fast", 1500.0), ("control", 1000.0))}] * 10  # fmt: skip
-    left = settling.unsettled(with_control(FakeServer(), "baseline", "fast"), untold, MARGINS)
-    assert [each.name for each in left] == ["baseline", "control"]
-
-
-@pytest.mark.parametrize(("reduced", "stops"), [(1200.0, True), (1460.0, False)])
-def test_an_ablated_variant_stops_with_its_techniques(reduced: float, stops: bool) -> None:
-    """The arm without the technique is compared with the whole variant. The ratio is 1.25; in the second case it is
-    1.027 in all rounds but one."""
-    specs = with_control(FakeServer(), "baseline", "stack")
-    technique = {"technique": "channels_last"}
-    specs += [replace(specs[1], name=role, role=role, **technique) for role in ("with", "without")]  # type: ignore[arg-type]
-    speeds = {"baseline": 1000.0, "stack": 1500.0, "control": 1000.0, "with": 1300.0, "without": reduced}
-    measured = [{name: window(speed) for name, speed in speeds.items()} for _ in range(10)]
-    measured[4]["without"] = window(1200.0)
-    left = [each.name for each in settling.unsettled(specs, measured, MARGINS)]
-    assert left == (["baseline", "control"] if stops else [each.name for each in specs])
-
-
-@pytest.mark.parametrize("ratios", [[1.04, 1.1], [0.96, 0.9], [0.99, 1.02], [1 / 1.029]])
-def test_a_ratio_is_settled_on_one_side_of_its_margin(ratios: list[float]) -> None:
-    assert settling.settled([[1.0, 1.5], *[ratios] * 10], 0.03)
-    assert not settling.settled([ratios] * 9, 0.03)
-    assert not settling.settled([*[ratios] * 9, [1.04, 1.02]], 0.03)
 
 
 def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
@@ -345,14 +286,12 @@ def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
         ({"keys": {"baseline": "before", "ddp": "k", "memory": "k"}}, False),
     ],
 )
-def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
-    earlier: dict[str, Any], is_session: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_further_session_makes_the_bench_a_session(earlier: dict[str, Any], is_session: bool) -> None:
     first, second = kept(**{"day": 1} | earlier), kept(2, hour=13)
     file = Path("sessions", f"{first.session.start_utc[:10].replace('-', '')}T123000.json")
     files.write_text(results.KEPT_BENCHES / file.name, first.to_json())
-    other_data = kept(3, dataset=second.dataset.model_copy(update={"sha256": "0" * 64}))
+    other_data = kept(3, dataset=known(second.dataset).model_copy(update={"sha256": "0" * 64}))
     assert stage.recalled(other_data) == []
     assert stage.recalled(second) == ([file] if is_session else [])
     assert results.read_sessions() == ([first] if is_session else [])
@@ -371,10 +310,12 @@ def test_a_further_session_makes_an_earlier_bench_of_the_same_job_a_session(
         ({"settled": True}, "12:50", False),  # nothing is open
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
-    changes: dict[str, Any], start: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    start: str,
+    goes_on: bool,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     settled, boot = changes.pop("settled", False), changes.pop("boot", {})
     bench = kept(1, **changes)
     bench = bench.model_copy(update={"arms": tuple(arm.model_copy(update={"settled": settled}) for arm in bench.arms)})
@@ -384,28 +325,28 @@ def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
     assert stage.unfinished(now, make_bench().keys, bench.dataset, names) == (bench if goes_on else None)
 
 
-def test_earlier_rounds_count_and_their_settled_variants_are_not_measured_again(slow: FakeServer) -> None:
-    paced(slow, {"fast": [1500.0], "open": [1020.0, 1040.0]})
+def test_earlier_rounds_and_settled_variants_count(slow: FakeServer) -> None:
     specs = with_control(slow, "baseline", "fast", "open")
-    limits: dict[str, Any] = {"max_rounds": None, "steps": 1, "turns": 1, "margins": MARGINS}
+    limits: dict[str, Any] = {"max_rounds": None, "steps": 1, "turns": 1}
+    limits["settled"] = lambda measured: {"fast"} if len(measured.arms[0].samples) >= 10 else set()
     first = measure(specs, seconds=10 * 44.0, **limits)
     assert counts(first) == {"baseline": 10, "fast": 10, "open": 10, "control": 10}
-    found = measure(specs, seconds=4 * 33.0, **limits, earlier=first.arms)
-    assert counts(found) == {"baseline": 14, "fast": 10, "open": 14, "control": 14}
-    assert [arm.samples[:10] for arm in found.arms] == [arm.samples for arm in first.arms]
-    assert found.seconds == 4 * 33.0
+    continued = measure(specs, seconds=4 * 33.0, **limits, earlier=first.arms)
+    assert counts(continued) == {"baseline": 14, "fast": 10, "open": 14, "control": 14}
+    assert [arm.samples[:10] for arm in continued.arms] == [arm.samples for arm in first.arms]
+    assert continued.seconds == 4 * 33.0
     slow.interrupt_at = len(slow.asked) + 1
-    limits |= {"earlier": found.arms, "seconds": 99.0}
+    limits |= {"earlier": continued.arms, "seconds": 99.0}
     stopped = measure(specs, **limits)
-    assert (stopped.interrupted, counts(stopped)) == (True, counts(found))
+    assert (stopped.interrupted, counts(stopped)) == (True, counts(continued))
 
 
 def test_a_short_sample_predicts_the_time_of_a_round(slow: FakeServer) -> None:
     sample = steps_of(arms(slow, "a")[0], 1.5)[1]
     assert (sample.opening_seconds, sample.step_seconds) == (10, 1 / (CALIBRATION_STEPS + 1))
     assert sample.seconds(220) == 10 + 220 / (CALIBRATION_STEPS + 1)
-    other = calibrate(arms(slow, "b")[0])  # it gives no window its length, so fewer steps are enough
-    assert (other.opening_seconds, other.step_seconds) == (10, 1 / (FEWEST_STEPS + 1))
+    second = calibrate(arms(slow, "b")[0])  # it gives no window its length, so fewer steps are enough
+    assert (second.opening_seconds, second.step_seconds) == (10, 1 / (FEWEST_STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -424,21 +365,21 @@ def test_the_outlook_names_the_rounds_and_the_end(
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     monkeypatch.setattr("pipeline.benchmark.rounds.time.time", lambda: 12 * 3600.0)
-    told = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-    assert told == f"5 arms of 23 steps; a round takes about 40 s: the bench runs {said} UTC"
+    forecast = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+    assert forecast == f"5 arms of 23 steps; a round takes about 40 s: the bench runs {said} UTC"
     monkeypatch.undo()
     time.tzset()
 
 
-def test_a_decided_measurement_ends_early_but_not_before_the_fewest_rounds() -> None:
+def test_a_decided_measurement_ends_early() -> None:
     asked: list[int] = []
 
-    def decided(found: Rounds) -> bool:
-        asked.append(len(found.arms[0].samples))
+    def decided(measured: Rounds) -> bool:
+        asked.append(len(measured.arms[0].samples))
         return asked[-1] == 8
 
-    found = measure(arms(FakeServer(), "a"), seconds=60, max_rounds=20, steps=1, turns=1, decided=decided)
-    assert (asked, len(found.arms[0].samples)) == ([6, 7, 8], 8)
+    measured = measure(arms(FakeServer(), "a"), seconds=60, max_rounds=20, steps=1, turns=1, decided=decided)
+    assert (asked, len(measured.arms[0].samples)) == ([6, 7, 8], 8)
 
 
 def test_an_interruption_keeps_the_complete_rounds() -> None:
@@ -450,18 +391,18 @@ def test_an_interruption_keeps_the_complete_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "steps", "samples"),
+    ("medians", "steps", "samples"),
     [([20.0], 75, 1), ([900.0], FEWEST_STEPS, 1), ([None, None, 30.0], 50, 3), ([None] * 5, CALIBRATION_STEPS, 5)],
 )
-def test_steps_fill_the_window(found: list[float | None], steps: int, samples: int) -> None:
+def test_steps_fill_the_window(medians: list[float | None], steps: int, samples: int) -> None:
     server = FakeServer()
-    server.step_p50_ms = found
+    server.step_p50_ms = medians
     assert steps_of(arms(server, "baseline")[0], 1.5)[0] == steps
     assert len(server.asked) == samples
 
 
 @pytest.mark.parametrize(("opening", "steps"), [(1.7, 75), (6.8, 150), (0.1, 75)])
-def test_where_arms_take_long_to_start_the_window_grows_by_the_square_root(opening: float, steps: int) -> None:
+def test_slow_starts_grow_the_window(opening: float, steps: int) -> None:
     server = FakeServer()
     server.step_p50_ms = [20.0]
     arm = arms(server, "baseline")[0]
@@ -469,7 +410,7 @@ def test_where_arms_take_long_to_start_the_window_grows_by_the_square_root(openi
     assert steps_of(arm, 1.5, [slow])[0] == pytest.approx(steps, abs=1)
 
 
-def test_an_arm_that_runs_differently_or_measures_too_few_steps_is_an_error() -> None:
+def test_an_inconsistent_arm_is_an_error() -> None:
     server = FakeServer()
     server.changes = lambda _: {"placement": "resident" if len(server.asked) < 3 else "streamed"}
     with pytest.raises(BenchError, match=r"a ran differently from round to round: .*resident.*streamed"):
@@ -499,22 +440,15 @@ PARAMS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make ``tmp_path`` the current directory, with the files that the bench stage needs."""
-    enter(tmp_path, monkeypatch, PARAMS)
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("workspace")
+def test_a_bench_measures_every_arm_every_round(capsys: pytest.CaptureFixture[str]) -> None:
     environment.write(relied_on={"variants": {"stack": {"bitsandbytes"}}})
     stage.run(parse(PARAMS), CPU_ONLY)
     bench = read_bench()
     line = rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, until about "
-    looks = [
-        f"bench: short first sample of {name}, {n} of 3\n" for n, name in enumerate(("baseline", "ddp", "stack"), 1)
-    ]
+    names = ("baseline", "ddp", "stack")
+    looks = [f"bench: short first sample of {name}, {number} of 3\n" for number, name in enumerate(names, 1)]
     assert re.match("".join([*looks, line]), capsys.readouterr().out)
     techniques = ("channels_last", "gradient_accumulation=2")
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [
@@ -523,12 +457,13 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
         ("aa_control", "baseline", None),
     ]
     assert "bf16" in bench.not_ablated["stack"]
+    assert bench.window_fraction == pytest.approx(bench.windows_seconds / bench.seconds)
     for arm in bench.arms:
         assert len(arm.samples) == 2
         for sample in arm.samples:
-            assert sample.rejections == ()
+            assert of_the_job(sample.rejections) == ()
             assert sample.measured_steps == bench.steps
-            assert sample.samples_per_second
+            assert bool(sample.samples_per_second) is not bool(sample.rejections)
             assert sample.peak_memory_bytes
     ddp, reduced = bench.arm("variant", "ddp"), bench.arm("without", "stack", "channels_last")
     assert ddp
@@ -541,8 +476,8 @@ def test_a_bench_measures_every_arm_every_round(workspace: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("workspace")
 def test_the_terminal_says_once_why_an_arm_was_rejected(
-    workspace: Path,  # noqa: ARG001
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -556,14 +491,16 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     bench = PARAMS["bench"] | {"max_input_wait": 0.0, "ablate": []}
     params = PARAMS | {"bench": bench, "variants": {"baseline": {}}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    stage.run(parse(params), CPU_ONLY)
-    said = [line.partition(" the steps waited")[0] for line in capsys.readouterr().out.splitlines()]
-    assert said[-2:] == [
+    stage.run(parse(params), CPU_ONLY, settled=lambda _: {"given"})
+    said = capsys.readouterr().out.splitlines()
+    (warned,) = [line for line in said if line.startswith("bench: every sample of round 1 was rejected")]
+    (written,) = [line for line in said if line.startswith("bench: 2 rounds in ")]
+    assert said.index(warned) < said.index(written)
+    reasons = said[said.index(written) + 1 :]  # a busy machine may give more reasons
+    assert [line.partition(" the steps waited")[0] for line in reasons if "the steps waited" in line] == [
         f"bench: {name} rejected in 2 of 2 rounds: in round 1," for name in ("baseline", "baseline, A/A control")
     ]
-    (warned,) = [line for line in said if line.startswith("bench: every sample of round 1 was rejected")]
-    assert said.index(warned) < len(said) - 3
-    assert limits["margins"] == MARGINS
+    assert limits["settled"](None) == {"given"}
     stage.run(parse(params), CPU_ONLY, again=True)
     (added,), first = results.read_sessions(), read_bench()
     assert results.read_sessions(results.KEPT_BENCHES) == [first]
@@ -573,21 +510,20 @@ def test_the_terminal_says_once_why_an_arm_was_rejected(
     assert (set(first.ledgers), added.ledgers) == ({"baseline"}, {})
 
 
-def test_an_option_of_a_parallelism_is_left_out_with_it_and_not_added_alone() -> None:
+def test_an_option_goes_with_its_parallelism() -> None:
     tuned = {"parallelism": "ddp", "bucket_mb": 5, "gradient_accumulation": 2}
     config = parse({"bench": {"ablate": ["tuned"]}, "variants": {"baseline": {}, "tuned": tuned}})
-    found, without = ablation_arms.isolating(config, plans(config, CPU_ONLY), FakeServer())
-    assert [(each.role, each.technique) for each in found] == [
+    isolated, without = stage.isolating(config, plans(config, CPU_ONLY), FakeServer())
+    assert [(arm.role, arm.technique) for arm in isolated] == [
         (role, technique) for technique in ("ddp", "gradient_accumulation=2") for role in ("with", "without")
     ]
-    assert found[1].plan == Variant(gradient_accumulation=2).model_dump(mode="json")
+    assert isolated[1].plan == Variant(gradient_accumulation=2).model_dump(mode="json")
     assert without == {"tuned": {"bucket_mb=5": "it works only with the variant's parallelism, which baseline lacks"}}
 
 
 def test_the_output_of_a_server_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n", encoding="utf-8")
-    python.chmod(0o755)
+    executable(python, "#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n")
     bar = tqdm(total=2, desc="bench", file=sys.stderr)
     with bar, Server(tmp_path, python) as server, pytest.raises(BenchError, match=r"ended \(3\)"):
         server.describe()
@@ -613,7 +549,7 @@ def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_further_step_of_warm_up_is_a_step_before_the_window(workspace: Path) -> None:
+def test_warm_up_steps_are_before_the_window(workspace: Path) -> None:
     (workspace / "counted.py").write_text(
         "from torch import nn\n\n"
         "class Counted(nn.Flatten):\n"
@@ -628,17 +564,19 @@ def test_each_further_step_of_warm_up_is_a_step_before_the_window(workspace: Pat
     # With 64 samples a step, no epoch ends within the arm. The evaluation at an epoch's end would add passes.
     params = PARAMS | {"train": PARAMS["train"] | {"model": "counted:net", "batch_size": 64}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    passes, found = Path("passes"), []
+    passes, counts, peaks = Path("passes"), [], []
     with Server() as server:
         plan = server.plan("baseline", Variant().model_dump(mode="json"))
-        for steps in (2, 5, 6, 9):
+        for steps, memory in ((2, True), (5, True), (6, True), (9, True), (2, False), (9, False)):
             plan["train"]["warmup_steps"] = steps
             before = passes.stat().st_size if passes.exists() else 0
-            server.open("baseline", plan, 4)
-            found.append(passes.stat().st_size - before)
+            server.open("baseline", plan, 4, memory=memory)
+            counts.append(passes.stat().st_size - before)
             server.turn("baseline", 4)
-            server.close("baseline")
-    assert [each - found[0] for each in found] == [0, 0, 1, 4]
+            window = Window.model_validate(server.close("baseline")["window"])
+            peaks.append((bool(window.peak_memory_bytes), len(window.peak_memory_rank_bytes)))
+    assert [count - counts[0] for count in counts] == [0, 0, 1, 4, -3, 1]
+    assert peaks == [(True, 1)] * 4 + [(False, 0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -650,7 +588,7 @@ def test_each_further_step_of_warm_up_is_a_step_before_the_window(workspace: Pat
         ("streamed", None, True, 0.5),
     ],
 )
-def test_the_wait_for_input_is_not_limited_if_it_is_compared(
+def test_a_compared_wait_for_input_is_not_limited(
     placement: str, chosen: str | None, replays: bool, limit: float | None
 ) -> None:
     """When a CUDA graph replays the step of a small model, reading the input can take most of the step's time."""
@@ -661,7 +599,7 @@ def test_the_wait_for_input_is_not_limited_if_it_is_compared(
     assert _allowed_wait(training, config) == limit
 
 
-def test_a_server_measures_windows_rejects_disturbed_ones_and_names_what_it_cannot_measure(workspace: Path) -> None:
+def test_a_server_measures_and_names_what_it_cannot(workspace: Path) -> None:
     (workspace / "broken.py").write_text("def net(**sizes):\n    raise RuntimeError('planted')\n", encoding="utf-8")
     bench = PARAMS["bench"] | {"max_input_wait": 0.0}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"bench": bench}), encoding="utf-8")
@@ -678,17 +616,19 @@ def test_a_server_measures_windows_rejects_disturbed_ones_and_names_what_it_cann
     assert (about["dataset"]["name"], answer["learning_rate"]) == ("digits", 0.125)
     assert about["variants"]["stack"]["gradient_accumulation"] == 2
     window = Window.model_validate(answer["window"])
-    assert (window.measured_steps, window.rejections, answer["applied"]["gradient_accumulation"]) == (8, (), 4)
-    assert window.samples_per_second
+    assert (window.measured_steps, of_the_job(window.rejections)) == (8, ())
+    assert answer["applied"]["gradient_accumulation"] == 4
+    assert bool(window.samples_per_second) is not bool(window.rejections)
     window = Window.model_validate(waiting["window"])
-    assert "the steps waited for input" in "\n".join(window.rejections)
+    assert "input_wait" in [rejection.code for rejection in window.rejections]
     assert (window.samples_per_second, window.step_p50_ms, window.measured_steps) == (None, None, 8)
     assert window.peak_memory_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, sent: signal.Signals) -> None:  # noqa: ARG001
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.usefixtures("workspace")
+def test_an_interruption_or_a_kill_keeps_the_complete_rounds(sent: signal.Signals) -> None:
     """The signal goes to the bench, its server and the arms, as Ctrl-C in a terminal does."""
     two = {"baseline": {}, "same": {"set_to_none": False}}
     alone = {"variants": two, "bench": PARAMS["bench"] | {"max_rounds": None, "ablate": []}}
@@ -718,6 +658,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
         assert read_bench() == bench
         said = f"{bench.rounds} complete rounds kept in {file}; run the same command within an hour to add rounds"
         assert said in shown.decode()
+        return
     limited = alone | {"bench": PARAMS["bench"] | {"max_rounds": 5, "ablate": []}}
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | limited), encoding="utf-8")
     stage.run(parse(PARAMS | limited), CPU_ONLY)
@@ -730,10 +671,8 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(workspace: Path, se
     assert further.session.end_utc > bench.session.end_utc
 
 
-def test_an_interruption_before_the_first_round_says_that_nothing_is_kept(
-    workspace: Path,  # noqa: ARG001
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("workspace")
+def test_an_early_interruption_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

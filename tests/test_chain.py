@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,23 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import cli, results
-from pipeline.environment import code, hash_of, stages
+from pipeline import cli, gate
 from pipeline.files import file_sha256
-from pipeline.gate import current
-from pipeline.params import Machine, load, parse
-from pipeline.plans import plans
+from pipeline.params import load, parse
 from pipeline.results import Result, contradictions, summarise
-from pipeline.tracking import comparisons, labels
-from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_history, make_result, make_run
+from pipeline.tracking import comparisons
+from tests.factories import DESCRIBED, make_history, make_result, make_run
+from tests.jobs import PARAMS, record, save
 
-PARAMS: dict[str, Any] = {
-    "train": {"device": "cpu"},
-    "publish": {"models": False},
-    "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
-}
-OF_STAGE = functools.cache(code.of_stage)  # the tests change files, but no code
-CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
     "results/ddp.json", "results/ddp/history.csv", "bench.json", "data/prepared/dataset.json", "environment.json",
     "params.yaml", "reports/comparison.json",
@@ -37,80 +25,12 @@ RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
 PAGE = "reports/comparison.html"
 
 
-def write_job(root: Path) -> None:
-    """Write the files from which a job's comparison is made."""
-    config = parse(PARAMS)
-    here = ENVIRONMENT | stages.described(config, plans(config, CPU))
-    save(root / HERE, here)
-    save(root / DATA, DESCRIBED.model_dump())
-    (root / PARAMETERS).write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
-    measured = []
-    for name, right in (("baseline", 9000), ("ddp", 9010)):
-        runs = [make_run(seed, test_correct=right + seed) for seed in (0, 1, 2)]
-        applied = config.variants[name].model_dump()
-        parallel: dict[str, Any] = {"world_size": 2, "backend": "gloo"} if name == "ddp" else {}
-        asked = {"train": config.train.model_dump(mode="json"), "variant": applied}
-        history = results.history_file(name, root / "results")
-        results.write_history(make_history(runs), history)
-        measured.append(
-            make_result(
-                name, runs, applied=applied, config=asked, key=stages.key(here, "train", name),
-                environment=hash_of(here, "variants", name), history_sha256=file_sha256(history), **parallel,
-            )
-        )  # fmt: skip
-        results.write(measured[-1], results.result_file(name, root / "results"))
-    keys = {each.variant: stages.key(here, "bench", each.variant) for each in measured}
-    (root / BENCH).write_text(make_bench(measured, keys=keys).to_json(), encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job's files, as `dvc repro` leaves them."""
-    root = tmp_path_factory.mktemp("job")
-    write_job(root)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        assert cli.main(["compare"]) == 0
-    record(root)
-    return root
-
-
-@pytest.fixture
-def job(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "job"
-    shutil.copytree(made, root)
-    monkeypatch.chdir(root)
-    monkeypatch.setattr(code, "of_stage", OF_STAGE)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nothing listens there: refused files are not sent
-    return root
-
-
-def save(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def record(root: Path) -> None:
-    """Record the present files as the outputs of the stages, as DVC does."""
-    outs = [[f"results/{name}.json", f"results/{name}/history.csv"] for name in PARAMS["variants"]]
-    locked = {
-        f"stage {number}": {
-            "outs": [
-                {"path": path, "hash": "md5", "md5": hashlib.md5((root / path).read_bytes()).hexdigest()}
-                for path in paths
-            ]
-        }
-        for number, paths in enumerate([*outs, [BENCH], [REPORT, PAGE]])
-    }
-    (root / "dvc.lock").write_text(yaml.safe_dump({"stages": locked}), encoding="utf-8")
-
-
 def at(path: str, value: Any) -> Callable[[Any], None]:
     """Return a function that sets the value at a dotted path; if ``value`` is a function, it is given the old value."""
 
     def change(content: Any) -> None:
-        *way, last = [int(key) if key.lstrip("-").isdigit() else key for key in path.split(".")]
-        for key in way:
+        *parents, last = [int(key) if key.lstrip("-").isdigit() else key for key in path.split(".")]
+        for key in parents:
             content = content[key]
         content[last] = value(content[last]) if callable(value) else value
 
@@ -133,7 +53,7 @@ def more_right(result: Any) -> None:
     """Count more correct answers in one run, in all fields of the result that depend on them."""
     run = result["runs"][1]
     run.update(test_correct=9061, test_accuracy=0.9061)
-    result["summary"] = summarise(Result.model_validate(result).runs).model_dump()
+    result["summary"] = summarise(Result.model_validate(result).runs)
 
 
 def of_equal_weights(result: Any) -> None:
@@ -142,8 +62,8 @@ def of_equal_weights(result: Any) -> None:
 
 
 def of_other_classes(description: Any) -> None:
-    other = DESCRIBED.model_copy(update={"classes": tuple("abcdefghij")})
-    description.update(classes=other.classes, sha256=other.digest())
+    relabelled = DESCRIBED.model_copy(update={"classes": tuple("abcdefghij")})
+    description.update(classes=relabelled.classes, sha256=relabelled.digest())
 
 
 def edit(file: str, change: Callable[[Any], None]) -> None:
@@ -173,7 +93,7 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("another score", RESULT, at("score.name", "f1"), "its score is 'f1', not train.metric 'accuracy'"),
     ("a direction of no score", RESULT, at("score.direction", "lower is better"), "score.direction"),
     ("equal weights", RESULT,
-     lambda one: one["runs"][0].update(model_sha256=one["runs"][2]["model_sha256"]), "seeds 0, 2 ended in the same"),
+     lambda it: it["runs"][0].update(model_sha256=it["runs"][2]["model_sha256"]), "seeds 0, 2 ended in the same"),
     ("a job that ignores its seed", RESULT, of_equal_weights, "set train.seeds: [0]"),
     ("no window", RESULT, at("runs.0.measured_steps", 0), "a speed, although no steps were measured"),
     ("a short window", RESULT, at("runs.1.measured_steps", 3), "3 of 468 steps were measured; expected 463"),
@@ -244,8 +164,8 @@ def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture
     Path(BENCH).unlink()  # then the report is one of another bench
     wanted = comparisons.wanted(load(), Path())
     assert wanted
-    assert labels.stale(wanted, Path()) == [BENCH]
-    assert labels.compared(wanted, Path()) == {}
+    assert wanted.stale == [BENCH]
+    assert wanted.comparison is None
     for path in (REPORT, HERE, DATA, "dvc.lock"):
         Path(path).unlink()
     assert comparisons.wanted(load(), Path())
@@ -253,7 +173,7 @@ def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture
 
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(("name", "file", "change", "named"), [*OF_OTHERS, *OF_BENCH])
-def test_results_and_bench_are_of_this_job_and_can_have_been_measured(
+def test_results_and_bench_are_of_this_job(
     name: str, file: str, change: Callable[[Any], None], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(file, change)
@@ -287,7 +207,7 @@ def test_a_lock_that_cannot_be_read_is_named(text: str, capsys: pytest.CaptureFi
 def test_what_is_promoted_is_of_what_is_here_now(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(current, "output", lambda *_: "{}")
+    monkeypatch.setattr(gate, "output", lambda *_: "{}")
     edit(PARAMETERS, at("bench", {"turns": 3}))
     refused("promote", "bench.settings.turns", capsys)
 
@@ -300,35 +220,34 @@ def test_a_history_ends_as_its_runs_did() -> None:
     (first, *_) = contradictions.of_history(result, cut)
     assert first.startswith("seed 2: steps is 468, but its history ends with ")
     missing = contradictions.of_history(result, [row for row in rows if row.seed])
-    assert [each.partition(" is ")[0] for each in missing] == [
+    assert [sentence.partition(" is ")[0] for sentence in missing] == [
         f"seed 0: {key}" for key in ("steps", "test_accuracy", "test_loss")
     ]
 
 
 @pytest.mark.usefixtures("job")
-def test_a_comparison_is_stale_once_a_setting_of_it_is_another() -> None:
+def test_a_comparison_is_stale_after_another_setting() -> None:
     edit(PARAMETERS, at("compare", {"margins": {"throughput": 0.2}, "max_spread": 0.5}))
-    wanted = comparisons.wanted(load(), Path())
-    assert wanted
     changed = ["compare.margins.throughput in params.yaml", "compare.max_spread in params.yaml"]
-    assert labels.stale(wanted, Path()) == changed
-    Path(BENCH).unlink()
-    assert labels.stale(wanted, Path()) == [*changed, BENCH]
-    Path(REPORT).unlink()
-    assert labels.stale(wanted, Path()) == []
+    for file, stale in ((BENCH, changed), (REPORT, [*changed, BENCH]), (None, [])):
+        wanted = comparisons.wanted(load(), Path())
+        assert wanted
+        assert wanted.stale == stale
+        if file:
+            Path(file).unlink()
 
 
-def test_how_often_a_run_was_resumed_says_how_many_steps_are_warm() -> None:
+def test_resumes_say_how_many_steps_are_warm() -> None:
     def measured(steps: int, resumes: int) -> Result:
         return make_result(runs=[make_run(0, measured_steps=steps, resumes=resumes)])
 
     train = parse(PARAMS | {"train": {"seeds": [0]}}).train
-    found = [contradictions.of_result(measured(*each), train) for each in ((463, 0), (455, 2), (452, 2), (464, 2))]
-    assert [len(each) for each in found] == [0, 0, 1, 1]
+    wrong = [contradictions.of_result(measured(*case), train) for case in ((463, 0), (455, 2), (452, 2), (464, 2))]
+    assert [len(messages) for messages in wrong] == [0, 0, 1, 1]
 
 
 @pytest.mark.usefixtures("job")
-def test_a_data_set_and_a_history_that_cannot_be_read_hide_no_other_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_hide_no_other_problem(capsys: pytest.CaptureFixture[str]) -> None:
     Path(DATA).write_text("[]", encoding="utf-8")
     Path(HISTORY).write_text("seed,epoch\n0,one\n", encoding="utf-8")
     edit(RESULT, at("history_sha256", file_sha256(Path(HISTORY))))

@@ -10,15 +10,15 @@ import pytest
 from pipeline.comparison.champion import champion_of, choices, no_narrower
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Champion, Comparison
-from pipeline.comparison.sessions import over_sessions
-from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import Ratio
+from pipeline.comparison.sessions import table_of
+from pipeline.comparison.stats import over_sessions
 from pipeline.params import Compare
-from pipeline.report import html, markdown, sentences
+from pipeline.report import html, markdown
 from pipeline.results import Arm, Bench
+from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tracking import labels
 from pipeline.tracking.promoting import sessions_of
-from tests.factories import ENVIRONMENT, make_bench, make_histories, make_result, make_session, with_speeds
+from tests.factories import ENVIRONMENT, make_bench, make_histories, make_ratio, make_result, make_session, with_speeds
 from tests.report.conftest import plain
 from tests.report.reader import Page
 
@@ -37,9 +37,9 @@ def over(*sessions: Bench) -> Comparison:
 
 
 def best(*sessions: Bench) -> Champion:
-    found = over(*sessions).champion
-    assert found
-    return found
+    champion = over(*sessions).champion
+    assert champion
+    return champion
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def best(*sessions: Bench) -> Champion:
 def test_it_is_what_pays_most_speed_then_memory(
     throughput: dict[str, float], memory: dict[str, float], champion: str, quantity: str
 ) -> None:
-    found = best(session(1, throughput=throughput, memory=memory))
-    assert (found.variant, found.quantity) == (champion, quantity)
+    chosen = best(session(1, throughput=throughput, memory=memory))
+    assert (chosen.variant, chosen.quantity) == (champion, quantity)
 
 
 def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
@@ -63,16 +63,16 @@ def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
     assert comparison.champion
     assert (comparison.champion.among, comparison.champion.runner_up) == (1, None)
     assert comparison.champion.ratio == comparison.variants[1].throughput
-    assert sentences.champion(comparison) == ""
     nothing = over(session(1))
-    assert (nothing.champion, sentences.champion(nothing)) == (None, "")
+    assert nothing.champion is None
+    assert "The best of the" not in markdown(comparison) + markdown(nothing)
 
 
 def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
-    same = Ratio(estimate=1.0, low=0.99, high=1.01, pairs=8, margin=0.03, decision="same")
-    found = champion_of({"one": (same, same, None)}, [])
-    assert found
-    assert (found.variant, found.quantity, found.ratio) == ("one", None, None)
+    same = make_ratio(1.0, 0.99, 1.01, margin=0.03, decision="same")
+    champion = champion_of({"one": {THROUGHPUT: same, MEMORY: same}}, table_of([session(1)], 0.15, {}))
+    assert champion
+    assert (champion.variant, champion.quantity, champion.ratio) == ("one", None, None)
 
 
 def test_each_part_is_measured_for_what_the_others_choose() -> None:
@@ -82,40 +82,41 @@ def test_each_part_is_measured_for_what_the_others_choose() -> None:
 
 
 def test_what_was_chosen_is_no_surer_than_the_best_itself() -> None:
-    narrow, wide = Interval(1.0, 0.9, 1.05, 8), Interval(2.0, 1.9, 2.2, 9)
-    assert no_narrower(narrow, wide) == Interval(1.0, 0.9, 1.1, 8)
+    narrow, wide = make_ratio(1.0, 0.9, 1.05, 8), make_ratio(2.0, 1.9, 2.2, 9)
+    assert no_narrower(narrow, wide) == make_ratio(1.0, 0.9, 1.1, 8)
 
 
 def test_over_sessions_each_tells_what_the_others_chose() -> None:
     """By the mean of all three sessions, ``one`` is the best. The best of each session would gain 1.5, 1.4 and 1.4."""
     faster = [{"one": 1.5, "two": 1.3}, {"one": 1.3, "two": 1.4}, {"one": 1.4, "two": 1.35}]
-    comparison = over(*(session(day, throughput=each) for day, each in enumerate(faster, 1)))
-    found, own = comparison.champion, comparison.variants[1].throughput
-    assert found
+    comparison = over(*(session(day, throughput=speed) for day, speed in enumerate(faster, 1)))
+    champion, own = comparison.champion, comparison.variants[1].throughput
+    assert champion
     assert own
-    assert (found.variant, found.runner_up, found.among) == ("one", "two", 2)
-    assert found.ratio
+    assert (champion.variant, champion.runner_up, champion.among) == ("one", "two", 2)
+    assert champion.ratio
     # Without the first session, ``two`` is better (1.374 against 1.349). Without the second or the third, ``one`` is.
-    assert found.ratio.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
-    assert [each.start_utc[8:10] for each in found.ratio.sessions] == ["01", "02", "03"]
-    expected = no_narrower(over_sessions([each.interval for each in found.ratio.sessions]), own.interval)
-    assert (found.ratio.low, found.ratio.high) == (expected.low, expected.high)
-    assert found.head_to_head
-    assert (found.head_to_head.session_count, found.head_to_head.decision) == (3, "undecided")
-    assert found.head_to_head.estimate == pytest.approx((1.5 / 1.3 * 1.3 / 1.4 * 1.4 / 1.35) ** (1 / 3), rel=0.005)
+    assert champion.ratio.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
+    assert [start[8:10] for start in champion.ratio.parts] == ["01", "02", "03"]
+    expected = no_narrower(over_sessions(list(champion.ratio.parts.values())), own)
+    assert (champion.ratio.low, champion.ratio.high) == (expected.low, expected.high)
+    assert champion.head_to_head
+    assert (champion.head_to_head.session_count, champion.head_to_head.decision) == (3, "undecided")
+    assert champion.head_to_head.estimate == pytest.approx((1.5 / 1.3 * 1.3 / 1.4 * 1.4 / 1.35) ** (1 / 3), rel=0.005)
 
 
 def test_within_a_session_its_rounds_choose_for_each_other() -> None:
     """The luckiest of three equally fast variants gains less in the rounds that were not used to choose it."""
     comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
-    found, seen = comparison.champion, [each.throughput for each in comparison.variants[1:] if each.throughput]
-    assert found
-    assert found.ratio
-    assert found.ratio.estimate
-    assert found.ratio.estimate < max(each.estimate or 0 for each in seen)
-    assert (found.ratio.pairs, found.ratio.decision) == (12, "better")
-    assert found.head_to_head
-    assert found.head_to_head.decision in ("same", "undecided")
+    champion = comparison.champion
+    seen = [variant.throughput for variant in comparison.variants[1:] if variant.throughput]
+    assert champion
+    assert champion.ratio
+    assert champion.ratio.estimate
+    assert champion.ratio.estimate < max(ratio.estimate or 0 for ratio in seen)
+    assert (champion.ratio.pairs, champion.ratio.decision) == (12, "better")
+    assert champion.head_to_head
+    assert champion.head_to_head.decision in ("same", "undecided")
 
 
 def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_then() -> None:
@@ -133,7 +134,7 @@ def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_
 def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
     gone = {"one": dict.fromkeys(range(6), "x"), "two": dict.fromkeys(range(6, 12), "x")}
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, rejected=gone))
-    assert labels.champion(comparison.model_dump(mode="json"))["champion.head_to_head"].startswith("unknown")
+    assert labels.champion(comparison)["champion.head_to_head"].startswith("unknown")
 
 
 def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
@@ -142,30 +143,31 @@ def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alon
     faster = {"one": 1.5, "two": 1.3}
     sessions = [session(5, throughput=faster)]
     sessions += [session(day, throughput={"one": 1.5 + day / 100, "two": 1.3}, keys=before) for day in (1, 2, 3, 4)]
-    compared = over(*sessions).model_dump(mode="json")
-    assert len(compared["variants"][1]["throughput"]["sessions"]) == 5
-    assert sessions_of(compared, "one") == 1
+    comparison = over(*sessions)
+    throughput = comparison.variants[1].throughput
+    assert throughput
+    assert len(throughput.parts) == 5
+    assert sessions_of(comparison, "one") == 1
 
 
 def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.3, "two": 1.5}
-    found = best(session(1, throughput=faster, keys=before), session(2, throughput=faster))
-    assert found.ratio
-    assert (found.variant, found.ratio.session_count, found.ratio.pairs) == ("two", 1, 12)
+    champion = best(session(1, throughput=faster, keys=before), session(2, throughput=faster))
+    assert champion.ratio
+    assert (champion.variant, champion.ratio.session_count, champion.ratio.pairs) == ("two", 1, 12)
 
 
 def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3, "three": 1.3}))
-    said = plain(sentences.champion(comparison))
-    assert said.startswith("The best of the 3 variants that pay by throughput is one: 1.500x the throughput (1.4")
+    [said] = [line for line in plain(markdown(comparison)).splitlines() if line.startswith("The best of the 3")]
+    assert said.startswith("The best of the 3 variants that pay by throughput is one: 1.499x the throughput (1.49")
     assert "in rounds that were not used for this choice." in said
     assert said.endswith(": better.")
-    for shown in (markdown(comparison), Page(html(comparison, make_histories(MEASURED))).heard):
-        assert said in plain(shown)
-    tags = labels.champion(comparison.model_dump(mode="json"))
+    assert said in plain(Page(html(comparison, make_histories(MEASURED))).heard)
+    tags = labels.champion(comparison)
     assert tags["champion"] == "one"
     assert tags["champion.gain"].endswith(" the throughput")
     assert tags["champion.head_to_head"].endswith(": better")
-    nothing = labels.champion(over(session(1)).model_dump(mode="json"))
+    nothing = labels.champion(over(session(1)))
     assert set(nothing.values()) == {"baseline", "none"}

@@ -16,18 +16,16 @@ from pipeline.training import checkpoints
 def test_a_checkpoint_comes_back_for_the_same_job_alone(tmp_path: Path) -> None:
     path = checkpoints.checkpoint_file("ddp", 3, tmp_path)
     checkpoints.save({"identity": "job", "weights": torch.arange(3.0)}, path)
-    found = checkpoints.load(path, "job")
-    assert found is not None
-    state, file = found
+    loaded = checkpoints.load(path, "job")
+    assert loaded is not None
+    state, file = loaded
     assert (state["weights"].tolist(), file) == ([0.0, 1.0, 2.0], path)
     assert [file.name for file in path.parent.iterdir()] == ["seed-3.pt"]
     assert checkpoints.load(path, "another") is None
     assert checkpoints.load(tmp_path / "absent.pt", "job") is None
 
 
-def test_a_checkpoint_that_was_cut_or_changed_is_named_and_the_one_before_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "seed-0.pt"
     for steps in (1, 2, 3):
         checkpoints.keep({"identity": "job", "steps": steps, "weights": torch.full((40,), float(steps))}, path)
@@ -38,9 +36,9 @@ def test_a_checkpoint_that_was_cut_or_changed_is_named_and_the_one_before_used(
     refused = 0
     for broken in (b"", b"garbage", written[:500], written[:-1], *flipped):
         path.write_bytes(broken)
-        found = checkpoints.load(path, "job")
-        assert found is not None
-        (state, file), said = found, capsys.readouterr().out
+        loaded = checkpoints.load(path, "job")
+        assert loaded is not None
+        (state, file), said = loaded, capsys.readouterr().out
         refused += file != path
         steps = 3 if file == path else 2  # a flipped bit outside of the content is not noticed
         assert (state["steps"], state["weights"].tolist()) == (steps, [float(steps)] * 40)
@@ -55,12 +53,12 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     checkpoints.save({"identity": "job", "steps": 1}, path)
     with pytest.raises(Exception, match=r"pickle|local object"):
         checkpoints.save({"identity": "job", "steps": lambda: 2}, path)
-    found = checkpoints.load(path, "job")
-    assert found is not None
-    assert found[0]["steps"] == 1
+    loaded = checkpoints.load(path, "job")
+    assert loaded is not None
+    assert loaded[0]["steps"] == 1
 
 
-def test_the_random_state_of_torch_numpy_and_python_comes_back_from_a_file(tmp_path: Path) -> None:
+def test_the_random_state_comes_back_from_a_file(tmp_path: Path) -> None:
     def drawn() -> list[float]:
         return [*torch.rand(4).tolist(), *np.random.rand(4), *np.random.randn(1), random.random(), random.gauss()]
 

@@ -48,20 +48,20 @@ def test_a_server_that_is_well(reply: tuple[int, str], monkeypatch: pytest.Monke
         assert health(monkeypatch, uri) == (True, f"{uri} answers", "")
 
 
-def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "boto3" else find_spec(name))
     with serving(lambda _: (200, '{"experiment": {"name": "training", "artifact_location": "s3://bucket/1"}}')) as uri:
-        found = health(monkeypatch, uri)
+        problem = health(monkeypatch, uri)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "boto3" or find_spec(name))
         assert health(monkeypatch, uri).well
-    assert not found.well
-    assert found.found.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
-    assert found.remedy.startswith("python -m pip install boto3")
+    assert not problem.well
+    assert problem.fact.endswith("runs keep their files in s3://bucket/1, for which boto3 is missing")
+    assert problem.remedy.startswith("python -m pip install boto3")
 
 
 @pytest.mark.parametrize(
-    ("reply", "found", "remedy"),
+    ("reply", "problem", "remedy"),
     [
         ((403, "Invalid Host header - possible DNS rebinding"), "rejects the host name", "on the server"),
         (None, "timed out", "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store; in a container"),
@@ -73,14 +73,14 @@ def test_a_server_whose_files_are_where_this_machine_cannot_write(monkeypatch: p
     ],
 )
 def test_a_server_that_is_not(
-    reply: tuple[int, str] | None, found: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+    reply: tuple[int, str] | None, problem: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with serving(lambda request: reply or hang(request)) as uri:
         seen = health(monkeypatch, uri)
     assert not seen.well
-    assert seen.found.startswith(f"{uri}: ")
-    assert found in seen.found
+    assert seen.fact.startswith(f"{uri}: ")
+    assert problem in seen.fact
     assert seen.remedy.startswith(remedy)
     if reply and reply[0] == 403:
         name = uri.removeprefix("http://")
@@ -88,9 +88,9 @@ def test_a_server_that_is_not(
 
 
 def test_a_server_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = health(monkeypatch, "http://127.0.0.1:1")
-    assert found.well is False
-    assert "Connection refused" in found.found
+    problem = health(monkeypatch, "http://127.0.0.1:1")
+    assert problem.well is False
+    assert "Connection refused" in problem.fact
 
 
 def test_credentials_are_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +101,19 @@ def test_credentials_are_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
         return 500, ""
 
     with serving(reply) as uri:
-        found = health(monkeypatch, uri.replace("://", "://me:secret@"))
+        problem = health(monkeypatch, uri.replace("://", "://me:secret@"))
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "abc")
         health(monkeypatch, uri)
         queried = health(monkeypatch, uri.replace("://", "://secret@") + "?token=secret")
     assert seen[:2] == ["Basic bWU6c2VjcmV0", "Bearer abc"]
-    assert "://***@" in found.found
-    assert "secret" not in f"{found} {queried}"
+    assert "://***@" in problem.fact
+    assert "secret" not in f"{problem} {queried}"
 
 
 def test_a_store_that_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = health(monkeypatch, "postgresql://me:secret@db/mlflow")
-    assert found.well is None
-    assert "secret" not in found.found
+    problem = health(monkeypatch, "postgresql://me:secret@db/mlflow")
+    assert problem.well is None
+    assert "secret" not in problem.fact
 
 
 # the embedded store
@@ -131,31 +131,31 @@ def root(tmp_path: Path, empty_database: Path) -> Path:
 def health_of(root: Path) -> tracking.Health:
     """Return the store's health; assert that the check changes nothing in the store."""
     before = (root / "mlflow.db").read_bytes()
-    found = tracking.health(root, "training")
+    problem = tracking.health(root, "training")
     assert (root / "mlflow.db").read_bytes() == before
     assert not Path("file:").exists(), "MLflow took the address for a path"
-    return found
+    return problem
 
 
 def test_a_store_that_is_well(root: Path) -> None:
     assert health_of(root) == (True, "the embedded store mlflow.db", "")
     assert stores.open_store(stores.address(root), root, "training")
     assert health_of(root).well
-    assert tracking.health(root.parent, "any").found.endswith("mlflow.db, which the first training or publish creates")
+    assert tracking.health(root.parent, "any").fact.endswith("mlflow.db, which the first training or publish creates")
 
 
 def test_a_store_of_another_directory(root: Path) -> None:
     elsewhere = "/home/me/checkout/mlartifacts"
     MlflowClient(stores.address(root)).create_experiment("training", artifact_location=elsewhere)
-    found = health_of(root)
-    assert not found.well
-    assert found.found.endswith(f"was made in another directory: its artifacts are in {elsewhere}")
-    assert found.remedy.startswith("move mlflow.db and mlartifacts away and run: python -m pipeline publish")
+    problem = health_of(root)
+    assert not problem.well
+    assert problem.fact.endswith(f"was made in another directory: its artifacts are in {elsewhere}")
+    assert problem.remedy.startswith("move mlflow.db and mlartifacts away and run: python -m pipeline publish")
 
 
 def test_a_store_that_is_locked_is_not_called_broken(root: Path) -> None:
-    with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
+    with closing(sqlite3.connect(root / "mlflow.db", isolation_level=None)) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
         assert health_of(root) == (None, "the embedded store mlflow.db is in use: another process has locked it", "")
 
 
@@ -175,16 +175,16 @@ def run_script(database: Path, script: str) -> None:
 )
 def test_a_store_that_cannot_be_read_is_not_touched(root: Path, damage: Callable[[Path], object]) -> None:
     damage(root / "mlflow.db")
-    found = health_of(root)
-    assert not found.well
-    assert "cannot be read by this version of MLflow" in found.found
-    assert f"mlflow db upgrade sqlite:///{root / 'mlflow.db'}" in found.remedy
-    assert "move mlflow.db away and run: python -m pipeline publish" in found.remedy
+    problem = health_of(root)
+    assert not problem.well
+    assert "cannot be read by this version of MLflow" in problem.fact
+    assert f"mlflow db upgrade sqlite:///{root / 'mlflow.db'}" in problem.remedy
+    assert "move mlflow.db away and run: python -m pipeline publish" in problem.remedy
 
 
 def test_a_client_that_cannot_be_imported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
-    found = health_of(root)
-    assert not found.well
-    assert "MLflow cannot be imported" in found.found
-    assert "requirements.lock" in found.remedy
+    problem = health_of(root)
+    assert not problem.well
+    assert "MLflow cannot be imported" in problem.fact
+    assert "requirements.lock" in problem.remedy

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,17 +12,16 @@ import pytest
 import yaml
 
 from pipeline import cli, environment
-from pipeline.params import Machine
+from tests.workspaces import CPU_ONLY
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(here: Path) -> Path:
     """Return a directory with the shipped params.yaml; it is the current directory of the commands."""
-    (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (here / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    return here
 
 
 def test_help_lists_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,11 +42,10 @@ def test_an_error_shows_no_secret_of_an_address(checkout: Path, capsys: pytest.C
     assert "fetch.mirror: found 'https://***@host/data?***'" in capsys.readouterr().err
 
 
-def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
+def test_environment_writes_the_fingerprint(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain_cpu = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
-    monkeypatch.setattr(environment, "machine", lambda: plain_cpu)
+    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
     assert cli.main(["environment"]) == 0
     assert (checkout / "environment.json").exists()
     out = capsys.readouterr().out
@@ -54,10 +53,30 @@ def test_environment_writes_the_fingerprint_and_says_what_is_left_out(
     assert "variants.memory: bf16 is skipped: this CPU has no native bf16" in out
 
 
-def test_environment_notices_the_version_of_what_the_job_relies_on(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"bitsandbytes"}))
+def test_environment_prints_what_changed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = "environment: changed since the last time: "
+    assert cli.main(["environment"]) == 0
+    assert changed not in capsys.readouterr().out, "nothing was written before"
+    first = environment.read()
+    params = yaml.safe_load((checkout / "params.yaml").read_text(encoding="utf-8"))
+    params["variants"]["memory"]["gradient_accumulation"] = 2
+    params["compare"]["target_accuracy"] = 0.7
+    (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    edited = json.loads(json.dumps(first))
+    edited["stages"]["bench"]["code"]["pipeline/step.py"] = "0" * 16
+    environment.ENVIRONMENT_FILE.write_text(json.dumps(edited), encoding="utf-8")
+    assert cli.main(["environment"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    named = {line.removeprefix(changed) for line in said if line.startswith(changed)}
+    assert {"stages.bench.code.pipeline/step.py", "stages.compare.settings.target_accuracy"} < named
+    assert {path.partition(".plan.")[0] for path in named if path.startswith("variants.")} == {"variants.memory"}
+    now = environment.read()["digests"]
+    moved = [(part, name) for part in now for name in now[part] if now[part][name] != first["digests"][part][name]]
+    assert moved == [("stages", "compare"), ("variants", "memory")]
+
+
+def test_environment_notices_versions_relied_on(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = CPU_ONLY.model_copy(update={"installed": frozenset({"bitsandbytes"})})
     monkeypatch.setattr(environment, "machine", lambda: machine)
     params = {
         "train": {"optimizer": "adamw"},
@@ -66,16 +85,16 @@ def test_environment_notices_the_version_of_what_the_job_relies_on(
     }
     (checkout / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     assert cli.main(["environment"]) == 0
-    found = environment.read()
-    assert found["hash"] == environment.fingerprint()["hash"], "the hash does not depend on these versions"
-    told = {user: set(versions) for users in found["relied_on"].values() for user, versions in users.items()}
-    assert told == {
+    fingerprint = environment.read()
+    assert fingerprint["hash"] == environment.fingerprint()["hash"], "the hash does not depend on these versions"
+    packages = {user: set(versions) for users in fingerprint["relied_on"].values() for user, versions in users.items()}
+    assert packages == {
         "baseline": set(), "small": {"bitsandbytes"}, "fast": {"compiler"},
         "bf16": set(), "compiled": {"compiler"}, "int8": {"compiler", "torchao"},
     }  # fmt: skip
-    for section, users in found["relied_on"].items():
+    for section, users in fingerprint["relied_on"].items():
         for user in users:
-            assert (environment.hash_of(found, section, user) != found["hash"]) == bool(told[user])
+            assert (environment.hash_of(fingerprint, section, user) != fingerprint["hash"]) == bool(packages[user])
 
 
 def test_environment_refuses_params_that_cannot_run_here(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +118,7 @@ def test_schema_writes_and_checks(checkout: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["schema", "--check"]) == 2
 
 
-def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) -> None:
+def test_a_bare_python_is_told_where_packages_are(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "pipeline", "doctor"],  # -S hides the installed packages
         cwd=tmp_path,
@@ -143,7 +162,7 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
     assert waiting.returncode == 130
 
 
-def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
     command = [sys.executable, "-m", "pipeline", "techniques"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listing:
         assert listing.stdout
@@ -153,8 +172,8 @@ def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
     assert listing.returncode == 128 + signal.SIGPIPE
 
 
-def test_without_dvc_a_command_describes_the_machine_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_without_dvc_a_command_describes_the_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("params.yaml").write_text("fetch: {dataset: digits}\ntrain: {device: cpu}\nvariants: {baseline: {}}\n")
     with monkeypatch.context() as launched:
         for name in ("RANK", "WORLD_SIZE"):  # a launcher also sets variables on which figures depend

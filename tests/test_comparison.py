@@ -10,17 +10,28 @@ import pytest
 
 from pipeline import results
 from pipeline.comparison.compare import compare
-from pipeline.comparison.comparison_file import EqualTime
+from pipeline.comparison.comparison_file import Comparison, EqualTime
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all
-from pipeline.comparison.figures import accuracy_difference, equal_time, time_to_target
-from pipeline.comparison.stats import Decision
-from pipeline.comparison.verdicts import Ratio
+from pipeline.comparison.figures import accuracy_differences, equal_time, time_to_target
+from pipeline.comparison.stats import Decision, decide
 from pipeline.files import file_sha256
 from pipeline.params import Compare, Margins
-from pipeline.report import sentences
-from pipeline.results import Arm, Bench, Result, Unit
+from pipeline.report import facts, markdown
+from pipeline.results import Arm, Bench, Result, Unit, summarise
+from pipeline.results.figures import (
+    ACHIEVED,
+    FIRST_STEP,
+    MEMORY,
+    PREDICTION_ERROR,
+    START,
+    THROUGHPUT,
+    TRAINING,
+    UTILISATION,
+)
 from tests.factories import (
     ENVIRONMENT,
+    foreign_load,
+    known,
     make_arm,
     make_bench,
     make_comparison,
@@ -29,6 +40,7 @@ from tests.factories import (
     make_history,
     make_ledgers,
     make_params,
+    make_ratio,
     make_result,
     make_results,
     make_run,
@@ -53,14 +65,14 @@ def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_
     assert memory.accuracy
     assert [memory.throughput.estimate, memory.memory.estimate] == pytest.approx([0.8, 0.55], rel=0.02)
     assert (memory.throughput.decision, memory.memory.decision) == ("worse", "better")
-    assert memory.accuracy.mean_fraction == pytest.approx((-10 + 5 + 5) / 10_000 / 3)
+    assert memory.accuracy.estimate == pytest.approx((-10 + 5 + 5) / 10_000 / 3)
     assert (memory.accuracy.decision, memory.reasons) == ("same", ())
 
 
 @pytest.mark.parametrize(("unit", "decision"), [(Unit(), "undecided"), (Unit(name="tokens", per_sample=64), "same")])
 def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit: Unit, decision: str) -> None:
-    few = BASELINE.dataset.model_copy(update={"test_count": 32})
-    baseline, other = (
+    few = known(BASELINE.dataset).model_copy(update={"test_count": 32})
+    baseline, tokened = (
         make_result(
             name,
             [
@@ -72,9 +84,9 @@ def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit:
         )
         for name in ("baseline", "other")
     )
-    found = make_comparison([baseline, other]).variants[1].accuracy
-    assert found
-    assert (found.mean_fraction, found.decision) == (0.0, decision)
+    accuracy = make_comparison([baseline, tokened]).variants[1].accuracy
+    assert accuracy
+    assert (accuracy.estimate, accuracy.decision) == (0.0, decision)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +106,32 @@ def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit:
 def test_verdict_and_pareto_front_weigh_throughput_memory_and_accuracy(
     throughput: float, memory: float, correct: int, verdict: str, front: set[str]
 ) -> None:
-    other = make_result("other", [make_run(seed, test_correct=9000 + correct) for seed in (0, 1, 2)])
-    measured = [BASELINE, other]
+    changed = make_result("other", [make_run(seed, test_correct=9000 + correct) for seed in (0, 1, 2)])
+    measured = [BASELINE, changed]
     bench = make_bench(measured, throughput={"other": throughput}, memory={"other": memory})
-    found = make_comparison(measured, bench).variants
-    assert found[1].verdict == verdict
-    assert {each.variant for each in found if each.on_front} == front
+    variants = make_comparison(measured, bench).variants
+    assert variants[1].verdict == verdict
+    assert {variant.variant for variant in variants if variant.on_front} == front
+
+
+def test_a_variant_that_is_decided_alone_may_be_undecided_among_many() -> None:
+    """All intervals of a figure have one confidence, and each agrees with its decision."""
+
+    def compared(others: int) -> Comparison:
+        names = [f"other{number}" for number in range(others)]
+        measured = [BASELINE, *(make_result(name, [make_run(seed) for seed in (0, 1, 2)]) for name in names)]
+        bench = make_bench(measured, throughput={"other0": 1.045})
+        first = bench.arm("variant", "other0")
+        assert first is not None
+        alike = with_samples(bench, lambda arm: first.samples if arm.variant in names else arm.samples)
+        tenth = {name: 1 + 1e-4 * place for place, name in enumerate(names)}  # no two arms have the same samples
+        return make_comparison(measured, with_speeds(alike, lambda arm, _: tenth.get(arm.variant, 1.0)))
+
+    for others, confidence, decision in ((1, 0.95, "better"), (10, 0.99, "undecided")):
+        ratios = [variant.throughput for variant in compared(others).variants if variant.throughput]
+        assert {ratio.confidence for ratio in ratios} == {confidence}
+        assert ratios[0].decision == decision
+        assert all(ratio.decision == decide(ratio, ratio.margin) for ratio in ratios)
 
 
 def test_the_margins_are_the_settings() -> None:
@@ -109,8 +141,8 @@ def test_the_margins_are_the_settings() -> None:
     def decisions(**margins: float) -> list[str]:
         comparison = make_comparison(measured, bench, margins=margins)
         assert comparison.margins.model_dump().items() >= margins.items()
-        other = comparison.variants[1]
-        return [each.decision for each in (other.throughput, other.memory, other.accuracy) if each]
+        changed = comparison.variants[1]
+        return [figure.decision for figure in (changed.throughput, changed.memory, changed.accuracy) if figure]
 
     assert decisions() == ["better", "worse", "better"]
     assert decisions(throughput=0.15) == ["same", "worse", "better"]
@@ -122,22 +154,22 @@ def test_the_same_weights_have_the_same_accuracy() -> None:
     """This is so even if the evaluations differ in precision, and for any number of seeds."""
     baseline = make_result("baseline", [make_run(0, test_correct=9000), make_run(1, test_correct=9010)])
     counted = [make_run(run.seed, test_correct=8800, model_sha256=run.model_sha256) for run in baseline.runs]
-    other = make_comparison([baseline, make_result("other", counted)]).variants[1].accuracy
-    assert other
-    assert (other.decision, other.low_fraction, other.mean_fraction, other.high_fraction) == ("same", 0.0, 0.0, 0.0)
-    difference = accuracy_difference(make_result("other", [counted[0], make_run(1, test_correct=9110)]), baseline)
-    assert [each.difference_fraction for each in difference.seeds] == [0.0, 0.01]
+    accuracy = make_comparison([baseline, make_result("other", counted)]).variants[1].accuracy
+    assert accuracy
+    assert (accuracy.decision, accuracy.low, accuracy.estimate, accuracy.high) == ("same", 0.0, 0.0, 0.0)
+    changed = make_result("other", [counted[0], make_run(1, test_correct=9110)])
+    assert accuracy_differences(changed, baseline) == {0: 0.0, 1: 0.01}
 
 
 def test_an_accuracy_is_bounded_by_the_baselines() -> None:
     rights = {"baseline": (5000, 9000, 7000), "other": (9900, 8000, 9800)}
     measured = [
-        make_result(name, [make_run(seed, test_correct=right) for seed, right in enumerate(each)])
-        for name, each in rights.items()
+        make_result(name, [make_run(seed, test_correct=right) for seed, right in enumerate(counts)])
+        for name, counts in rights.items()
     ]
-    other = make_comparison(measured, make_bench(measured)).variants[1].accuracy
-    assert other
-    assert other.high_fraction == pytest.approx(0.3)
+    accuracy = make_comparison(measured, make_bench(measured)).variants[1].accuracy
+    assert accuracy
+    assert accuracy.high == pytest.approx(0.3)
 
 
 def test_what_is_undecided_says_what_would_decide_it() -> None:
@@ -146,9 +178,9 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
         make_result("other", [make_run(seed, test_correct=9000 + n) for seed, n in ((0, 90), (1, -90), (2, 20))]),
     ]
     bench = make_bench(measured, throughput={"other": 1.05}, noise=0.03)
-    other = make_comparison(measured, bench).variants[1]
-    speed, accuracy = other.reasons
-    assert other.verdict == "undecided"
+    changed = make_comparison(measured, bench).variants[1]
+    speed, accuracy = changed.reasons
+    assert changed.verdict == "undecided"
     assert speed.startswith("throughput is undecided: another session helps most (bench --again); about ")
     assert "(set bench.max_minutes: " in speed
     assert accuracy.startswith("accuracy is undecided with 3 seeds: about ")
@@ -160,18 +192,18 @@ def test_a_variant_whose_techniques_are_all_skipped_is_not_advised_to_be_measure
     skipped = {"bf16": "this CPU would emulate it"}
     for applied, said in (({}, "it trains exactly like the baseline"), ({"channels_last": True}, "another session")):
         measured = [BASELINE, make_result("other", applied=applied, skipped=skipped)]
-        other = make_comparison(measured, make_bench(measured, throughput={"other": 1.03}, noise=0.02)).variants[1]
-        assert other.verdict == "undecided"
-        assert said in other.reasons[0]
-        assert len(other.reasons) == 1
+        changed = make_comparison(measured, make_bench(measured, throughput={"other": 1.03}, noise=0.02)).variants[1]
+        assert changed.verdict == "undecided"
+        assert said in changed.reasons[0]
+        assert len(changed.reasons) == 1
 
 
 @pytest.mark.parametrize(("rounds", "verdicts"), [(7, ["pays", "trades"]), (4, ["untrusted", "untrusted"])])
 def test_an_interrupted_bench_is_used_as_far_as_it_goes(rounds: int, verdicts: list[str]) -> None:
-    found = make_comparison(bench=make_bench(rounds=rounds, interrupted=True)).variants[1:]
-    assert [each.verdict for each in found] == verdicts
+    variants = make_comparison(bench=make_bench(rounds=rounds, interrupted=True)).variants[1:]
+    assert [variant.verdict for variant in variants] == verdicts
     interrupted = f"the bench was interrupted after {rounds} rounds: run `dvc repro bench`"
-    assert [interrupted in each.reasons for each in found] == [rounds == 4] * 2
+    assert [interrupted in variant.shared_reasons for variant in variants] == [rounds == 4] * 2
 
 
 def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
@@ -184,11 +216,12 @@ def test_a_noisy_machine_makes_every_variant_untrusted() -> None:
         assert why
         assert "the baseline measured against itself" in why
         ddp, memory = comparison.variants[1:]
-        for each in (ddp, memory):
-            assert each.memory
-            assert (each.verdict, each.memory.decision == "untrusted") == ("untrusted", False)
-        assert (ddp.reasons[0], memory.reasons[:2]) == (why, ("decided nevertheless: saves memory", why))
-        assert not any(each.on_front for each in comparison.variants)
+        for variant in (ddp, memory):
+            assert variant.memory
+            assert (variant.verdict, variant.memory.decision == "untrusted") == ("untrusted", False)
+        assert ddp.shared_reasons == memory.shared_reasons == (f"throughput: {why}",)
+        assert memory.reasons == ("decided nevertheless: saves memory",)
+        assert not any(variant.on_front for variant in comparison.variants)
     assert make_comparison(max_spread=0.001).variants[1].verdict == "untrusted"
 
 
@@ -200,10 +233,10 @@ def test_variants_beat_each_other_too() -> None:
         memory={"fast": 1.3, "faster": 1.2},
         rejected={"refused": dict.fromkeys(range(8), "it throttled")},
     )
-    found = make_comparison(measured, bench).variants
-    assert found[3].throughput
-    assert found[3].throughput.estimate == pytest.approx(9.0, rel=0.05)  # known, but not trusted
-    assert {each.variant for each in found if each.on_front} == {"baseline", "faster"}
+    variants = make_comparison(measured, bench).variants
+    assert variants[3].throughput
+    assert variants[3].throughput.estimate == pytest.approx(9.0, rel=0.05)  # known, but not trusted
+    assert {variant.variant for variant in variants if variant.on_front} == {"baseline", "faster"}
 
 
 # Figures of the bench
@@ -216,27 +249,26 @@ def test_figures_are_medians_of_the_samples_that_were_not_rejected() -> None:
                     step_p99_ms=30.0 + index, input_wait_fraction=0.1 * index, peak_memory_bytes=1000 * index)
         for index in range(1, 8)
     ]  # fmt: skip
-    windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"rejections": ("it throttled",)})
-    (found,) = make_comparison([BASELINE], with_samples(make_bench([BASELINE]), lambda _: windows)).variants
-    assert [getattr(found, name) for name in fields] == [3500.0, 13.5, 23.5, 33.5, pytest.approx(0.35)]
-    assert (found.peak_memory_bytes, found.rejected) == (4000, 1)  # the seventh sample's memory counts
+    windows[6] = windows[6].model_copy(update=dict.fromkeys(fields) | {"rejections": (foreign_load(),)})
+    (measured,) = make_comparison([BASELINE], with_samples(make_bench([BASELINE]), lambda _: windows)).variants
+    assert [measured.figures[name] for name in fields] == [3500.0, 13.5, 23.5, 33.5, pytest.approx(0.35)]
+    assert (measured.of(MEMORY), measured.rejected) == (4000, 1)  # the seventh sample's memory counts
 
 
 def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
     results = make_results()
     comparison = make_comparison(results, without_memory(make_bench(results, throughput={"ddp": 1.6})))
-    assert {each.variant: each.verdict for each in comparison.variants}["ddp"] == "pays"
+    assert {variant.variant: variant.verdict for variant in comparison.variants}["ddp"] == "pays"
 
 
 def test_utilisation_is_the_models_flops_over_the_devices_peak() -> None:
     memory = {"activation_checkpointing": True}
     flops = {"baseline": make_flops({}, 1e12), "ddp": make_flops({}), "memory": make_flops(memory, 1e12)}
     shares = {"baseline": 6.3e-6, "ddp": None, "memory": 6.3e-6}  # without recomputation; ddp's device is unknown
-    for each in make_comparison(bench=make_bench(flops=flops)).variants:
-        assert each.samples_per_second
-        assert (each.flops, each.model_flops_per_second) == (flops[each.variant], 6_300_000 * each.samples_per_second)
-        share = shares[each.variant]
-        assert each.utilisation_fraction == (share and pytest.approx(share * each.samples_per_second))
+    for variant in make_comparison(bench=make_bench(flops=flops)).variants:
+        assert variant.of(ACHIEVED) == 6_300_000 * variant.of(THROUGHPUT)
+        share = shares[variant.variant]
+        assert variant.of(UTILISATION) == (share and pytest.approx(share * variant.of(THROUGHPUT)))
 
 
 def test_the_predictions_error_is_against_what_tensors_take() -> None:
@@ -246,8 +278,8 @@ def test_the_predictions_error_is_against_what_tensors_take() -> None:
     off = ledgers.model_copy(update={"predicted": ledgers.predicted.model_copy(update=peak)})
     unforeseen = make_ledgers(predicted=None, why_not_predicted="ddp is not predicted")
     bench = make_bench(ledgers={"baseline": off, "ddp": unforeseen})
-    found = [(each.ledgers, each.prediction_error_fraction) for each in make_comparison(bench=bench).variants]
-    assert found == [(off, pytest.approx(-0.1)), (unforeseen, None), (None, None)]
+    errors = [variant.of(PREDICTION_ERROR) for variant in make_comparison(bench=bench).variants]
+    assert errors == [pytest.approx(-0.1), None, None]
 
 
 # Figures of the training runs
@@ -257,11 +289,9 @@ def test_figures_of_the_training_runs_keep_their_names() -> None:
     runs = [make_run(seed, samples_per_second=speed, peak_memory_bytes=memory * 2**20, train_seconds=6.0)
             for seed, speed, memory in ((0, 29_000.0, 60), (1, 30_000.0, 50), (2, 40_000.0, 40))]  # fmt: skip
     baseline, fast = make_comparison([BASELINE, make_result("fast", runs)]).variants
-    assert fast.training_samples_per_second == 30_000
-    assert fast.training_peak_memory_bytes == 60 * 2**20
-    assert fast.train_time_ratio == 6.0 / 9.0
-    assert (baseline.train_time_ratio, baseline.time_to_target_ratio) == (1.0, None)
-    assert (fast.startup_seconds, fast.first_step_seconds) == (2.4, 0.12)  # of the first seed
+    assert fast.trained == summarise(runs)
+    assert (fast.of(TRAINING), baseline.time_to_target_ratio) == (6.0, None)
+    assert (fast.of(START), fast.of(FIRST_STEP)) == (2.4, 0.12)  # of the first seed
     assert fast.runs == tuple(runs)
 
 
@@ -269,26 +299,24 @@ def test_accuracy_is_paired_by_seed_not_by_position() -> None:
     baseline = make_result(
         "baseline", [make_run(seed, test_correct=n) for seed, n in ((0, 9000), (1, 9100), (2, 9200))]
     )
-    other = make_result("other", [make_run(seed, test_correct=n) for seed, n in ((2, 9210), (0, 9030), (1, 9080))])
-    first, second = make_comparison([baseline, other]).variants
-    difference = second.accuracy_difference
+    changed = make_result("other", [make_run(seed, test_correct=n) for seed, n in ((2, 9210), (0, 9030), (1, 9080))])
+    first, second = make_comparison([baseline, changed]).variants
+    difference = second.accuracy
     assert difference is not None
-    assert {each.seed: each.difference_fraction for each in difference.seeds} == {0: 0.003, 1: -0.002, 2: 0.001}
-    assert difference.mean_fraction == pytest.approx(0.002 / 3)
-    assert difference.spread_fraction == pytest.approx(statistics.stdev([0.003, -0.002, 0.001]))
-    assert (difference.min_fraction, difference.max_fraction) == (-0.002, 0.003)
-    assert (second.test_correct_count, second.test_count) == (27_320, 30_000)
-    assert first.accuracy_difference is None
+    assert {seed: part.estimate for seed, part in difference.parts.items()} == {"0": 0.003, "1": -0.002, "2": 0.001}
+    assert difference.estimate == pytest.approx(0.002 / 3)
+    assert difference.deviation == pytest.approx(statistics.stdev([0.003, -0.002, 0.001]))
+    assert first.accuracy is None
 
 
 @pytest.mark.parametrize("field", ["samples_per_second", "peak_memory_bytes"])
 def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
     refused = make_run(1, rejections=("the GPU throttled",)).model_copy(update={field: None})
-    other = make_result("other", [make_run(0), refused, make_run(2)])
-    baseline, found = make_comparison([BASELINE, other]).variants
-    assert getattr(found, f"training_{field}") is None
-    assert getattr(baseline, f"training_{field}") is not None
-    assert found.train_time_ratio == 1.0  # other figures are still known
+    partly = make_result("other", [make_run(0), refused, make_run(2)])
+    baseline, compared = make_comparison([BASELINE, partly]).variants
+    assert compared.trained[field] is None
+    assert baseline.trained[field] is not None
+    assert compared.trained["train_seconds"] == 9.0  # other figures are still known
 
 
 @pytest.mark.parametrize(
@@ -305,10 +333,10 @@ def test_time_to_target_is_the_median_of_the_first_evaluations_at_or_above_it_if
 ) -> None:
     first = 0.80 if steps[0] == 470 else 0.86
     history = [*make_history((0,), (first, 0.90)), *make_history((1,), late), *make_history((2,), (0.80, 0.90))]
-    found = time_to_target(BASELINE, history, 0.85, 20_000.0)
-    assert [each.steps for each in found.seeds] == steps
-    assert (found.samples, found.reached_count) == (samples, 3 - steps.count(None))
-    assert found.train_seconds == (samples and samples / 20_000)
+    reached = time_to_target(BASELINE, history, 0.85, 20_000.0)
+    assert [seed.steps for seed in reached.seeds] == steps
+    assert (reached.samples, reached.reached_count) == (samples, 3 - steps.count(None))
+    assert reached.train_seconds == (samples and samples / 20_000)
     assert time_to_target(BASELINE, history, 0.85, None).train_seconds is None
 
 
@@ -316,14 +344,14 @@ def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
     histories = {"baseline": make_history(), "ddp": make_history(accuracies=(0.7, 0.8, 0.9))}
     measured = [BASELINE, make_result("ddp")]
     ddp = make_comparison(measured, histories=histories).variants[1]
-    speed, found = ddp.throughput, ddp.time_to_target_ratio
-    assert found
+    speed, ratio = ddp.throughput, ddp.time_to_target_ratio
+    assert ratio
     assert speed
     assert speed.estimate
     assert speed.low
     assert speed.high
-    expected = [705 / 470 / each for each in (speed.estimate, speed.high, speed.low)]
-    assert [found.estimate, found.low, found.high] == pytest.approx(expected)
+    expected = [705 / 470 / speed_ratio for speed_ratio in (speed.estimate, speed.high, speed.low)]
+    assert [ratio.estimate, ratio.low, ratio.high] == pytest.approx(expected)
     assert make_comparison(measured, target_accuracy=0.95).variants[1].time_to_target_ratio is None
 
 
@@ -336,24 +364,30 @@ def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -
     first, second = compare([baseline, taught], histories, [bench], Compare(), ENVIRONMENT).variants
     assert first.equal_time is None
     assert second.equal_time
-    assert second.samples_per_second
-    assert second.equal_time.train_seconds == pytest.approx(705 * 256 / (2 * second.samples_per_second), rel=1e-3)
+    assert second.equal_time.train_seconds == pytest.approx(705 * 256 / (2 * second.of(THROUGHPUT)), rel=1e-3)
     ends = second.equal_time.accuracy_fraction, second.equal_time.baseline_accuracy_fraction
     assert ends == pytest.approx((0.7, 0.9))
     assert (first.another_model, second.another_model) == (None, "resnet9, 9 parameters")
 
-    def at(estimate: float, decision: Decision, speed: float | None = 4e4) -> EqualTime | None:
-        ratio = Ratio(estimate=estimate, low=estimate, high=estimate, margin=0.03, decision=decision)
+    def at(estimate: float, decision: Decision, speed: float | None = 4e4, width: float = 0.0) -> EqualTime | None:
+        ratio = make_ratio(estimate, estimate - width, estimate + width, margin=0.03, decision=decision)
         return equal_time(taught, baseline, histories, speed, ratio)
 
     assert at(0.1, "worse") is None  # less than an epoch
     assert at(0.5, "worse", speed=None) is None
-    assert at(0.96, "undecided") is None
+    undecided, decided = at(0.96, "undecided", width=0.05), at(0.96, "worse", width=0.01)
+    assert undecided
+    assert decided
+    # At 0.91 and 0.96 the variant has not had its last evaluation, at 1.01 the baseline has not had its own.
+    widest = undecided.accuracy_fraction, undecided.difference_low_fraction, undecided.difference_high_fraction
+    assert widest == pytest.approx((0.8, 0.8 - 0.9, 0.95 - 0.86))
+    assert decided.difference_low_fraction == decided.difference_high_fraction
+    assert at(0.35, "worse", width=0.05) is None  # at the lower end, it is less than an epoch
     assert at(0.5, "untrusted") is None
     assert equal_time(taught, baseline, histories, 4e4, None) is None
     same = at(0.98, "same")  # both end together, so the noise of the speeds costs neither its last epoch
     assert same
-    assert list(same.model_dump().values()) == pytest.approx([4.512, 0.95, 0.9])
+    assert list(same.model_dump().values()) == pytest.approx([4.512, 0.95, 0.9, 0.05, 0.05])
 
 
 def test_weights_that_the_teacher_no_longer_has_are_said(tmp_path: Path) -> None:
@@ -379,7 +413,7 @@ def test_a_throughput_that_is_not_trusted_gives_no_time() -> None:
 def test_the_baseline_comes_first() -> None:
     measured = [make_result("b"), BASELINE, make_result("a")]
     bench = make_bench([BASELINE, *measured[::2]])
-    names = [each.variant for each in make_comparison(measured, bench, baseline="baseline").variants]
+    names = [variant.variant for variant in make_comparison(measured, bench, baseline="baseline").variants]
     assert names == ["baseline", "b", "a"]
 
 
@@ -387,13 +421,13 @@ def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
     bench = make_bench()
     values = json.loads(make_comparison(bench=bench).to_json())
     assert next(iter(values)) == "schema"
-    assert (values["schema"], values["bench"]["schema"]) == (1, 3)
+    assert (values["schema"], values["bench"]["schema"]) == (2, 4)
     assert values["bench"] == json.loads(bench.to_json())
     assert values["environment"] == ENVIRONMENT | {"relied_on": {"variants": {}}}, "stages must be left out"
-    assert [each["verdict"] for each in values["variants"]] == [None, "pays", "trades"]
+    assert [variant["verdict"] for variant in values["variants"]] == [None, "pays", "trades"]
 
 
-OTHER_DATA = BASELINE.dataset.model_copy(update={"sha256": "c" * 64})
+OTHER_DATA = known(BASELINE.dataset).model_copy(update={"sha256": "c" * 64})
 
 
 BENCH = make_bench()
@@ -402,8 +436,7 @@ HASH = ENVIRONMENT["hash"][:12]
 
 def with_arm(variant: str, bench: Bench = BENCH, **changes: Any) -> Bench:
     arms = (
-        each.model_copy(update=changes) if (each.role, each.variant) == ("variant", variant) else each
-        for each in bench.arms
+        arm.model_copy(update=changes) if (arm.role, arm.variant) == ("variant", variant) else arm for arm in bench.arms
     )
     return bench.model_copy(update={"arms": tuple(arms)})
 
@@ -436,21 +469,21 @@ def test_a_bench_that_does_not_belong_to_the_results_is_refused(bench: Bench, na
 
 
 def test_all_rejections_advise_one_value_of_the_foreign_load() -> None:
-    advised = "other processes took {}% of the CPU; accept this load with bench.max_foreign_load: {}"
-    rejected = {"ddp": {2: advised.format(21, 0.4), 3: advised.format(73, 0.9)}, "memory": {5: advised.format(41, 0.6)}}
-    found = make_comparison(bench=make_bench(rejected=rejected)).to_json()
-    assert re.findall(r"max_foreign_load: (\S+)\"", found) == ["0.9"] * 3
+    """The raw samples keep the values that they advised."""
+    rejected = {"ddp": {2: foreign_load(0.21, 0.4)}, "memory": dict.fromkeys(range(8), foreign_load())}
+    benches = make_bench(rejected=rejected), make_bench(rejected={"ddp": {1: foreign_load(0.73, 0.9)}}, keys={})
+    comparison = compare(make_results(), make_histories(make_results()), benches, Compare(), ENVIRONMENT)
+    assert comparison.bench.to_json() == benches[0].to_json()
+    assert re.findall(r"max\\_foreign\\_load: (\S+)\.", markdown(comparison)) == ["0.9"] * 3
 
 
 def test_margins_that_were_changed_after_the_measurement_are_told() -> None:
     def told(then: Margins | None) -> list[str]:
         compared = make_comparison(bench=make_bench(margins=then), margins={"throughput": 0.1})
-        return [text for text in sentences.basis(compared) if "changed after" in text]
+        return facts.moved_margins(compared)
 
     assert told(Margins(throughput=0.1)) == told(None) == []
-    assert told(Margins()) == [
-        "The margins were changed after the measurement: compare.margins.throughput from 0.03 to 0.1."
-    ]
+    assert told(Margins()) == ["compare.margins.throughput from 0.03 to 0.1"]
 
 
 def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
@@ -464,8 +497,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     before = make_comparison(bench=whole).variants[1].throughput
     assert before
     assert early.throughput.estimate == before.estimate
-    (said,) = [text for text in sentences.basis(make_comparison(bench=stopped)) if "ended early" in text]
-    assert said.endswith(": ddp after 8 rounds.")
+    assert facts.ended_early(stopped) == ["ddp after 8 rounds"]
     nearly = with_arm(
         "ddp", make_bench(throughput={"ddp": 1.03}, rejected={}), samples=longer.arms[0].samples[:8], settled=True
     )
@@ -482,11 +514,13 @@ def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -
 
     throughput = {"ddp": 1.06, "memory": 1.06}
     usual = make_bench(rounds=30, rejected={}, throughput=throughput, memory={}, ablate=True)
-    found = make_comparison(bench=with_speeds(usual, factor))
-    assert not found.noise_throughput.why_untrusted
-    assert "excludes 1" in str(found.variants[1].reasons)
-    judged = [ratio for each in found.shares for ratio in (each.added_throughput, each.stacked_throughput) if ratio]
-    assert {each.decision for each in judged} == {"untrusted"}
+    comparison = make_comparison(bench=with_speeds(usual, factor))
+    assert not comparison.noise_throughput.why_untrusted
+    assert "excludes 1" in str(comparison.variants[1].reasons)
+    judged = [
+        ratio for share in comparison.shares for ratio in (share.added_throughput, share.stacked_throughput) if ratio
+    ]
+    assert {ratio.decision for ratio in judged} == {"untrusted"}
 
 
 def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -> None:
@@ -495,8 +529,7 @@ def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -
 
     usual = make_bench(rounds=30, rejected={}, noise=0.0, throughput={"ddp": 1.5})
     baseline, ddp, _ = make_comparison(bench=with_speeds(usual, factor)).variants
-    assert baseline.samples_per_second
-    assert ddp.samples_per_second == pytest.approx(1.5 * baseline.samples_per_second)
+    assert ddp.of(THROUGHPUT) == pytest.approx(1.5 * baseline.of(THROUGHPUT))
 
 
 def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
@@ -521,10 +554,10 @@ def save(result: Result, root: Path, name: str | None = None) -> Result:
 
 
 def test_files_are_read_in_the_order_asked_for(tmp_path: Path) -> None:
-    ddp, baseline = (save(each, tmp_path / "results") for each in (make_result("ddp"), BASELINE))
+    ddp, baseline = (save(result, tmp_path / "results") for result in (make_result("ddp"), BASELINE))
     params = make_params([BASELINE, make_result("ddp")])
-    found, histories = read_all(params, tmp_path / "results")
-    assert found == [baseline, ddp]
+    measured, histories = read_all(params, tmp_path / "results")
+    assert measured == [baseline, ddp]
     assert histories == dict.fromkeys(("baseline", "ddp"), make_history(BASELINE.runs))
 
 

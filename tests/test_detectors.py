@@ -17,21 +17,26 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.measurement.detectors import cpu, detectors, gpu, processes
-from pipeline.measurement.detectors.base import Detector, Rejection
-from pipeline.measurement.detectors.compiler import Recompilation
-from pipeline.measurement.detectors.cpu import CpuThrottling, ForeignLoad
-from pipeline.measurement.detectors.figures import of_ranks
-from pipeline.measurement.detectors.gpu import GpuThrottling, SharedGpu
+from pipeline.measurement import detectors as module
+from pipeline.measurement.detectors import (
+    CpuThrottling,
+    Detector,
+    ForeignLoad,
+    GpuThrottling,
+    Recompilation,
+    SharedGpu,
+    detectors,
+)
+from pipeline.results.rejections import Advice, Rejection, rejection
 from tests.drivers import plug
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def reason(detector: Detector) -> str:
-    [rejection] = detector.rejections()
-    assert not rejection.voids_memory
-    return rejection.reason
+def only(detector: Detector) -> Rejection:
+    """Return the detector's only rejection."""
+    (rejection,) = detector.rejections()
+    return rejection
 
 
 def watched(detector: Detector, during: Callable[[], object], *, measured: bool = True) -> None:
@@ -62,7 +67,7 @@ def test_a_recompile_in_a_measured_window_alone_is_refused(compiled: Any) -> Non
         watched(detector, lambda size=size: compiled(torch.ones(size)))  # type: ignore[misc]
     assert not [*detector.rejections()]
     watched(detector, lambda: compiled(torch.ones(5)))
-    assert "s after the warm-up; raise train.warmup_steps" in reason(detector)
+    assert only(detector) == rejection("recompiled", seconds=detector.seconds)
     assert 0 < detector.seconds < 60
 
 
@@ -94,7 +99,7 @@ class Machine:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.seconds = root, 50.0
         self.cores = [[0] * 10, [0] * 10]
-        monkeypatch.setattr(processes, "PROC", root)
+        monkeypatch.setattr(module, "PROC", root)
         monkeypatch.setattr(psutil, "PROCFS_PATH", str(root))
         monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
         monkeypatch.setattr(os, "sysconf", lambda _: 100)
@@ -110,7 +115,7 @@ class Machine:
         times[4] += round(idle * 50)  # idle, iowait
         times[7] += round(stolen * 100)
         times[8] += round(busy * 75)  # guest: part of user
-        lines = [f"cpu{index} {' '.join(map(str, each))}" for index, each in enumerate(self.cores)]
+        lines = [f"cpu{index} {' '.join(map(str, ticks))}" for index, ticks in enumerate(self.cores)]
         (self.root / "stat").write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *lines, "intr 1 2 3", ""]))
 
     def process(
@@ -175,8 +180,11 @@ def test_cpu_time_that_others_take_from_the_job_is_rejected(
     if taken < 0.5:
         assert not [*detector.rejections()]
     else:
-        assert "took 0.50 of the 2.00 s of CPU time that the job would have had (25%; at most 10%" in reason(detector)
-        assert reason(detector).endswith("or accept this load with bench.max_foreign_load: 0.4")
+        taken_of_due = {"taken_seconds": 0.5, "due_seconds": 2.0, "share": 0.25, "limit": 0.1}
+        rejection = only(detector)
+        assert rejection.code == "foreign_load"
+        assert rejection.facts == pytest.approx(taken_of_due)
+        assert rejection.advice == Advice(setting="bench.max_foreign_load", value=0.4)
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:
@@ -208,14 +216,14 @@ def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -
     machine.process(10, parent=1, own=1.5, waits={10: 0})
     detector.close(measured=True)
     assert detector.taken_seconds == pytest.approx(0.5 * 1.5 / 2)
-    assert "(19%; at most 10% is allowed)" in reason(detector)
+    assert only(detector).facts["share"] == pytest.approx(0.375 / 2)
 
 
-@pytest.mark.parametrize("told", [None, "0 0 0\n"])
-def test_where_the_kernel_counts_no_waits_load_beyond_the_idle_time_counts(machine: Machine, told: str | None) -> None:
-    if told:
+@pytest.mark.parametrize("waits", [None, "0 0 0\n"])
+def test_where_the_kernel_counts_no_waits_load_beyond_the_idle_time_counts(machine: Machine, waits: str | None) -> None:
+    if waits:
         (machine.root / "10" / "task" / "10").mkdir(parents=True)
-        (machine.root / "10" / "task" / "10" / "schedstat").write_text(told)
+        (machine.root / "10" / "task" / "10" / "schedstat").write_text(waits)
     detector = window(machine, foreign_load(), own=2, waits=None, busy=1.5, idle=0.5)
     assert detector.taken_seconds == pytest.approx(1.0)
 
@@ -235,7 +243,7 @@ def test_only_measured_windows_count_and_they_add_up(machine: Machine) -> None:
     assert [detector.seconds["window"], detector.seconds["own"], detector.taken_seconds] == pytest.approx(
         [3, 2.25, 0.75]
     )
-    assert "0.75 of the 3.00 s" in reason(detector)
+    assert [only(detector).facts[name] for name in ("taken_seconds", "due_seconds")] == pytest.approx([0.75, 3])
 
 
 needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs /proc/self/schedstat")
@@ -268,7 +276,7 @@ def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
         deadline = time.monotonic() + 60
         while beside.seconds["own"] < 0.1 and time.monotonic() < deadline:
             watched(beside, lambda: watched(whole, lambda: time.sleep(0.5)))
-    assert "other processes took" in reason(beside)
+    assert only(beside).code == "foreign_load"
     # Other load on this machine takes as much time from the three processes together as from the single one.
     others = whole.seconds["own"] - beside.seconds["own"]
     assert others > beside.seconds["own"]
@@ -297,7 +305,8 @@ def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bo
 def test_a_cpu_that_got_too_hot_in_measured_windows_is_refused(tmp_path: Path) -> None:
     assert not [*_heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True)).rejections()]
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
-    assert "the CPU got too hot and was throttled for 0.01 of " in reason(detector)
+    assert only(detector).code == "cpu_throttled"
+    assert only(detector).facts["throttled_seconds"] == pytest.approx(0.005)
     detector.window_seconds = 0.11  # 5 ms of throttling are less than a twentieth
     assert not [*detector.rejections()]
 
@@ -324,7 +333,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=pid) for pid in driver.pids],
         nvmlDeviceGetMPSComputeRunningProcesses=lambda _: driver.clients,
     )
-    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr(module, "GPU_SAMPLE_SECONDS", 0.001)
     return driver
 
 
@@ -357,7 +366,8 @@ def test_a_gpu_that_throttled_is_refused(driver: SimpleNamespace, bits: int, wor
     assert detector.looks >= 5
     detector.looks = 10
     if words:
-        assert f"the GPU throttled ({words}) in 2 of 10 queries (at most 5% are allowed)" in reason(detector)
+        facts: dict[str, Any] = {"gpu": "the GPU", "slowdowns": words, "slow": 2, "queries": 10, "limit": 0.05}
+        assert only(detector) == rejection("gpu_throttled", **facts)
     else:
         assert not [*detector.rejections()]
 
@@ -374,7 +384,7 @@ def test_neither_a_moment_nor_the_warm_up_nor_a_silent_driver_is_refused(driver:
 def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "GPU_SAMPLE_SECONDS", 60)
+    monkeypatch.setattr(module, "GPU_SAMPLE_SECONDS", 60)
     detector = GpuThrottling("this one")
     driver.answers = iter([SLOW])
     watched(detector, lambda: setattr(driver, "answers", iter(())))
@@ -432,9 +442,8 @@ def test_other_processes_on_the_gpu_are_refused(
     driver.clients = clients
     detector = shared_gpu(driver, before, after)
     assert detector.others == others
-    assert [each.reason.split(" used ")[0] for each in detector.rejections()] == (
-        [f"{others} other process{'es' if others > 1 else ''}"] if others else []
-    )
+    rejections = [*detector.rejections()]
+    assert rejections == ([rejection("gpu_shared", others=others, gpu="the GPU")] if others else [])
     assert not [*shared_gpu(driver, before, after, measured=False).rejections()], "in the warm-up"
 
 
@@ -459,9 +468,11 @@ def test_every_gpu_of_a_process_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
     active_detectors = detectors(gpus, root_pid=10, max_foreign_load=None)
     for detector in active_detectors:
         watched(detector, lambda: None)
-    throttled, held = (rejection.reason for detector in active_detectors for rejection in detector.rejections())
-    assert throttled.startswith("GPU 1 throttled (hardware slowdown)")
-    assert held.startswith("1 other process used GPU 3;")
+    rejections = [rejection for detector in active_detectors for rejection in detector.rejections()]
+    assert [(rejection.code, rejection.facts["gpu"]) for rejection in rejections] == [
+        ("gpu_throttled", "GPU 1"),
+        ("gpu_shared", "GPU 3"),
+    ]
 
 
 @pytest.mark.usefixtures("rank")
@@ -471,12 +482,6 @@ def test_a_driver_that_knows_no_mps_is_believed(driver: SimpleNamespace, monkeyp
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", unknown)
     assert shared_gpu(driver, [7001, 7002], [7001, 7002]).others == 1
-
-
-def test_ranks_are_named_where_there_are_several() -> None:
-    hot, full = Rejection("too hot"), Rejection("too full", voids_memory=True)
-    assert [*of_ranks([[hot, full]])] == [hot, full]
-    assert [*of_ranks([[], [hot], [full]])] == [("rank 1: too hot", False), ("rank 2: too full", True)]
 
 
 # All together
@@ -494,14 +499,14 @@ def test_a_resumed_run_remembers_what_was_seen(driver: SimpleNamespace, tmp_path
 
 
 def test_only_what_this_machine_offers_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "CPUS", tmp_path)
+    monkeypatch.setattr(module, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
     active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=None)
     assert [type(detector) for detector in active_detectors] == [Recompilation]
     for core in (0, 1, 3):
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_total_time_ms").write_text("3\n")
-    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(module, "PROC", tmp_path)
     (tmp_path / "stat").write_text("")
     active_detectors = detectors([CPU], root_pid=os.getpid(), max_foreign_load=0.1)
     assert [type(detector) for detector in active_detectors] == [Recompilation, ForeignLoad, CpuThrottling]

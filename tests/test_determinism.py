@@ -45,9 +45,7 @@ def job(variant: dict[str, Any], **train: Any) -> Plan:
 
 
 @pytest.mark.parametrize(("deterministic", "mode"), [(True, STRICT), (False, 0)])
-def test_a_training_is_strict_if_the_settings_ask_for_determinism(
-    digits_folder: Path, deterministic: bool, mode: int
-) -> None:
+def test_a_training_is_strict_if_asked(digits_folder: Path, deterministic: bool, mode: int) -> None:
     made = job({}, deterministic=deterministic)
     with assembled(made, digits_folder) as assembly, assembly.training(0) as training:
         training.advance(1)
@@ -56,7 +54,7 @@ def test_a_training_is_strict_if_the_settings_ask_for_determinism(
     assert torch.get_deterministic_debug_mode() == 0
 
 
-def test_the_plan_names_an_operation_without_a_deterministic_form(digits_folder: Path) -> None:
+def test_the_plan_names_non_deterministic_operations(digits_folder: Path) -> None:
     made = job({"gradient_accumulation": "auto"})
     with assembled(made, digits_folder) as assembly:
         with assembly.training(0, change_model=Puts) as training:
@@ -68,7 +66,7 @@ def test_the_plan_names_an_operation_without_a_deterministic_form(digits_folder:
             assert torch.get_deterministic_debug_mode() == STRICT
 
 
-def test_the_trial_leaves_the_model_and_the_random_state_unchanged(digits: Dataset) -> None:
+def test_the_trial_leaves_no_trace(digits: Dataset) -> None:
     made = job({})
     model = conv_net(norm=True, dropout=True)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -81,7 +79,7 @@ def test_the_trial_leaves_the_model_and_the_random_state_unchanged(digits: Datas
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_an_operation_that_first_runs_after_the_trial_is_an_error_with_a_remedy(digits: Dataset) -> None:
+def test_an_operation_after_the_trial_is_an_error(digits: Dataset) -> None:
     made, third_step = job({}), partial(Puts, first=2)  # the trial leaves no trace
     with (
         assembly_of(made, ALONE, digits).training(0, change_model=third_step) as training,
@@ -96,7 +94,7 @@ def _decided(joined: World, folder: Path) -> tuple[dict[str, str], int]:
         return training.plan.decided, torch.get_deterministic_debug_mode()
 
 
-def test_all_ranks_decide_alike_if_one_has_no_deterministic_form(digits_folder: Path) -> None:
+def test_all_ranks_decide_alike_about_determinism(digits_folder: Path) -> None:
     first, second = run_ranks(_decided, digits_folder)
     assert first == second
     assert (list(first[0]), first[1]) == (["deterministic"], WARNS)

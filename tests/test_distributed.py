@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
 from pipeline.distributed.worlds import STORE
@@ -23,7 +24,7 @@ from pipeline.errors import PipelineError
 from tests.ranks import run_ranks
 
 
-def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
+def test_a_process_alone_is_a_world() -> None:
     with world("cpu") as alone:
         assert (alone.rank, alone.size, alone.backend, alone.is_main) == (0, 1, None, True)
         assert not dist.is_initialized()
@@ -43,7 +44,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "taken"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
-def test_a_rank_takes_its_own_gpu_or_the_one_that_its_launcher_bound_to_it(
+def test_a_rank_takes_its_own_gpu(
     as_if_cuda: list[int], monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, taken: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -124,16 +125,45 @@ def test_collectives_give_every_rank_the_same() -> None:
     assert ranks == [("gloo", True, *shared), ("gloo", False, *shared)]
 
 
+def _in_a_row(joined: World) -> list[int]:
+    """Return the number of collectives in which ranks gather an object."""
+    names: list[str] = []
+
+    def counted(name: str) -> Any:
+        real = getattr(distributed_c10d, name)
+
+        def call(*values: Any, **options: Any) -> Any:
+            names.append(name)
+            return real(*values, **options)
+
+        return call
+
+    for name in ("broadcast", "all_gather", "all_gather_single"):
+        if hasattr(distributed_c10d, name):
+            setattr(distributed_c10d, name, counted(name))
+    assert joined.gather(str(joined.rank) * joined.rank) == ["", "1", "22"]
+    return [len(names)]
+
+
+def test_objects_are_gathered_in_two_collectives() -> None:
+    assert run_ranks(_in_a_row, size=3) == [[2]] * 3
+
+
 def _large(joined: World) -> tuple[Any, Any, int]:
-    """Gather and broadcast tensors; return them and the most bytes that went through a collective of objects."""
+    """Gather and broadcast tensors; return them and the most bytes that a rank sent as an object."""
     pickled: list[int] = []
-    real = dist.broadcast_object_list
 
-    def broadcast_object_list(values: list[Any], **options: Any) -> None:
-        pickled.append(len(pickle.dumps(values)))
-        real(values, **options)
+    def noted(name: str, place: int) -> Any:
+        real = getattr(dist, name)
 
-    dist.broadcast_object_list = broadcast_object_list  # type: ignore[assignment]
+        def call(*values: Any, **options: Any) -> None:
+            pickled.append(len(pickle.dumps(values[place])))
+            real(*values, **options)
+
+        return call
+
+    for name, place in (("broadcast_object_list", 0), ("all_gather_object", 1)):
+        setattr(dist, name, noted(name, place))
     images = torch.full((8, 4, 32, 32), float(joined.rank)).to(memory_format=torch.channels_last)
     value = {
         "images": images[: 4 + joined.rank].requires_grad_(),
@@ -143,7 +173,7 @@ def _large(joined: World) -> tuple[Any, Any, int]:
     return joined.gather(value), joined.broadcast(value), max(pickled)
 
 
-def test_tensors_are_gathered_and_broadcast_one_by_one_and_as_they_are() -> None:
+def test_tensors_are_gathered_and_broadcast_unchanged() -> None:
     ranks = run_ranks(_large)
     for gathered, broadcast, pickled in ranks:
         assert pickled < 4096
@@ -226,7 +256,7 @@ def test_a_forked_rank_that_fails_ends_the_others(how: str, message: str) -> Non
     assert multiprocessing.active_children() == []
 
 
-def test_what_ranks_are_forked_from_ends_with_the_job_though_it_still_imports(tmp_path: Path) -> None:
+def test_the_server_of_forks_ends_with_the_job(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     (tmp_path / "slow.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
@@ -239,6 +269,20 @@ def test_what_ranks_are_forked_from_ends_with_the_job_though_it_still_imports(tm
         server = psutil.Process(int(note.read_text()))
         job.kill()
     server.wait(timeout=60)
+
+
+def test_a_fork_scans_no_object_of_its_server(tmp_path: Path) -> None:  # the tests' own server freezes its objects
+    (tmp_path / "counts.py").write_text(
+        "import gc\ndef of_fork():\n    yield gc.get_freeze_count(), len(gc.get_objects())\n"
+    )
+    code = (
+        "import counts; from pipeline.distributed import forked\n"
+        "with forked(counts.of_fork, (), 1, preload=['numpy.random', 'counts']) as ask: print(*ask(None)[0])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    frozen, scanned = map(int, output.stdout.split())
+    assert frozen > 10_000 > scanned
 
 
 def _fail_after_joining() -> None:
@@ -269,7 +313,7 @@ def steps_until_interrupted(world: World, heard_at: list[int], meet_every: int =
 
 
 @pytest.mark.parametrize("heard_at", [[3, 3, 3], [2, 9, 5], [9, 2, 2]])
-def test_ranks_that_hear_it_at_different_steps_end_after_the_same_one(heard_at: list[int]) -> None:
+def test_signalled_ranks_end_after_the_same_step(heard_at: list[int]) -> None:
     steps = run_ranks(steps_until_interrupted, heard_at, size=3)
     assert len(set(steps)) == 1
     assert max(heard_at) < steps[0] <= max(heard_at) + 3
@@ -282,11 +326,11 @@ def end_while_told_again(world: World) -> str:
     return "ended by itself"
 
 
-def test_a_rank_that_ends_is_not_hit_by_what_its_launcher_passes_on_late() -> None:
+def test_an_ending_rank_ignores_late_signals() -> None:
     assert run_ranks(end_while_told_again) == ["ended by itself"] * 2
 
 
 @pytest.mark.parametrize("heard_at", [[1, 1], [5, 5], [6, 8]])
-def test_ranks_that_meet_in_every_fourth_step_alone_end_after_the_same_one(heard_at: list[int]) -> None:
-    one, other = run_ranks(steps_until_interrupted, heard_at, 4)
-    assert one == other > max(heard_at)
+def test_ranks_that_meet_seldom_end_together(heard_at: list[int]) -> None:
+    first, second = run_ranks(steps_until_interrupted, heard_at, 4)
+    assert first == second > max(heard_at)

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md are checked against the commands, settings, links and files that they name."""
+"""README.md and the pages under docs/ are checked against the commands, settings, links and files that they name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dvc.cli.parser import get_main_parser
 from pipeline.cli import _parser
 from pipeline.params import parse
 from pipeline.params.loading import read
-from tests.imports import tree
+from tests.imports import modules, tree
 from tests.pages import DOCS, PAGES, ROOT, blocks, commands
 
 PARAMS: dict[str, Any] = read(ROOT / "params.yaml")
@@ -39,16 +39,16 @@ def inline_code(page: Path) -> list[str]:
 def test_the_pages_name_the_version_of_pyproject() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     named = [
-        found for page in PAGES for found in re.findall(r"pipeline-([\w.]+)-py3|download/v([\w.]+)/", page.read_text())
+        match for page in PAGES for match in re.findall(r"pipeline-([\w.]+)-py3|download/v([\w.]+)/", page.read_text())
     ]
     assert len(named) == 3
-    assert {each for found in named for each in found if each} == {version}
+    assert {part for match in named for part in match if part} == {version}
 
 
 def test_the_index_lists_every_page() -> None:
     index = ROOT / "docs" / "README.md"
-    linked = re.findall(r"\]\(([\w-]+\.md)\)", index.read_text(encoding="utf-8"))
-    assert sorted([*linked, index.name]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    linked = re.findall(r"\]\((\w[\w/-]*\.md)\)", index.read_text(encoding="utf-8"))
+    assert sorted([*linked, index.name]) == sorted(str(page.relative_to(index.parent)) for page in DOCS[1:])
 
 
 def simple_commands(page: Path) -> Iterator[list[str]]:
@@ -71,14 +71,14 @@ def with_changes(values: Any, change: Any) -> Any:
     """Return ``values`` with the keys of ``change`` replaced, section by section; variants replace all variants."""
     if not isinstance(change, dict) or not isinstance(values, dict):
         return change
-    changed = {key: each if key == "variants" else with_changes(values.get(key), each) for key, each in change.items()}
+    changed = {key: part if key == "variants" else with_changes(values.get(key), part) for key, part in change.items()}
     return values | changed
 
 
 def variants_of(page: Path) -> set[str]:
     """Return the names of variants that the page's commands may use."""
     shown = (yaml.safe_load(block) for block in blocks(page, "yaml"))
-    return {"VARIANT", *PARAMS["variants"], *(name for each in shown for name in each.get("variants", {}))}
+    return {"VARIANT", *PARAMS["variants"], *(name for section in shown for name in section.get("variants", {}))}
 
 
 def test_the_readme_has_at_most_180_lines() -> None:
@@ -94,6 +94,8 @@ def test_commands_exist(page: Path) -> None:
                 parsed = vars(_parser().parse_args(arguments))
                 named = {parsed.get("variant"), *parsed.get("variants", [])} - {None}
                 assert named <= variants_of(page), command
+            case ["python", "-m", "pytest", *arguments]:
+                assert all((ROOT / part).is_file() for part in arguments if part.startswith("tests")), command
             case ["python", "-m", module, *_]:
                 path = ROOT.joinpath(*module.split("."))
                 assert path.is_dir() or path.with_suffix(".py").is_file(), command
@@ -101,7 +103,7 @@ def test_commands_exist(page: Path) -> None:
                 assert (ROOT / script).is_file(), command
             case ["cp" | "cat", *words]:
                 taken = [word.removeprefix("../pipeline/") for word in words if word.startswith("../pipeline/")]
-                assert all((ROOT / each).exists() for each in taken), command
+                assert all((ROOT / path).exists() for path in taken), command
             case ["make", target, *_]:
                 assert target in targets(), command
             case ["dvc", *arguments]:
@@ -112,7 +114,7 @@ def test_commands_exist(page: Path) -> None:
                     assert not variant or variant in variants_of(page), command
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_exist(page: Path) -> None:
     settings = parse(PARAMS)
     changes: list[Any] = [yaml.safe_load(block) for block in blocks(page, "yaml")]
@@ -144,12 +146,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {page.name for page in DOCS[1:]} == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme))
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     for code in inline_code(page):
         if re.fullmatch(r"(pipeline|tests|benchmarks|docker|examples|variants|docs)/[\w./-]*", code):
@@ -163,13 +160,37 @@ def test_the_architecture_page_lists_the_stages_of_dvc() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(stages)
 
 
-def test_the_page_on_adding_a_technique_lists_every_hook_in_order() -> None:
+def test_the_page_lists_every_hook_in_order() -> None:
     page = (ROOT / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE)))
-    (technique,) = (
-        each
-        for each in tree("pipeline.techniques.base").body
-        if isinstance(each, ast.ClassDef) and each.name == "Technique"
-    )
-    methods = [each.name for each in technique.body if isinstance(each, ast.FunctionDef)]
+    classes = [node for node in tree("pipeline.techniques.base").body if isinstance(node, ast.ClassDef)]
+    (technique,) = (class_ for class_ in classes if class_.name == "Technique")
+    methods = [node.name for node in technique.body if isinstance(node, ast.FunctionDef)]
     assert named == [name for name in methods if name not in ("__init__", "where")]
+
+
+def private_names() -> set[str]:
+    """Return the private names of other projects that the package imports or reads from an object."""
+    nodes = [node for module in modules() for node in ast.walk(tree(module))]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
+        ast.unparse(node).partition(".")[2] or ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self")
+        if isinstance(node.ctx, ast.Store)
+    }
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not (module := getattr(node, "module", "")).startswith(
+            "pip"
+        ):
+            names |= {part for name in (module, *(alias.name for alias in node.names)) for part in name.split(".")}
+    return {name for name in names - ours if re.match("_[^_]", name)}
+
+
+def test_the_page_on_developing_lists_every_private_interface() -> None:
+    page = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8").partition("## Private interfaces")[2]
+    table = " ".join(re.findall(r"^\| (`_.*?) \|", page, re.MULTILINE))
+    named, documented = set(re.findall(r"`(\w+)`", table)), {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
+    assert private_names() - documented <= named
+    source = " ".join(path.read_text(encoding="utf-8") for path in modules().values())
+    assert not {name for name in named if name not in source}

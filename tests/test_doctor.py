@@ -17,14 +17,14 @@ import torch
 import yaml
 
 from pipeline import cli, environment, tracking
-from pipeline.environment import gpus
+from pipeline.environment import hardware
 from pipeline.params import Machine, load
 from pipeline.tools import doctor
 from pipeline.tools.doctor import Finding
+from tests.commands import executable
 from tests.conftest import ROOT
-from tests.workspaces import furnish
+from tests.workspaces import CPU_ONLY, furnish
 
-LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 TWO = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
 H100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 80, "power_limit_watts": 700}
 
@@ -79,8 +79,8 @@ BF16 = {"baseline": {"precision": "bf16"}}
     ("variants", "machine", "said"),
     [
         ({}, TWO, "ok params.yaml all variants run here: baseline on 1 GPU, ddp on 2 GPUs"),
-        ({"baseline": {}, "half": {"precision": "fp16"}}, LAPTOP, "PROBLEM params.yaml variants.half.precision: found"),
-        (BF16, LAPTOP, "warning params.yaml baseline: bf16 is skipped: this CPU"),
+        ({"baseline": {}, "half": {"precision": "fp16"}}, CPU_ONLY, "PROBLEM params.yaml variants.half.precision"),
+        (BF16, CPU_ONLY, "warning params.yaml baseline: bf16 is skipped: this CPU"),
         ({"a": {}}, TWO, "PROBLEM params.yaml params.yaml: compare.baseline: found 'baseline'"),
         (None, TWO, "PROBLEM params.yaml params.yaml is missing"),
     ],
@@ -141,46 +141,28 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     assert report("model, data") == "0 problems, 0 warnings", "the check of params.yaml reports the error"
 
 
-MISMATCH = gpus.Shown([], None, "NVML says: Driver/library version mismatch")
+MISMATCH = hardware.GPUs([], None, "NVML says: Driver/library version mismatch")
 ON_CUDA = {"init": lambda: None, "device_count": lambda: 2, "get_device_name": lambda _: "H100"}
 
 
 @pytest.mark.parametrize(
-    ("shown", "there", "device", "visible", "said"),
+    ("shown", "has_gpus", "device", "visible", "said"),
     [
-        (gpus.Shown([]), False, "auto", None, "- GPUs no NVIDIA GPU here: the job runs on the CPU"),
-        (gpus.Shown([]), False, "cuda", None, "PROBLEM GPUs train.device is cuda, but there is no NVIDIA GPU"),
-        (gpus.Shown([]), True, "auto", None, "CUDA shows none -> install driver 580 or newer on the host"),
-        (gpus.Shown([]), True, "auto", "7", "warning GPUs CUDA_VISIBLE_DEVICES='7' hides all GPUs"),
-        (gpus.Shown([]), True, "cuda", "7", "PROBLEM GPUs CUDA_VISIBLE_DEVICES='7' hides all GPUs -> unset"),
+        (hardware.GPUs([]), False, "auto", None, "- GPUs no NVIDIA GPU here: the job runs on the CPU"),
+        (hardware.GPUs([]), False, "cuda", None, "PROBLEM GPUs train.device is cuda, but there is no NVIDIA GPU"),
+        (hardware.GPUs([]), True, "auto", None, "CUDA shows none -> install driver 580 or newer on the host"),
+        (hardware.GPUs([]), True, "auto", "7", "warning GPUs CUDA_VISIBLE_DEVICES='7' hides all GPUs"),
+        (hardware.GPUs([]), True, "cuda", "7", "PROBLEM GPUs CUDA_VISIBLE_DEVICES='7' hides all GPUs -> unset"),
         (MISMATCH, True, "auto", None, "-> reboot the host"),
-        (
-            gpus.Shown([], None, "CUDA's error 802"),
-            True,
-            "auto",
-            None,
-            "PROBLEM GPUs CUDA's error 802 -> run nvidia-smi",
-        ),
-        (
-            gpus.Shown([H100, H100], "580.1"),
-            True,
-            "auto",
-            None,
-            "ok GPUs torch computes on 2 x H100; the driver is 580.1",
-        ),
-        (
-            gpus.Shown([H100], "580.1"),
-            True,
-            "auto",
-            None,
-            "PROBLEM GPUs torch computes on 2 x H100; the driver is 580.1, and",
-        ),
-        (gpus.Shown([H100, H100]), True, "cpu", None, "for CUDA 13.2 0 problems"),
+        (hardware.GPUs([], None, "CUDA's error 802"), True, "auto", None, "PROBLEM GPUs CUDA's error 802 -> run"),
+        (hardware.GPUs([H100, H100], "580.1"), True, "auto", None, "ok GPUs torch computes on 2 x H100; the "),
+        (hardware.GPUs([H100], "580.1"), True, "auto", None, "PROBLEM GPUs torch computes on 2 x H100; "),
+        (hardware.GPUs([H100, H100]), True, "cpu", None, "for CUDA 13.2 0 problems"),
     ],
 )
 def test_gpus(
-    shown: gpus.Shown,
-    there: bool,
+    shown: hardware.GPUs,
+    has_gpus: bool,
     device: str,
     visible: str | None,
     said: str,
@@ -188,7 +170,7 @@ def test_gpus(
     monkeypatch: pytest.MonkeyPatch,
     report: Report,
 ) -> None:
-    for name, kind in (("01:00.0", "0x030200" if there else "0x020000"), ("01:00.1", "0x040300")):
+    for name, kind in (("01:00.0", "0x030200" if has_gpus else "0x020000"), ("01:00.1", "0x040300")):
         (checkout / "pci" / name).mkdir(parents=True)
         (checkout / "pci" / name / "vendor").write_text("0x10de\n", encoding="ascii")
         (checkout / "pci" / name / "class").write_text(f"{kind}\n", encoding="ascii")
@@ -198,7 +180,7 @@ def test_gpus(
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch, "ones", lambda _, device: torch.zeros(1))  # noqa: ARG005
-    monkeypatch.setattr(gpus, "shown", lambda: shown)
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: shown)
     monkeypatch.setattr(doctor, "PCI", checkout / "pci")
     monkeypatch.setattr(doctor, "APART", ())
     job(train={"device": device})
@@ -209,7 +191,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, report: Re
     def fails() -> None:
         raise RuntimeError("no kernel\nimage is available")
 
-    monkeypatch.setattr(gpus, "shown", lambda: gpus.Shown([H100]))
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: hardware.GPUs([H100]))
     monkeypatch.setattr(torch.cuda, "init", fails)
     monkeypatch.setattr(doctor, "APART", ())
     assert "PROBLEM GPUs RuntimeError: no kernel image is available -> install a torch that" in report("GPUs")
@@ -222,7 +204,7 @@ def test_a_torch_without_cuda(
     device: str, said: str, monkeypatch: pytest.MonkeyPatch, checkout: Path, report: Report
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(gpus, "shown", lambda: gpus.Shown([]))
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: hardware.GPUs([]))
     monkeypatch.setattr(doctor, "PCI", checkout / "none")
     monkeypatch.setattr(doctor, "APART", ())
     job(train={"device": device})
@@ -249,13 +231,13 @@ def test_the_machine(
     check: str, different: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
     """Sizes are in GiB."""
-    there = {"cores": 8, "load": 1.0, "limit": 1000, "disk": 100} | different
-    usage = SimpleNamespace(total=1000 * 2**30, free=int(there["disk"] * 2**30))
+    facts = {"cores": 8, "load": 1.0, "limit": 1000, "disk": 100} | different
+    usage = SimpleNamespace(total=1000 * 2**30, free=int(facts["disk"] * 2**30))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(environment, "cores", lambda: there["cores"])
-    monkeypatch.setattr(environment, "machine", lambda: LAPTOP)
-    monkeypatch.setattr(environment, "memory_limits", lambda: [int(there["limit"] * 2**30)])
-    monkeypatch.setattr(psutil, "getloadavg", lambda: (there["load"], 0.0, 0.0))
+    monkeypatch.setattr(environment, "cores", lambda: facts["cores"])
+    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
+    monkeypatch.setattr(environment, "memory_limits", lambda: [int(facts["limit"] * 2**30)])
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (facts["load"], 0.0, 0.0))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     job()
@@ -315,7 +297,7 @@ def test_dvc(config: str | None, said: list[str], checkout: Path, report: Report
 def test_the_tracking_store() -> None:
     """The check answers even without params.yaml."""
     expected = tracking.health(Path(), "training")
-    assert list(doctor._apart("tracking")) == [Finding("ok", expected.found)]
+    assert list(doctor._apart("tracking")) == [Finding("ok", expected.fact)]
 
 
 @pytest.mark.parametrize(
@@ -332,14 +314,13 @@ def test_a_check_that_hangs_or_crashes(
     program: str, findings: list[Finding], checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = checkout / "python"
-    python.write_text(f"#!/bin/sh\n{program}\n", encoding="utf-8")
-    python.chmod(0o755)
+    executable(python, f"#!/bin/sh\n{program}\n")
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(doctor, "SECONDS", 2.0)
     assert list(doctor._apart("GPUs")) == findings
 
 
-def test_where_everything_is_broken_each_thing_is_a_line(checkout: Path) -> None:
+def test_each_broken_thing_is_a_line(checkout: Path) -> None:
     """Without params.yaml, torch, git and a DVC repository, and with a server that is down, doctor prints a report, not
     a traceback."""
     broken = checkout / "broken"
@@ -360,9 +341,7 @@ def test_where_everything_is_broken_each_thing_is_a_line(checkout: Path) -> None
     assert done.stdout.count("         -> ") >= len(problems)
 
 
-def test_no_secret_is_shown_and_lines_fit_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_is_shown_and_lines_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     command = "git config --global --add safe.directory /a/very/long/path/" + "x" * 90
 
     def check() -> Iterator[Finding]:

@@ -60,12 +60,12 @@ def test_only_the_stages_environment_and_publish_always_run() -> None:
     assert {name for name, stage in STAGES.items() if stage.get("always_changed")} == {"environment", "publish"}
 
 
-def test_measuring_stages_depend_on_the_environment_the_data_their_code_and_their_plans() -> None:
+def test_measuring_stages_depend_on_environment_data_and_code() -> None:
     for stage in ("train", "distil", "profile", "bench", "infer"):
         assert "data/prepared" in STAGES[stage]["deps"]
         who = f".{OF_A_VARIANT[stage]}" if stage in OF_A_VARIANT else ""
         relied_on = "relied_on.forms" if stage == "infer" else f"relied_on.variants{who}"
-        read = ["hash", relied_on, f"stages.{COMMANDS.get(stage, stage)}", f"variants{who}"]
+        read = ["hash", relied_on, f"digests.stages.{COMMANDS.get(stage, stage)}", f"digests.variants{who}"]
         read += ["teachers.${key}"] if stage == "train" else []
         assert STAGES[stage]["params"] == [{"environment.json": read}]
 
@@ -76,7 +76,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return Clone(tmp_path_factory.mktemp("fresh"), {})
 
 
-def test_a_fresh_clone_has_all_stages_and_runs_the_environment_first(fresh: Clone) -> None:
+def test_a_fresh_clone_has_all_stages(fresh: Clone) -> None:
     stages = ["environment", "fetch", "prepare", "train@baseline", "train@ddp", "train@memory"]
     stages += ["bench", "profile@baseline", "compare", "publish"]
     assert fresh.run("dvc", "stage", "list", "--name-only").split() == stages
@@ -84,9 +84,7 @@ def test_a_fresh_clone_has_all_stages_and_runs_the_environment_first(fresh: Clon
     assert planned.startswith("Running stage 'environment'")
 
 
-def test_a_new_variant_is_a_stage_and_a_student_one_that_depends_only_on_its_teacher(
-    clone: Callable[..., Clone],
-) -> None:
+def test_a_student_depends_only_on_its_teacher(clone: Callable[..., Clone]) -> None:
     student = {"model": "small_cnn", "distillation": {"teacher": "ddp"}}
     tried = clone({"students": {"taught": student}, "variants.tried": {"channels_last": True}, "variants.memory": None})
     stages = tried.run("dvc", "stage", "list", "--name-only").split()
@@ -94,11 +92,11 @@ def test_a_new_variant_is_a_stage_and_a_student_one_that_depends_only_on_its_tea
         "train@baseline", "train@ddp", "train@tried", "distil@taught",
     ]  # fmt: skip
     graph = tried.run("dvc", "dag", "--dot", "distil@taught")
-    assert {each for each in ("baseline", "ddp", "tried") if f"train@{each}" in graph} == {"ddp"}
+    assert {name for name in ("baseline", "ddp", "tried") if f"train@{name}" in graph} == {"ddp"}
 
 
 @pytest.mark.slow
-def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
+def test_a_command_in_a_variants_name_is_not_run(clone: Callable[..., Clone]) -> None:
     """If the stage that refuses the name is skipped, DVC finds no plan of that name."""
     tried, name = clone({"fetch.dataset": "digits"}), "x; touch owned; true"
     tried.run("dvc", "repro", "prepare")
@@ -109,8 +107,8 @@ def test_a_shell_command_in_a_variants_name_is_not_run(clone: Callable[..., Clon
     assert not (tried.path / "owned").exists()
 
 
-def test_git_ignores_generated_files_but_not_the_lock_and_small_reports(fresh: Clone) -> None:
-    made = {re.sub(r"\$\{\w+\}", "ddp", path) for each in MAKES.values() for path in each} - KEPT_IN_GIT
+def test_git_ignores_generated_files(fresh: Clone) -> None:
+    made = {re.sub(r"\$\{\w+\}", "ddp", path) for outputs in MAKES.values() for path in outputs} - KEPT_IN_GIT
     made |= {"checkpoints/x.pt", "mlflow.db", "mlartifacts/0/x", ".venv/x", ".dvc/cache/x", ".dvc/config.local"}
     tracked = {*KEPT_IN_GIT, "dvc.lock", "params.schema.json", ".dvc/plots/variants.json"}
     tracked |= {"profiles/README.md", "inference/README.md", "sessions/20261123T040000.json"}

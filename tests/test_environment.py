@@ -14,10 +14,11 @@ import pynvml
 import pytest
 
 from pipeline import environment
-from pipeline.environment import cpus, fingerprint, gpus, hash_of, machine, read, software, variables, write
+from pipeline.environment import fingerprint, hardware, hash_of, machine, read, software, write
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import COMPILER, parse
 from pipeline.plans import plan
+from tests.commands import executable
 from tests.factories import PLANTED, SECRETS
 
 ROOT = Path(__file__).parent.parent
@@ -46,41 +47,41 @@ NOTHING: Told = ({}, None)
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     """Return ``plug(*gpus, shown=None)``, which simulates a driver with ``gpus``, and CUDA_VISIBLE_DEVICES=``shown``.
-    ``told``: CUDA's own answer; None if the code must not query CUDA."""
+    ``answer``: CUDA's own answer; None if the code must not query CUDA."""
 
-    def ask(told: Told | None) -> Told:
-        assert told is not None, "CUDA was queried, although this needs a process of its own"
-        return told
+    def ask(answer: Told | None) -> Told:
+        assert answer is not None, "CUDA was queried, although this needs a process of its own"
+        return answer
 
-    def found(value: Any, error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported) -> Any:
+    def known(value: Any, error: type[pynvml.NVMLError] = pynvml.NVMLError_NotSupported) -> Any:
         if value is None:
             raise error
         return value
 
-    def plug(*there: Gpu, shown: str | None = None, cuda: str | None = "13.0", told: Told | None = NOTHING) -> None:
-        everything = [*there, *(each for gpu in there for each in gpu.instances or [] if each)]
-        by_uuid = {each.uuid: each for each in everything}
+    def plug(*gpus: Gpu, shown: str | None = None, cuda: str | None = "13.0", answer: Told | None = NOTHING) -> None:
+        everything = [*gpus, *(instance for gpu in gpus for instance in gpu.instances or [] if instance)]
+        by_uuid = {device.uuid: device for device in everything}
         memory = pynvml.c_nvmlMemory_t
         driver = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
             "nvmlSystemGetDriverVersion": lambda: "580.65.06",
-            "nvmlDeviceGetCount": lambda: len(there),
-            "nvmlDeviceGetHandleByIndex": lambda index: there[index],
-            "nvmlDeviceGetHandleByUUID": lambda uuid: found(by_uuid.get(uuid), pynvml.NVMLError_NotFound),
+            "nvmlDeviceGetCount": lambda: len(gpus),
+            "nvmlDeviceGetHandleByIndex": lambda index: gpus[index],
+            "nvmlDeviceGetHandleByUUID": lambda uuid: known(by_uuid.get(uuid), pynvml.NVMLError_NotFound),
             "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
             "nvmlDeviceGetName": lambda gpu: gpu.name,
-            "nvmlDeviceGetCudaComputeCapability": lambda gpu: found(gpu.capability),
-            "nvmlDeviceGetMemoryInfo": lambda gpu: memory(total=int(found(gpu.memory_gib) * 2**30)),
-            "nvmlDeviceGetPowerManagementLimit": lambda gpu: found(gpu.power_milliwatts),
-            "nvmlDeviceGetMigMode": lambda gpu: found(None) if gpu.instances is None else [1, 1],
+            "nvmlDeviceGetCudaComputeCapability": lambda gpu: known(gpu.capability),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: memory(total=int(known(gpu.memory_gib) * 2**30)),
+            "nvmlDeviceGetPowerManagementLimit": lambda gpu: known(gpu.power_milliwatts),
+            "nvmlDeviceGetMigMode": lambda gpu: known(None) if gpu.instances is None else [1, 1],
             "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: len(gpu.instances),
-            "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: found(
+            "nvmlDeviceGetMigDeviceHandleByIndex": lambda gpu, index: known(
                 gpu.instances[index], pynvml.NVMLError_NotFound
             ),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda gpu: gpu.parent,
         }
-        monkeypatch.setattr(gpus, "ask_cuda", lambda: ask(told))
+        monkeypatch.setattr(hardware, "ask_cuda", lambda: ask(answer))
         monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
         for name, function in driver.items():
             monkeypatch.setattr(pynvml, name, function)
@@ -101,12 +102,12 @@ A, B, C = Gpu("GPU-aaaa1111", "A"), Gpu("GPU-aaaa2222", "B"), Gpu("GPU-cccc", "C
 
 
 def test_the_fingerprint_says_what_this_machine_is() -> None:
-    found = fingerprint()
-    assert list(found) == ["hash", "hardware", "software", "settings", "relied_on"]
-    assert found["hardware"]["memory_gib"] == round(psutil.virtual_memory().total / 2**30)
-    assert 0 < found["hardware"]["cpu"]["cores"] <= (os.cpu_count() or 1)
-    assert found["software"]["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert json.loads(json.dumps(found)) == found
+    recorded = fingerprint()
+    assert list(recorded) == ["hash", "hardware", "software", "settings", "relied_on"]
+    assert recorded["hardware"]["memory_gib"] == round(psutil.virtual_memory().total / 2**30)
+    assert 0 < recorded["hardware"]["cpu"]["cores"] <= (os.cpu_count() or 1)
+    assert recorded["software"]["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert json.loads(json.dumps(recorded)) == recorded
 
 
 def test_the_versions_are_those_that_import() -> None:
@@ -137,16 +138,16 @@ def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest
         assert private not in text
 
 
-def test_of_secrets_only_the_name_of_the_variable_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_secrets_only_names_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
     write(tmp_path / "environment.json")
     text = (tmp_path / "environment.json").read_text(encoding="utf-8")
-    found = json.loads(text)
-    assert all(found["settings"][name] is None for name in PLANTED if name != "PIPELINE_IMAGE")
-    assert found["software"]["image"] == "https://***@registry.example/pipeline?***"
+    content = json.loads(text)
+    assert all(content["settings"][name] is None for name in PLANTED if name != "PIPELINE_IMAGE")
+    assert content["software"]["image"] == "https://***@registry.example/pipeline?***"
     assert not [secret for secret in SECRETS if secret in text]
-    before = found["hash"]
+    before = content["hash"]
     monkeypatch.setenv("NCCL_SECRET", "another")
     assert fingerprint()["hash"] == before, "the hash depends on the secret, so the secret could be guessed"
     monkeypatch.delenv("NCCL_SECRET")
@@ -167,10 +168,18 @@ def test_of_secrets_only_the_name_of_the_variable_is_recorded(tmp_path: Path, mo
 )
 def test_a_setting_is_recorded_with_its_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert variables.settings()[name] == value
+    assert software.variables()[name] == value
 
 
-def test_write_returns_the_hash_and_leaves_an_equal_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spins", "is_recorded"), [("1000", False), ("300000", False), ("7", True)])
+def test_chosen_spins_are_no_part_of_the_environment(
+    spins: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", spins)
+    assert ("GOMP_SPINCOUNT" in software.variables()) == is_recorded
+
+
+def test_write_leaves_an_equal_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "environment.json"
     written = write(path)
     assert read(path) == fingerprint()
@@ -245,25 +254,23 @@ def test_cuda_visible_devices_as_cuda_reads_it(plug: Plug, shown: str | None, vi
 
 def test_the_recorded_facts_of_a_gpu(plug: Plug) -> None:
     plug(Gpu("GPU-1", "H100"), Gpu("GPU-2", "Shared", (12, 1), None, None))
-    found = fingerprint()
-    assert found["hardware"]["gpus"] == [
+    recorded = fingerprint()
+    assert recorded["hardware"]["gpus"] == [
         {"name": "H100", "compute_capability": "9.0", "memory_gib": 80, "power_limit_watts": 700},
         {"name": "Shared", "compute_capability": "12.1", "memory_gib": None, "power_limit_watts": None},
     ]
-    assert found["software"]["driver"] == "580.65.06"
-    assert found["software"]["cuda"] == "13.0"
-    assert {"cublas", "cudnn", "nccl"} < set(found["software"])
+    assert recorded["software"]["driver"] == "580.65.06"
+    assert recorded["software"]["cuda"] == "13.0"
+    assert {"cublas", "cudnn", "nccl"} < set(recorded["software"])
 
 
-def test_another_gpu_count_driver_or_power_limit_is_another_environment(
-    plug: Plug, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_gpu_setting_is_another_environment(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(Gpu("GPU-1"))
     hashes = [fingerprint()["hash"]]
     plug(Gpu("GPU-9"))
     assert fingerprint()["hash"] == hashes[0], "another GPU of the same model made another environment"
-    for there in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
-        plug(*there)
+    for gpus in ([Gpu("GPU-1"), Gpu("GPU-2")], [Gpu("GPU-1", "Other")], [Gpu("GPU-1", power_milliwatts=350_000)], []):
+        plug(*gpus)
         hashes.append(fingerprint()["hash"])
     plug(Gpu("GPU-1"))
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "590.1")
@@ -271,19 +278,20 @@ def test_another_gpu_count_driver_or_power_limit_is_another_environment(
     assert len(set(hashes)) == len(hashes)
 
 
-def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_s_version_counts_where_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "g++"
     monkeypatch.setenv("CXX", f"{compiler} -O2")
     relying, plain = [], []
     for version in (None, "12.2.0", "14.1.0"):
         if version is not None:
-            compiler.write_text(f"#!/bin/sh\nprintf 'g++ {version}\\nCopyright\\n'\n")
-            compiler.chmod(0o755)
-        found = fingerprint({"variants": {"plain": set(), "fast": {COMPILER}, "also": set()}, "forms": {}})
-        relying.append((found["relied_on"]["variants"]["fast"][COMPILER], hash_of(found, "variants", "fast", "plain")))
-        plain.append((found["hash"], hash_of(found, "variants", "plain"), hash_of(found, "variants", "plain", "also")))
+            executable(compiler, f"#!/bin/sh\nprintf 'g++ {version}\\nCopyright\\n'\n")
+        recorded = fingerprint({"variants": {"plain": set(), "fast": {COMPILER}, "also": set()}, "forms": {}})
+        relying.append(
+            (recorded["relied_on"]["variants"]["fast"][COMPILER], hash_of(recorded, "variants", "fast", "plain"))
+        )
+        plain.append(
+            (recorded["hash"], hash_of(recorded, "variants", "plain"), hash_of(recorded, "variants", "plain", "also"))
+        )
     assert [version for version, _ in relying] == [None, "g++ 12.2.0", "g++ 14.1.0"]
     assert len({digest for _, digest in relying}) == 3
     assert {digest for digests in plain for digest in digests} == {fingerprint()["hash"]}, (
@@ -291,17 +299,17 @@ def test_the_compiler_counts_by_its_version_where_the_job_relies_on_it(
     )
 
 
-def test_an_extra_counts_by_its_version_where_the_job_relies_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extra_s_version_counts_where_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = []
     for version in ("0.50.1", "0.50.2"):
         monkeypatch.setattr(software, "version", lambda name, version=version: f"{name} {version}")
-        found = fingerprint({"forms": {"int8": {"torchao"}}})
-        assert found["relied_on"]["forms"]["int8"] == {"torchao": f"torchao {version}"}
-        hashes.append(hash_of(found, "forms", "int8"))
+        recorded = fingerprint({"forms": {"int8": {"torchao"}}})
+        assert recorded["relied_on"]["forms"]["int8"] == {"torchao": f"torchao {version}"}
+        hashes.append(hash_of(recorded, "forms", "int8"))
     assert hashes[0] != hashes[1]
 
 
-def test_a_torch_without_cuda_sees_no_gpu_and_libraries_for_gpus_do_not_count(plug: Plug) -> None:
+def test_a_torch_without_cuda_sees_no_gpu(plug: Plug) -> None:
     plug(A, cuda=None)
     assert names() == []
     assert machine().gpus == 0
@@ -334,7 +342,7 @@ SLOW, FAST = Gpu("GPU-a", "T400", (7, 5)), Gpu("GPU-b", "H100")
 
 
 @pytest.mark.parametrize(
-    ("order", "told", "seen"),
+    ("order", "answer", "seen"),
     [
         (None, on_cuda(b="H100", a="T400"), ["H100", "T400"]),
         ("FASTEST_FIRST", on_cuda(b="H100"), ["H100"]),
@@ -343,10 +351,10 @@ SLOW, FAST = Gpu("GPU-a", "T400", (7, 5)), Gpu("GPU-b", "H100")
         (None, on_cuda(c="H100"), ["T400", "H100"]),
     ],
 )
-def test_different_gpus_are_listed_in_the_order_of_cuda(
-    plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, told: Told | None, seen: list[str]
+def test_different_gpus_are_in_cuda_s_order(
+    plug: Plug, monkeypatch: pytest.MonkeyPatch, order: str | None, answer: Told | None, seen: list[str]
 ) -> None:
-    plug(SLOW, FAST, told=told)
+    plug(SLOW, FAST, answer=answer)
     if order:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     assert names() == seen
@@ -355,7 +363,7 @@ def test_different_gpus_are_listed_in_the_order_of_cuda(
 
 @pytest.mark.parametrize("shown", [None, "1", "GPU-cccc", ""])
 def test_cuda_is_not_queried_if_all_gpus_are_equal(plug: Plug, shown: str | None) -> None:
-    plug(Gpu("GPU-aaaa"), Gpu("GPU-cccc"), shown=shown, told=None)
+    plug(Gpu("GPU-aaaa"), Gpu("GPU-cccc"), shown=shown, answer=None)
     assert machine().gpus == (0 if shown == "" else 2 if shown is None else 1)
 
 
@@ -374,26 +382,26 @@ def no_nvml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda: monkeypatch.setattr(pynvml, call, fail)
 
 
-def test_without_nvml_the_job_is_on_the_gpus_that_cuda_shows(
+def test_without_nvml_cuda_s_gpus_count(
     plug: Plug, no_nvml: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plug(A, told=on_cuda(a="H100", b="H100"))
+    plug(A, answer=on_cuda(a="H100", b="H100"))
     no_nvml()
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U16)"
     (tmp_path / "version").write_text(line, encoding="utf-8")
-    monkeypatch.setattr(gpus, "KERNEL_DRIVER", tmp_path / "version")
-    found = fingerprint()
-    one = {"name": "H100", "compute_capability": "9.0", "memory_gib": 79, "power_limit_watts": None}
-    assert found["hardware"]["gpus"] == [one, one]
-    assert found["software"]["driver"] == "580.65.06"
-    here = machine()
-    assert (here.gpus, here.gpu_native_bf16, here.why_no_gpu) == (2, True, None)
-    made = plan(parse({"variants": {"baseline": {}}}), "baseline", here)
+    monkeypatch.setattr(hardware, "KERNEL_DRIVER", tmp_path / "version")
+    recorded = fingerprint()
+    h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 79, "power_limit_watts": None}
+    assert recorded["hardware"]["gpus"] == [h100, h100]
+    assert recorded["software"]["driver"] == "580.65.06"
+    able = machine()
+    assert (able.gpus, able.gpu_native_bf16, able.why_no_gpu) == (2, True, None)
+    made = plan(parse({"variants": {"baseline": {}}}), "baseline", able)
     assert (made.device, made.skipped) == ("cuda", {})
 
 
 def test_a_gpu_that_cannot_be_used_is_reported(plug: Plug, no_nvml: Callable[[], None]) -> None:
-    plug(A, told=({}, "CUDA's error 802"))
+    plug(A, answer=({}, "CUDA's error 802"))
     no_nvml()
     made = plan(parse({"variants": {"baseline": {}}}), "baseline", machine())
     assert (made.device, made.skipped) == ("cpu", {"GPU": "CUDA's error 802"})
@@ -403,7 +411,7 @@ def test_a_gpu_that_cannot_be_used_is_reported(plug: Plug, no_nvml: Callable[[],
         plan(parse({"train": {"device": "cuda"}, "variants": {"baseline": {}}}), "baseline", machine())
 
 
-def test_a_missing_driver_is_no_failure_but_a_failing_one_is(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_no_failure(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
     plug(A)
     for error, why in zip(ERRORS, (None, "NVML says: Unknown Error", "NVML says: GPU is lost"), strict=True):
 
@@ -447,18 +455,18 @@ def test_cuda_is_asked_in_a_process_of_its_own(
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH.format(init=init), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libm.so.6")
+    monkeypatch.setattr(hardware, "CUDA_LIBRARY", "libm.so.6")
     if "sleep" in init:
-        monkeypatch.setattr(gpus, "CUDA_SECONDS", 1.0)
+        monkeypatch.setattr(hardware, "CUDA_SECONDS", 1.0)
     h100 = {"name": "H100", "compute_capability": "9.0", "memory_gib": 75}
-    found = {} if init != "pass" else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
+    asked = {} if init != "pass" else {"uuid-0": h100, "uuid-1": h100 | {"compute_capability": "9.1"}}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    ask = gpus.ask_cuda.__wrapped__
-    assert ask() == (found, failure)
-    if found:
+    ask = hardware.ask_cuda.__wrapped__
+    assert ask() == (asked, failure)
+    if asked:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         assert ask() == ({"uuid-0": h100}, None), "CUDA's process did not get this process's variables"
-    monkeypatch.setattr(gpus, "CUDA_LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(hardware, "CUDA_LIBRARY", "libnone.so.1")
     assert ask() == NOTHING, "without CUDA's library there are no GPUs"
 
 
@@ -491,14 +499,14 @@ def test_the_recorded_facts_of_a_cpu(
     cpuinfo: str, model: str, flags: list[str], native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")
-    monkeypatch.setattr(cpus, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     cpu = fingerprint()["hardware"]["cpu"]
     assert (cpu["model"], cpu["flags"]) == (model, flags)
     assert machine().cpu_native_bf16 is native
 
 
 def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus, "CPUINFO", tmp_path / "missing")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "missing")
     assert fingerprint()["hardware"]["cpu"]["model"]
     assert machine().cpu_native_bf16 is False
 
@@ -515,15 +523,15 @@ def test_a_system_without_proc_cpuinfo(tmp_path: Path, monkeypatch: pytest.Monke
         ("4:memory:/a\n3:cpu:/b\n", {"memory/a/memory.limit_in_bytes": "1048576\n"}, None),
     ],
 )
-def test_cores_and_memory_within_the_limits_of_control_groups(
+def test_control_groups_limit_cores_and_memory(
     membership: str, files: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "membership").write_text(membership, encoding="utf-8")
     for name, content in files.items():
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(cpus, "CGROUP_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(hardware, "CGROUP_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(hardware, "CGROUP_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert fingerprint()["hardware"]["cpu"]["cores"] == (2 if cores is None else cores)
     assert set(environment.memory_limits()) == ({2**20} if "1048576\n" in files.values() else set())

@@ -17,71 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import cli, report, results
-from pipeline.comparison import consistency
-from pipeline.comparison.compare import compare
-from pipeline.environment import code, stages
-from pipeline.files import file_sha256
-from pipeline.results import Session
+from pipeline import cli
 from pipeline.tools import evidence
 from tests.conftest import ROOT
-from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_history, make_params, make_results
+from tests.factories import DESCRIBED, ENVIRONMENT
+from tests.jobs import MIRROR, SIGNATURE, write_sessions
 
 MNIST = DESCRIBED.model_copy(update={"name": "mnist"})
 ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().encode()
-SECRETS = ("me:hunter2", "s1gned")
-MIRROR = f"file://{SECRETS[0]}@mirror/raw?key={SECRETS[1]}"
-OF_ANOTHER_PYTHON = {"pipeline/training/loop.py": "0" * 16}
-"""Stands for digests of code by another version of Python. They differ, because each version of Python writes syntax
-trees in its own way."""
 Members = dict[str, bytes]
 Checked = Callable[[bytes], tuple[int, str]]
 Edit = Callable[[bytes], bytes]
 
 
-def write_job(**train: Any) -> None:
-    """Write a job with two sessions of the bench into the current directory, as `dvc repro` leaves it."""
-    Path("data/prepared").mkdir(parents=True)
-    Path("data/prepared/dataset.json").write_text(DESCRIBED.model_dump_json(indent=2))
-    measured = make_results()
-    code_of = {"train": OF_ANOTHER_PYTHON, "bench": OF_ANOTHER_PYTHON, "compare": code.of_stage("compare")}
-    here = ENVIRONMENT | {
-        "stages": {name: {"code": each, "settings": {}} for name, each in code_of.items()}
-        | {"fetch": {"settings": {"mirror": MIRROR}}},
-        "variants": {each.variant: {} for each in measured},
-    }
-    histories = {each.variant: make_history(each.runs) for each in measured}
-    for number, each in enumerate(measured):
-        history = results.history_file(each.variant)
-        results.write_history(histories[each.variant], history)
-        asked = each.config | {"train": each.config["train"] | train}
-        made_from = {"config": asked, "key": stages.key(here, "train", each.variant)}
-        measured[number] = each.model_copy(update=made_from | {"history_sha256": file_sha256(history)})
-        results.write(measured[number], results.result_file(each.variant))
-    another = Session(
-        start_utc="2026-11-21T08:00:00+00:00", boot_id="c", uptime_seconds=60.0, load_average=0.1, steal_fraction=0.0
-    )
-    keys = {each.variant: stages.key(here, "bench", each.variant) for each in measured}
-    sessions = [make_bench(measured, keys=keys), make_bench(measured, noise=0.02, keys=keys, session=another)]
-    for bench, file in zip(sessions, ("bench.json", "sessions/20261121T080000.json"), strict=True):
-        Path(file).parent.mkdir(exist_ok=True)
-        Path(file).write_text(bench.to_json())
-    config = make_params(measured, fetch={"mirror": MIRROR})
-    Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    Path("environment.json").write_text(json.dumps(here, indent=2) + "\n")
-    Path("dvc.lock").write_text("schema: '2.0'\n")
-    made_of = consistency.made_of(measured)
-    report.write(compare(measured, histories, sessions, config.compare, here, made_of), histories)
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(tmp_path_factory.mktemp("job")):
-        write_job()
+        write_sessions()
         return Path.cwd()
 
 
@@ -143,7 +98,7 @@ def test_the_same_files_make_the_same_bytes(
     assert (tmp_path / "again.zip").read_bytes() == made
 
 
-def test_it_takes_neither_torch_nor_the_data_nor_the_checkout(made: bytes, tmp_path: Path) -> None:
+def test_checking_needs_neither_torch_nor_data(made: bytes, tmp_path: Path) -> None:
     (tmp_path / "some.zip").write_bytes(made)
     never = ["torch", "torchvision", "mlflow", "sklearn", "dvc", "PIL", "matplotlib", "pandas", "requests"]
     program = (
@@ -157,17 +112,14 @@ def test_it_takes_neither_torch_nor_the_data_nor_the_checkout(made: bytes, tmp_p
 def test_it_holds_no_secret(members: Members) -> None:
     assert b"mirror/raw" in members["params.yaml"]
     assert b"mirror/raw" in members["environment.json"]
-    assert not [secret for secret in SECRETS for each in members.values() if secret.encode() in each]
+    assert not [secret for secret in SIGNATURE for member in members.values() if secret.encode() in member]
 
 
 # Writing the evidence.
 
 
-def test_a_report_of_other_files_is_no_evidence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_job()
+def test_a_report_of_other_files_is_no_evidence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sessions()
     params = Path("params.yaml").read_text()
     Path("params.yaml").write_text(params.replace("throughput: 0.03", "throughput: 0.7"))
     assert cli.main(["evidence"]) == 2
@@ -176,18 +128,16 @@ def test_a_report_of_other_files_is_no_evidence(
     Path("reports/comparison.md").unlink()
     assert cli.main(["evidence"]) == 2
     assert "reports/comparison.md cannot be read" in capsys.readouterr().err
-    assert not list(tmp_path.glob("evidence.zip*"))
+    assert not list(here.glob("evidence.zip*"))
 
 
-def test_a_secret_that_sums_rest_on_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_job(model_options={"weights": MIRROR})
+@pytest.mark.usefixtures("here")
+def test_a_secret_that_sums_rest_on_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write_sessions(model_options={"weights": MIRROR})
     assert cli.main(["evidence"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: bench.json holds an address with a user name, password or query")
-    assert not [secret for secret in SECRETS if secret in said]
+    assert not [secret for secret in SIGNATURE if secret in said]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +163,7 @@ def test_a_full_disk_is_no_difference(made: bytes, checked: Checked, monkeypatch
 # Changes to the evidence.
 
 
-def test_a_changed_byte_of_any_file_is_found_and_named(members: Members, checked: Checked) -> None:
+def test_a_changed_byte_is_found_and_named(members: Members, checked: Checked) -> None:
     """It is found even if the zip's own checksum was recomputed."""
     for name, content in members.items():
         flipped = bytearray(content)
@@ -254,7 +204,7 @@ def put(path: str, value: Any) -> Edit:
 
 
 def slower(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each | {"samples_per_second": (each["samples_per_second"] or 0.0) / 2 or None} for each in samples]
+    return [sample | {"samples_per_second": (sample["samples_per_second"] or 0.0) / 2 or None} for sample in samples]
 
 
 def faster(speed: float) -> float:
@@ -276,14 +226,14 @@ TWICE = replaced('"verdict": "trades",', '"verdict": "pays", "verdict": "trades"
 FORGED: dict[str, tuple[dict[str, Edit], str]] = {
     "a round": (
         {BENCH: put(SPEED, faster), COMPARISON: put(f"bench {SPEED}", faster)},
-        r"reports/comparison\.json: variants\[1\]\.throughput\.sessions\[0\]\.low is 1\.\d+; recomputed .* is 1\.",
+        r"reports/comparison\.json: variants\[1\]\.throughput\.parts\.2026\S+\.low is 1\.\d+; recomputed .* is 1\.",
     ),
     "rounds of all sessions": (
         {BENCH: put("arms 1 samples", slower), SESSION: put("arms 1 samples", slower)},
         r'reports/metrics/ddp\.json: verdict is "pays"; .* it is "costs"\.',
     ),
     "rounds of another session": ({SESSION: put("arms 1 samples", slower)}, r"reports/metrics/ddp\.json: "),
-    "copied rounds": ({BENCH: put("arms 0 samples", lambda each: 200 * each)}, "rounds 1 and 13 are equal in every"),
+    "copied rounds": ({BENCH: put("arms 0 samples", lambda speed: 200 * speed)}, "rounds 1 and 13 are equal in every"),
     "a verdict": ({COMPARISON: put("variants 2 verdict", "pays")}, r'\[2\]\.verdict is "pays"; .* it is "trades"'),
     "an interval": ({COMPARISON: put("variants 1 throughput low", 1.5)}, r"\[1\]\.throughput\.low is 1\.5;"),
     "a figure": ({COMPARISON: put("noise_memory high", lambda high: 1.000001 * high)}, r"noise_memory\.high is"),
@@ -310,7 +260,7 @@ FORGED: dict[str, tuple[dict[str, Edit], str]] = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forgery_whose_sums_fit_is_found_and_named(what: str, members: Members, checked: Checked) -> None:
+def test_a_forgery_with_fitting_sums_is_found(what: str, members: Members, checked: Checked) -> None:
     edits, named = FORGED[what]
     forged = members | {name: edit(members[name]) for name, edit in edits.items()}
     assert all(forged[name] != members[name] for name in edits)
@@ -387,14 +337,14 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("nowhere")
 def test_what_would_do_harm_is_refused_by_name(what: str, tmp_path: Path, checked: Checked) -> None:
     with zipfile.ZipFile(tmp_path / "evidence.zip", "w") as archive:
-        for each in HARMFUL[what]:
-            archive.writestr(each, b"{}")
+        for planted in HARMFUL[what]:
+            archive.writestr(planted, b"{}")
     code, said = checked((tmp_path / "evidence.zip").read_bytes())
     assert (code, ascii(HARMFUL[what][0].filename) in said) == (2, True), said
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_so_is_what_says_something_else_than_it_is(
+def test_a_file_that_lies_about_itself_is_found(
     made: bytes, tmp_path: Path, checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "evidence.zip").write_bytes(made)

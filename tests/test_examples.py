@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from pipeline.cli import main
 from pipeline.data.text import END
 from pipeline.errors import ConfigError
 from pipeline.models import mlp
@@ -21,24 +23,15 @@ from pipeline.models.gpt import GPT
 from pipeline.params import Machine, load, requested
 from pipeline.plans import plans
 from pipeline.techniques.activation_checkpointing import blocks as repeated
-from tests.conftest import ROOT, Clone
+from tests.conftest import ROOT, SHORT, Clone
 from tests.outside import write_example_metadata
 from tests.pages import blocks, commands
-from tests.test_tasks import OWN
-
-SMALL: dict[str, Any] = {
-    "train.seeds": [0],
-    "train.epochs": 2,
-    "train.device": "cpu",
-    "bench": {"max_rounds": 1, "window_seconds": 0.05},
-    "profile.variants": [],
-    "publish.live": False,
-}
+from tests.trainings import OWN
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_vision_transformer_example_runs_from_images_to_report(clone: Callable[..., Clone]) -> None:
+def test_the_vision_transformer_example_runs(clone: Callable[..., Clone]) -> None:
     checkout = clone()
     asked = commands(ROOT / "examples" / "vit" / "README.md")
     assert [command[0] for command in asked] == ["cp", "python", "dvc", "python", "dvc"]
@@ -46,7 +39,8 @@ def test_the_vision_transformer_example_runs_from_images_to_report(clone: Callab
     for command in asked:
         output = checkout.run(*command)
         if command[0] == "cp":
-            checkout.edit(SMALL | {"train.epochs": 1, "train.model_options.depth": 1, "variants.accumulated": None})
+            short = {key: value for key, value in SHORT.items() if key != "fetch.dataset"}
+            checkout.edit(short | {"train.model_options.depth": 1, "variants.accumulated": None})
         if "verify" in command:
             assert "The model draws random numbers." in output
             assert "with dropout off" in output
@@ -62,15 +56,17 @@ def test_the_vision_transformer_example_runs_from_images_to_report(clone: Callab
     for report in ("comparison.md", "comparison.html"):
         text = (checkout.path / "reports" / report).read_text(encoding="utf-8").replace("\\_", "_")
         assert "accuracy is the mean of examples.vit.nets:top_two" in text
-    predicted = f"{LOADED}print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))"
+    predicted = f"{loaded('ddp')}print(list(model.predict(np.zeros((3, 3, 8, 8), dtype=np.uint8)).shape))"
     assert checkout.run("python", "-c", predicted).splitlines()[-1] == "[3, 10]"
 
 
-LOADED = """
+def loaded(variant: str) -> str:
+    """Return a program that loads the variant's model from MLflow's store as ``model``."""
+    return f"""
 import mlflow, numpy as np
 mlflow.set_tracking_uri("sqlite:///mlflow.db")
-found = mlflow.search_logged_models(experiment_ids=["1"], output_format="list", filter_string="tags.variant = 'ddp'")
-model = mlflow.pyfunc.load_model(f"models:/{found[0].model_id}")
+[logged, *_] = mlflow.search_logged_models(["1"], output_format="list", filter_string="tags.variant = '{variant}'")
+model = mlflow.pyfunc.load_model(f"models:/{{logged.model_id}}")
 """
 
 
@@ -87,11 +83,11 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "distillation": {"teacher": "baseline"},
             }},
         },
-        ["mean of token accuracy", "Tokens/s", "Perplexity"],
+        ["mean of token accuracy", "Tokens (16 a sample) of the global batch", "Perplexity"],
     ),
     "table": (
         {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}, "train.task": "regression", "train.model": "mlp"},
-        ["mean of within tolerance", "Samples/s", "Explained variance"],
+        ["mean of within tolerance", "Samples of the global batch", "Explained variance"],
     ),
     "own": (
         {
@@ -100,13 +96,13 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "train.task": "my_tasks:Autoencoding",
             "train.model": "my_tasks:net",
         },
-        ["mean of score", "Samples/s"],
+        ["mean of score", "Samples of the global batch"],
     ),
 }  # fmt: skip
 
 
-def by_hand(name: str, checkout: Path) -> tuple[Any, Any]:
-    """Return three raw inputs, and what the model of the variant ddp makes of them. No task computes it."""
+def by_hand(name: str, variant: str, checkout: Path) -> tuple[Any, Any]:
+    """Return three raw inputs, and what the variant's model makes of them. No task computes it."""
 
     def packed(array: str) -> Any:
         return np.load(checkout / "data" / "prepared" / f"{array}.npy")
@@ -124,7 +120,7 @@ def by_hand(name: str, checkout: Path) -> tuple[Any, Any]:
         made: dict[str, Any] = {}
         exec(OWN, made)
         model = made["net"](channels=1, height=8, width=8) if name == "own" else mlp(features=5, outputs=1)
-    model.load_state_dict(torch.load(checkout / "models" / "ddp" / "seed-0.pt", weights_only=True))
+    model.load_state_dict(torch.load(checkout / "models" / variant / "seed-0.pt", weights_only=True))
     with torch.no_grad():
         outputs = model(inputs).numpy()
     targets = packed("train_targets") if name == "table" else None
@@ -134,23 +130,34 @@ def by_hand(name: str, checkout: Path) -> tuple[Any, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_of_another_task_runs_from_data_to_report_and_model(clone: Callable[..., Clone], name: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of MLflow
+def test_a_job_of_another_task_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, said = JOBS[name]
-    variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}}
+    variant = "ddp" if name == "text" else "baseline"  # test_tasks trains each task with ddp
+    variants: dict[str, Any] = {"baseline": {}} | ({"ddp": {"parallelism": "ddp"}} if name == "text" else {})
     infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
-    others = {"train.epochs": 1, "train.batch_size": 16, "variants": variants, "infer": infer}
+    others = {"train.batch_size": 16, "variants": variants, "infer": infer}
     others |= {"profile.variants": ["baseline"], "train.without_native": "run"}
-    checkout = clone(SMALL | others | params)
+    checkout = Clone(tmp_path / "checkout", SHORT | others | params, only="params.yaml")
     (checkout.path / "texts").mkdir()
     for index in range(8):
-        (checkout.path / "texts" / f"{index}.txt").write_text("".join(f"{each} hills " for each in range(60 + index)))
+        (checkout.path / "texts" / f"{index}.txt").write_text("".join(f"{n} hills " for n in range(60 + index)))
     rows = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
     np.savez(checkout.path / "houses.npz", inputs=rows, targets=100 + 3 * rows.sum(1))
     (checkout.path / "my_tasks.py").write_text(OWN)
-    checkout.run("dvc", "repro")
+    # The commands of `dvc repro` in this process, which need not import anything again
+    monkeypatch.chdir(checkout.path)
+    monkeypatch.syspath_prepend(checkout.path)
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(checkout.path))))
+    trained = (f"train {name_}" for name_ in (*variants, *params.get("students", {})))
+    measured = ("bench", "profile baseline", "infer baseline", "compare")
+    for command in ("environment", "fetch", "prepare", *trained, *measured):
+        assert main(command.split()) == 0, command
+    checkout.run("python", "-m", "pipeline", "publish")
     reports = [checkout.path / "reports" / f"comparison.{kind}" for kind in ("md", "html")]
-    texts = [each.read_text(encoding="utf-8").replace("\\", "").replace("_", " ") for each in reports]
-    assert all(words in texts[1] for words in said)
+    texts = [report.read_text(encoding="utf-8").replace("\\", "").replace("_", " ") for report in reports]
+    assert [words for words in said if words not in texts[1]] == []
     for text in texts:
         assert said[0] in text
         for words in ("trains another model than the baseline: gpt", "has a teacher"):
@@ -161,27 +168,27 @@ def test_a_job_of_another_task_runs_from_data_to_report_and_model(clone: Callabl
     ]  # fmt: skip
     pages = [checkout.path / "inference" / "baseline.md", checkout.path / "profiles" / "baseline" / "profile.md"]
     assert not any("image" in page.read_text(encoding="utf-8") for page in pages)
-    raw, expected = by_hand(name, checkout.path)
+    raw, expected = by_hand(name, variant, checkout.path)
     np.save(checkout.path / "raw.npy", raw)
-    checkout.run("python", "-c", f"{LOADED}np.save('predicted.npy', model.predict(np.load('raw.npy')))")
+    checkout.run("python", "-c", f"{loaded(variant)}np.save('predicted.npy', model.predict(np.load('raw.npy')))")
     np.testing.assert_allclose(np.load(checkout.path / "predicted.npy"), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_vision_transformers_params_are_valid_and_name_existing_functions() -> None:
+def test_the_vision_transformers_params_are_valid() -> None:
     config = load(ROOT / "examples" / "vit" / "params.yaml")
     nets = (ROOT / "examples" / "vit" / "nets.py").read_text(encoding="utf-8")
     for name in (config.train.model, config.train.loss, config.train.metric):
         assert f"def {name.removeprefix('examples.vit.nets:')}(" in nets
 
 
-def test_resnet_50_is_planned_as_requested_except_for_ddp_on_one_gpu() -> None:
+def test_resnet_50_is_planned_as_requested() -> None:
     copied = ["cp", "examples/resnet50/params.yaml", "params.yaml"]
     assert commands(ROOT / "examples" / "resnet50" / "README.md") == [copied, ["dvc", "repro"]]
     config = load(ROOT / copied[1])
     assert (config.train.model, config.fetch.synthetic.shape) == ("resnet50", [3, 224, 224])
     for count in (1, 2, 3, 8):
         made = plans(config, Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=False, gpu_tf32=True))
-        changed = [name for name, each in made.items() if each.requested != each.applied]
+        changed = [name for name, planned in made.items() if planned.requested != planned.applied]
         assert changed == (["ddp"] if count == 1 else [])
     techniques = {entry.name for variant in config.variants.values() for entry in requested(variant)}
     assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}
@@ -189,11 +196,11 @@ def test_resnet_50_is_planned_as_requested_except_for_ddp_on_one_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_commands_of_own_technique_train_verify_and_compare_it(clone: Callable[..., Clone]) -> None:
+def test_the_commands_of_own_technique_run(clone: Callable[..., Clone]) -> None:
     (shown,) = blocks(ROOT / "examples" / "own_technique" / "README.md", "yaml")
     variants = yaml.safe_load(shown)["variants"]
     assert list(variants) == ["baseline", "clipped"]
-    checkout = clone(SMALL | {"variants": variants, "fetch.dataset": "digits", "train.batch_size": 32})
+    checkout = clone(SHORT | {"variants": variants, "train.epochs": 2, "train.batch_size": 32})
     example = checkout.path / "examples" / "own_technique"
     write_example_metadata(checkout.path / "site")  # instead of pip, which would need the network or change this Python
     path = os.pathsep.join(map(str, (checkout.path / "site", example)))
@@ -207,14 +214,14 @@ def test_the_commands_of_own_technique_train_verify_and_compare_it(clone: Callab
     result = json.loads((checkout.path / "results" / "clipped.json").read_text())
     assert result["applied"]["extra"] == {"gradient_clipping": {"max_norm": 1.0}}
     compared = json.loads((checkout.path / "reports" / "comparison.json").read_text())
-    assert [each["techniques"] for each in compared["variants"]] == [[], ["gradient_clipping"]]
+    assert [variant["techniques"] for variant in compared["variants"]] == [[], ["gradient_clipping"]]
     relied_on = {"baseline": {}, "clipped": {"gradient-clipping": "0.1.0"}}
     assert compared["environment"]["relied_on"]["variants"] == relied_on
     output = checkout.run("dvc", "repro", fails=True)  # the package is gone
     assert "variants.clipped.extra.gradient_clipping: no technique 'gradient_clipping' is installed" in output
 
 
-def test_the_model_in_the_docs_has_a_block_for_activation_checkpointing() -> None:
+def test_the_docs_model_has_a_block_to_checkpoint() -> None:
     shown, *_ = blocks(ROOT / "docs" / "your-job.md", "python")
     made: dict[str, Any] = {}
     exec(shown, made)
@@ -223,7 +230,7 @@ def test_the_model_in_the_docs_has_a_block_for_activation_checkpointing() -> Non
     assert len(list(repeated(model))) == 1
 
 
-def test_a_readme_names_the_extras_without_which_its_job_is_refused() -> None:
+def test_a_readme_names_the_extras_needed() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert sum(_extras_of(params, extras) != set() for params in (ROOT / "examples").glob("*/params.yaml")) == 1
     for params in (ROOT / "examples").glob("*/params.yaml"):
@@ -241,16 +248,16 @@ def _extras_of(params: Path, extras: dict[str, list[str]]) -> set[str]:
     return set()
 
 
-def test_each_variant_of_the_language_model_adds_one_technique_and_runs_on_a_cpu() -> None:
+def test_each_language_model_variant_adds_one_technique() -> None:
     config = load(ROOT / "examples" / "gpt" / "params.yaml")
-    here = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
-    made = plans(config, here)
-    assert all(each.requested == each.applied for each in made.values())
-    found = {name: [entry.name for entry in requested(variant)] for name, variant in config.variants.items()}
-    assert found.pop("baseline") == []
-    assert [len(techniques) for techniques in found.values()] == [1] * 10
+    able = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True, installed=frozenset({"bitsandbytes"}))
+    made = plans(config, able)
+    assert all(planned.requested == planned.applied for planned in made.values())
+    names_of = {name: [entry.name for entry in requested(variant)] for name, variant in config.variants.items()}
+    assert names_of.pop("baseline") == []
+    assert [len(techniques) for techniques in names_of.values()] == [1] * 10
     train = config.train
     model = GPT(vocabulary=END + 1, length=config.prepare.window, **train.model_options)
-    assert sum(each.numel() for each in model.parameters()) == 10_746_240
+    assert sum(parameter.numel() for parameter in model.parameters()) == 10_746_240
     assert config.prepare.train_limit is not None
     assert config.prepare.train_limit // train.batch_size * train.epochs > train.warmup_steps + 1

@@ -16,10 +16,10 @@ from pipeline.results import Flops
 from pipeline.tasks import Task
 from pipeline.techniques.activation_checkpointing import blocks
 from tests.nets import LooksAtValues, labelled, task_of
+from tests.workspaces import CPU_ONLY
 
 SHAPE, CLASSES = (3, 8, 8), 10
 WITH_GPUS = Machine(gpus=2, gpu_native_bf16=True, cpu_native_bf16=False)
-WITHOUT = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 
 FIRST = 2 * (8 * 8 * 16) * (3 * 3 * 3)  # a 3x3 convolution from 3 to 16 channels, of 8x8 pixels
 SECOND = 2 * (8 * 8 * 32) * (16 * 3 * 3)
@@ -48,24 +48,24 @@ def small_images(train: Train) -> Task:
 
 
 def counted(
-    model: str = "tests.test_flops:net", machine: Machine = WITHOUT, device: str = "Some CPU", **variant: Any
+    model: str = "tests.test_flops:net", machine: Machine = CPU_ONLY, device: str = "Some CPU", **variant: Any
 ) -> Flops:
     config = parse({"train": {"model": model}, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
     return flops.counted(plan(config, "tried", machine), small_images(config.train), device)
 
 
 def test_convolutions_and_matrices_are_counted_as_by_hand() -> None:
-    found = counted()
-    assert found.model_per_sample == found.executed_per_sample == TRAINING
+    count = counted()
+    assert count.model_per_sample == count.executed_per_sample == TRAINING
     assert counted("tests.test_flops:looking").model_per_sample == TRAINING, "a model that looks at values"
 
 
 def test_checkpointing_computes_its_blocks_once_more() -> None:
-    found = counted(activation_checkpointing=True)
+    count = counted(activation_checkpointing=True)
     assert len(list(blocks(net(channels=3, height=8, width=8, classes=10)))) == 3
-    assert found.model_per_sample == TRAINING
+    assert count.model_per_sample == TRAINING
     # All blocks run again, each until it has what its backward pass needs: the last one up to the matrix's input.
-    assert found.executed_per_sample == TRAINING + FORWARD - LINEAR
+    assert count.executed_per_sample == TRAINING + FORWARD - LINEAR
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,23 @@ def test_checkpointing_computes_its_blocks_once_more() -> None:
     ],
 )
 def test_other_techniques_compute_the_same(variant: dict[str, Any]) -> None:
-    found = counted(machine=WITH_GPUS, **variant)
-    assert (found.model_per_sample, found.executed_per_sample) == (TRAINING, TRAINING)
+    count = counted(machine=WITH_GPUS, **variant)
+    assert (count.model_per_sample, count.executed_per_sample) == (TRAINING, TRAINING)
 
 
-def test_counting_needs_no_batch_and_leaves_the_random_state_alone() -> None:
+def test_counting_leaves_the_random_state_alone() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     counted()
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_peak_is_that_of_the_precision_and_of_all_devices() -> None:
+def test_the_peak_is_of_precision_and_devices() -> None:
     name = "NVIDIA A100-SXM4-40GB"
     assert counted(machine=WITH_GPUS, device=name).peak_per_second == 19.5e12
     assert counted(machine=WITH_GPUS, device=name, precision="bf16").peak_per_second == 312e12
-    both = counted(machine=WITH_GPUS, device=name, precision="bf16", parallelism="ddp")
-    assert both.peak_per_second == 2 * 312e12
+    of_two = counted(machine=WITH_GPUS, device=name, precision="bf16", parallelism="ddp")
+    assert of_two.peak_per_second == 2 * 312e12
 
 
 def test_an_unknown_peak_is_unknown() -> None:
@@ -104,7 +104,7 @@ def test_an_unknown_peak_is_unknown() -> None:
     assert counted(device="NVIDIA H200").peak_per_second is None  # a plan for the CPU
 
 
-def test_what_is_left_out_counts_at_the_precision_that_runs() -> None:
+def test_flops_count_at_the_precision_that_runs() -> None:
     old = Machine(gpus=1, gpu_native_bf16=False, cpu_native_bf16=False)
     assert counted(machine=old, device="Tesla T4", precision="bf16").peak_per_second == 8.1e12
 

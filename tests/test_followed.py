@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.environment import code, stages
+from pipeline.environment import audit, code, imports, stages
 from pipeline.errors import ConfigError
 from pipeline.params import outside, parse
 from pipeline.plans import Plan, plan
@@ -92,7 +92,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         if name.startswith(("own_", "conftest_of_it")):
             del sys.modules[name]
     sys.path[:] = path
-    for cached in (code._source, code._located):
+    for cached in (imports.source_of, imports.located):
         cached.cache_clear()
 
 
@@ -116,23 +116,27 @@ def test_what_no_statement_imports_is_refused(
 ) -> None:
     (checkout / "own_net.py").write_text(NET + statements, encoding="utf-8")
     import_module("conftest_of_it")
-    check = code.unfollowed(planned())
+    check = audit.unfollowed(planned())
     for name in brought:
         import_module(name)
     if refused is None:
         check()
         return
-    with pytest.raises(code.Unfollowed) as caught:
+    with pytest.raises(imports.Unfollowed) as caught:
         check()
     assert f"{refused} (" in str(caught.value)
     assert f"`import {refused}`" in str(caught.value)
     assert "PYTHONPATH" in str(caught.value)
 
 
-def test_code_that_torch_generates_in_the_checkout_is_not_refused(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = code.unfollowed(planned())
+def test_a_check_without_own_code_makes_no_path_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = audit.unfollowed_by(set(), parse({"variants": {"baseline": {}}}).train, ())
+    monkeypatch.setattr(audit, "Path", None)
+    check()
+
+
+def test_generated_code_is_not_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = audit.unfollowed(planned())
     name = "torch._inductor.runtime.compile_tasks.c0de"
     generated = ModuleType(name)
     generated.__file__ = str(checkout / ".cache/inductor/0d/c0de.py")
@@ -140,7 +144,7 @@ def test_code_that_torch_generates_in_the_checkout_is_not_refused(
     check()
 
 
-def test_what_lies_elsewhere_on_the_path_of_the_checkout_is_digested(checkout: Path) -> None:
+def test_code_elsewhere_on_the_path_is_digested(checkout: Path) -> None:
     (checkout / "own_net.py").write_text(NET + "import own_other, own_installed", encoding="utf-8")
     assert set(code.of_variant(planned())) == {"own_net.py", "own_layers.py", "own_other/__init__.py"}
 
@@ -149,8 +153,7 @@ TECHNIQUE = """
 from pipeline.params import Entry
 from pipeline.techniques import Technique
 
-entry = Entry(name="own", setting="extra: {own: {}}", searched_for=(), does="", pays="", costs="", source="",
-              changes="nothing", requested_if=lambda variant: "own" in variant.extra)
+entry = Entry(name="own", does="", pays="", costs="", source="", changes="nothing")
 
 
 class Own(Technique):
@@ -158,7 +161,7 @@ class Own(Technique):
 """
 
 
-def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(tmp_path: Path) -> None:
+def test_a_part_of_a_package_is_refused(tmp_path: Path) -> None:
     for name, text in {"__init__": TECHNIQUE, "part": ""}.items():
         (tmp_path / "own_package").mkdir(exist_ok=True)
         (tmp_path / "own_package" / f"{name}.py").write_text(text, encoding="utf-8")
@@ -166,11 +169,11 @@ def test_a_part_of_a_technique_s_package_is_refused_wherever_it_is(tmp_path: Pat
     points = {outside.CATALOGUE: {"own": "own_package:entry"}, outside.TECHNIQUES: {"own": "own_package:Own"}}
     write_metadata(tmp_path, "own-package", "1.0", points)
     with on_path(tmp_path):
-        check = code.unfollowed(planned("small_cnn", extra={"own": {}}))
+        check = audit.unfollowed(planned("small_cnn", extra={"own": {}}))
         import_module("own_beside")
         check()
         import_module("own_package.part")
-        with pytest.raises(code.Unfollowed, match=r"own_package\.part .* leads to it from own_package\."):
+        with pytest.raises(imports.Unfollowed, match=r"own_package\.part .* leads to it from own_package\."):
             check()
 
 
@@ -208,15 +211,28 @@ def net(classes):
         ("own_layers", "nn.Flatten(), ", "", False),
     ],
 )
-def test_a_metric_s_digest_covers_what_it_refers_to_and_no_more(
+def test_a_metric_s_digest_covers_its_references(
     file: str, before: str, after: str, changed: bool, checkout: Path
 ) -> None:
     (checkout / "own_scores.py").write_text(SCORES, encoding="utf-8")
     found = code.of_function("own_scores:mine")
     path = checkout / ("src" if "other" in file else "") / f"{file}.py"
     path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1), encoding="utf-8")
-    code._source.cache_clear()
+    imports.source_of.cache_clear()
     assert (code.of_function("own_scores:mine") != found) is changed
+
+
+def test_a_metric_s_digest_covers_the_listed_files_that_it_names(checkout: Path) -> None:
+    reads = "WEIGHTS = Path('tables/weights.json').read_text()\n"
+    (checkout / "own_scores.py").write_text(f"{reads}{SCORES}".replace("return", "WEIGHTS\n    return", 1))
+    files = [checkout / "tables" / name for name in ("weights.json", "settings.json")]
+    files[0].parent.mkdir()
+    digests = []
+    for changed in (None, *files):
+        for file in files:
+            file.write_text("longer" if file == changed else "0", encoding="utf-8")
+        digests.append(code.of_function("own_scores:mine", files))
+    assert [digest == digests[0] for digest in digests] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -233,38 +249,36 @@ def test_a_metric_s_digest_covers_what_it_refers_to_and_no_more(
         ("../../elsewhere.txt", False),
     ],
 )
-def test_what_the_job_s_own_code_reads_in_the_repository_is_refused_if_it_has_no_digest(
-    name: str, refused: bool, checkout: Path
-) -> None:
+def test_files_read_without_a_digest_are_refused(name: str, refused: bool, checkout: Path) -> None:
     (checkout.parent / "repository" / ".git").mkdir(parents=True)
     here = checkout.rename(checkout.parent / "repository" / "checkout")
     os.chdir(here)
     (here / name).parent.mkdir(parents=True, exist_ok=True)
     (here / name).write_text("1", encoding="utf-8")
-    check = code.unfollowed(planned())
+    check = audit.unfollowed(planned())
     Path(name).read_bytes()
     np.loadtxt(name, ndmin=1)
-    with pytest.raises(code.Unfollowed, match=f"{re.escape(name)} was read by") if refused else nullcontext():
+    with pytest.raises(imports.Unfollowed, match=f"{re.escape(name)} was read by") if refused else nullcontext():
         check()
 
 
 @pytest.mark.parametrize(("reader", "refused"), [("pipeline", False), ("own_net", True)])
-def test_who_reads_counts_also_where_all_packages_are_installed(
+def test_the_reader_counts_beside_installed_packages(
     reader: str, refused: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipeline may be installed beside its libraries, and a plan may name an installed package."""
     installed = checkout.parent / "site-packages"
-    monkeypatch.setattr(code, "PACKAGE", installed / "pipeline")
+    monkeypatch.setattr(audit, "PACKAGE", installed / "pipeline")
     (checkout / "settings.json").touch()
-    monkeypatch.setattr(code, "_of_the_user", lambda _: {"own_net"})
-    check = code.unfollowed(planned())
+    monkeypatch.setattr(code, "modules_of_the_user", lambda _: {"own_net"})
+    check = audit.unfollowed(planned())
     text = "open('settings.json').close()"
     exec(compile(text, str(installed / reader / "module.py"), "exec"), {"__name__": f"{reader}.module"})
-    with pytest.raises(code.Unfollowed, match=r"settings\.json was read by") if refused else nullcontext():
+    with pytest.raises(imports.Unfollowed, match=r"settings\.json was read by") if refused else nullcontext():
         check()
 
 
-def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -> None:
+def test_a_listed_file_is_part_of_the_code(checkout: Path) -> None:
     (checkout / "own_tables").mkdir()
     (checkout / "own_tables" / "one.csv").write_text("1", encoding="utf-8")
     (checkout / "settings.json").write_text("{}", encoding="utf-8")
@@ -275,7 +289,7 @@ def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -
     (checkout / "own_tables" / "__pycache__").mkdir()
     (checkout / "own_tables" / "__pycache__" / "net.pyc").touch()
     assert code.of_variant(listed) == before
-    check = code.unfollowed(listed)
+    check = audit.unfollowed(listed)
     (checkout / "own_tables" / "one.csv").read_bytes()
     check()
     (checkout / "own_tables" / "one.csv").write_text("2", encoding="utf-8")
@@ -285,27 +299,23 @@ def test_a_listed_file_or_folder_is_part_of_the_variant_s_code(checkout: Path) -
         code.of_variant(listed)
 
 
-def test_an_extension_module_in_the_checkout_is_refused_unless_it_is_listed(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = code.unfollowed(planned())
+def test_an_unlisted_extension_module_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = audit.unfollowed(planned())
     (checkout / "own_kernels.so").touch()
     extension = ModuleType("own_kernels")
     extension.__file__ = str(checkout / "own_kernels.so")
     monkeypatch.setitem(sys.modules, "own_kernels", extension)
-    with pytest.raises(code.Unfollowed, match=r"own_kernels\.so was read by the job's own code"):
+    with pytest.raises(imports.Unfollowed, match=r"own_kernels\.so was read by the job's own code"):
         check()
 
 
 @pytest.mark.parametrize("shared", ["a module", "a link to a module", "a file", "nothing"])
-def test_in_a_copy_of_the_gate_what_base_and_head_would_share_is_refused(
-    shared: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_shared_by_base_and_head_is_refused(shared: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, copy = checkout.parent, checkout
     (copy / ".dvc").mkdir()
-    (copy / code.GATE_COPY).write_text(f"{copy}\n{original}\n", encoding="utf-8")
+    (copy / imports.GATE_COPY).write_text(f"{copy}\n{original}\n", encoding="utf-8")
     (original / "own_beside.py").touch()
-    check = code.unfollowed(planned())
+    check = audit.unfollowed(planned())
     if shared == "a file":
         (original / "own_beside.py").read_text(encoding="utf-8")
     elif shared != "nothing":
@@ -316,9 +326,7 @@ def test_in_a_copy_of_the_gate_what_base_and_head_would_share_is_refused(
             (folder / "own_beside.py").symlink_to(original / "own_beside.py")
         monkeypatch.syspath_prepend(folder)
         import_module("own_beside")
-    refusal = pytest.raises(
-        code.Unfollowed, match=r"own_beside\S* comes from the original work tree \(.*own_beside\.py\)"
-    )
+    refusal = pytest.raises(imports.Unfollowed, match=r"own_beside\S* comes from the original work tree \(.*own_")
     with refusal if shared != "nothing" else nullcontext():
         check()
 
@@ -333,7 +341,7 @@ def test_in_a_copy_of_the_gate_what_base_and_head_would_share_is_refused(
         ("reading", ["settings.json"], None),
     ],
 )
-def test_training_refuses_a_module_or_file_without_a_digest(
+def test_training_refuses_code_without_a_digest(
     factory: str, files: list[str], refused: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code_ = 2 if refused else 0
@@ -362,9 +370,7 @@ def samples(split):
 """
 
 
-def test_fetch_refuses_a_file_that_a_function_reads_until_it_is_listed(
-    checkout: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_refuses_unlisted_files_of_a_function(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (checkout / "own_samples.py").write_text(SAMPLES, encoding="utf-8")
     np.savetxt(checkout / "table.csv", np.eye(20)[:, :2])
     fetch: dict[str, Any] = {"dataset": "arrays", "arrays": "own_samples:samples"}
@@ -382,5 +388,9 @@ def test_fetch_refuses_a_file_that_a_function_reads_until_it_is_listed(
 def test_a_measurement_refuses_a_module_without_a_digest(digits_folder: Path) -> None:
     train = {"device": "cpu", "seeds": [0], "batch_size": 128, "model": "own_net:late", "deterministic": False}
     made = plan(parse({"train": train, "variants": {"baseline": {}}}), "baseline", CPU)
-    with assembled(made, digits_folder) as assembly, pytest.raises(code.Unfollowed), assembly.training(0) as training:
+    with (
+        assembled(made, digits_folder) as assembly,
+        pytest.raises(imports.Unfollowed),
+        assembly.training(0) as training,
+    ):
         training.advance(1)

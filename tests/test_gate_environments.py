@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gate import environments
+from pipeline.gate import copies
 from pipeline.gate.decision import GateError
 from tests.factories import write_wheel
 
@@ -28,7 +28,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 def write_locks(sides: tuple[Path, Path], *texts: str | None) -> None:
     for root, text in zip(sides, texts, strict=True):
         if text is not None:
-            (root / environments.LOCK).write_text(text, encoding="utf-8")
+            (root / copies.LOCK).write_text(text, encoding="utf-8")
 
 
 def numbers(version: str) -> str:
@@ -42,44 +42,44 @@ INSTALLED = f"pytest=={pytest.__version__} \\\n    --hash=sha256:0\n    # via\n"
 @pytest.mark.parametrize("locks", [("numbers==1.0\n", "numbers==1.0\n"), ("numbers==1.0\n", None), (None, None)])
 def test_equal_lock_files_run_under_this_python(sides: tuple[Path, Path], locks: tuple[str | None, ...]) -> None:
     write_locks(sides, *locks)
-    assert environments.pythons(*sides) == (Path(sys.executable),) * 2
+    assert copies.pythons(*sides) == (Path(sys.executable),) * 2
 
 
 def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
     sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_locks(sides, numbers("1.5"), INSTALLED)
-    python, this = environments.pythons(*sides)
+    python, this = copies.pythons(*sides)
     assert this == Path(sys.executable)
     told = subprocess.run(
         [python, "-c", "import numbers_of_a_test; print(numbers_of_a_test.found)"], capture_output=True, text=True
     )
     assert told.stdout == "1.5\n"
     monkeypatch.delenv("PIP_FIND_LINKS")  # from here on, pip can install nothing
-    assert environments.pythons(*sides) == (python, this)
+    assert copies.pythons(*sides) == (python, this)
     (python.parents[1] / "installed").unlink()  # an interrupted installation has no such stamp
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
-        environments.pythons(*sides)
+        copies.pythons(*sides)
 
 
 def test_packages_that_build_others_are_installed_first(sides: tuple[Path, Path]) -> None:
     builder = write_wheel(Path("wheels"), "builder_of_a_test", "1.0", "")
-    (sides[0] / environments.BUILD_LOCK).write_text(builder, encoding="utf-8")
+    (sides[0] / copies.BUILD_LOCK).write_text(builder, encoding="utf-8")
     write_locks(sides, numbers("1.5"), INSTALLED)
-    python, _ = environments.pythons(*sides)
+    python, _ = copies.pythons(*sides)
     assert subprocess.run([python, "-c", "import builder_of_a_test, numbers_of_a_test"]).returncode == 0
 
 
 def test_another_version_than_the_installed_one_is_not_installed(sides: tuple[Path, Path]) -> None:
     write_locks(sides, "pytest==0.1\n", INSTALLED)
     with pytest.raises(GateError, match="cannot be installed"):
-        environments.pythons(*sides)
+        copies.pythons(*sides)
 
 
 def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tuple[Path, Path]) -> None:
     """Otherwise a head would pass although its lock file lacks a package that its code needs."""
     write_locks(sides, INSTALLED, numbers("1.0"))
-    base, head = environments.pythons(*sides)
+    base, head = copies.pythons(*sides)
     assert (base, head != base) == (Path(sys.executable), True)
     import_pytest = subprocess.run([head, "-c", "import pytest"], capture_output=True)
     assert import_pytest.returncode == 1
@@ -87,30 +87,30 @@ def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tu
         sides, INSTALLED, f"pluggy=={metadata.version('pluggy')}\n"
     )  # this Python has it, but the base does not name it
     with pytest.raises(GateError, match=r"base/requirements\.lock cannot be installed"):
-        environments.pythons(*sides)
-    assert len(list(environments.CACHE.iterdir())) == 1, "the failed installation left files behind"
+        copies.pythons(*sides)
+    assert len(list(copies.CACHE.iterdir())) == 1, "the failed installation left files behind"
 
 
 def test_those_used_last_are_kept(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "KEPT", 1)
+    monkeypatch.setattr(copies, "KEPT", 1)
     found = []
     for version in ("1.0", "2.0"):
         write_locks(sides, numbers(version), INSTALLED)
-        found.append(environments.pythons(*sides)[0])
+        found.append(copies.pythons(*sides)[0])
     assert [python.exists() for python in found] == [False, True]
 
 
 def test_a_lock_file_that_cannot_be_read_is_named(sides: tuple[Path, Path]) -> None:
     write_locks(sides, INSTALLED, "not a package\n")
     with pytest.raises(GateError, match=r"^.*head/requirements\.lock: "):
-        environments.pythons(*sides)
+        copies.pythons(*sides)
 
 
 def test_what_differs_is_named(sides: tuple[Path, Path]) -> None:
     write_locks(sides, "a==1\nb==1\nc==1 ; sys_platform == 'nowhere'\ntorch==1\n", "b==2\nd==1\ntorch==2\n")
     for root in sides:
         (root / "Dockerfile").write_text(f"FROM {root.name}", encoding="utf-8")
-    (packages,), (system,) = environments.packages(*sides), environments.systems(*sides)
+    (packages,), (system,) = copies.differing_packages(*sides), copies.differing_systems(*sides)
     assert packages.endswith(": torch ==1 -> ==2, a ==1 -> none, b ==1 -> ==2, d none -> ==1.")
     assert system.startswith("The Dockerfiles differ")
-    assert environments.packages(sides[0], sides[0]) == environments.systems(sides[0], sides[0]) == []
+    assert copies.differing_packages(sides[0], sides[0]) == copies.differing_systems(sides[0], sides[0]) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Clone
+from tests.conftest import SHORT, Clone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each takes 10 to 60 seconds on an idle machine
 
@@ -40,17 +40,12 @@ import torch
 def in_top(outputs, targets):
     return (outputs.topk(1).indices == targets[:, None]).any(1)
 """
-PARAMS = {
-    "fetch.dataset": "digits",
+PARAMS = SHORT | {
     "train.model": "net:net",
     "train.metric": "scores:in_top",
-    "train.device": "cpu",
-    "train.epochs": 1,
-    "train.batch_size": 64,
-    "publish.live": False,
+    "train.seeds": [0, 1, 2],
     "bench": {"max_rounds": 1, "window_seconds": 0.01, "hard_limit": True},
     "gate": {"max_minutes": 0.1},
-    "profile.variants": [],
     "variants": {"baseline": {}},
 }
 
@@ -88,32 +83,30 @@ def edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after), encoding="utf-8")
 
 
-def test_a_file_that_the_model_reads_is_refused_until_it_is_listed_and_then_it_counts(job: Clone) -> None:
+def test_a_file_that_the_model_reads_counts(job: Clone) -> None:
     edit(job.path / "settings.json", "1.0", "0.0")
     code, output = gate(job)
     assert (code, "settings.json was read by the job's own code" in output) == (2, True), output
     assert "as train.files: [settings.json]." in output
     edit(job.path / "settings.json", "0.0", "1.0")
     job.edit({"train.files": ["settings.json"]})
+    dockerfile = job.path / "Dockerfile"
+    dockerfile.write_text("FROM debian:12\n", encoding="utf-8")
     job.commit()
     edit(job.path / "settings.json", "1.0", "0.0")
+    edit(dockerfile, "12", "13")
     code, output = gate(job)
     assert (code, "Worse than the base: accuracy (baseline)" in output) == (1, True), output
+    assert "The Dockerfiles differ, but both sides ran on one system" in output
 
 
-@pytest.mark.parametrize("reached", ["PYTHONPATH", "a path in the code", "a link"])
-def test_a_module_of_the_work_tree_that_both_sides_would_share_is_refused(job: Clone, reached: str) -> None:
-    sources, net = job.path.parent / "sources", job.path / "net.py"
-    statement = "import blocks\n"
-    if reached == "a path in the code":
-        statement = f'import sys\n\nsys.path.insert(0, "{sources}")\n__import__("blocks")\n'
-        job.edit({"train.files": ["settings.json"]})
-    net.write_text(statement + NET, encoding="utf-8")
-    if reached == "a link":
-        (job.path / "blocks.py").symlink_to(sources / "blocks.py")
+def test_a_module_that_both_sides_share_is_refused(job: Clone) -> None:
+    """tests/test_followed.py has the other ways by which both sides could share a module."""
+    sources = job.path.parent / "sources"
+    (job.path / "net.py").write_text(f"import blocks\n{NET}", encoding="utf-8")
     job.commit()
     (sources / "blocks.py").write_text("size = 16\n", encoding="utf-8")
-    code, output = gate(job, **{"PYTHONPATH": str(sources)} if reached == "PYTHONPATH" else {})
+    code, output = gate(job, PYTHONPATH=str(sources))
     said = f"even in a copy of the project, blocks comes from the original work tree ({sources / 'blocks.py'})"
     assert (code, said in output) == (2, True), output
 

@@ -12,8 +12,8 @@ from pipeline import environment, params
 from pipeline.errors import PipelineError
 from pipeline.params import Machine
 from tests.conftest import ROOT
+from tests.workspaces import CPU_ONLY
 
-LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 ONE_GPU = Machine(gpus=1, gpu_native_bf16=True, gpu_tf32=True, cpu_native_bf16=False)
 FOUR_OLD_GPUS = Machine(gpus=4, gpu_native_bf16=False, cpu_native_bf16=False)
 
@@ -22,7 +22,7 @@ def shell(name: str, script: str, limit: float = 60.0, params: dict[str, Any] | 
     return Step(name, ("sh", "-c", script), limit, params, says)
 
 
-def test_the_check_continues_after_a_failure_and_returns_their_number(
+def test_the_check_continues_after_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "hunter2-hunter2")
@@ -42,7 +42,7 @@ def test_the_check_continues_after_a_failure_and_returns_their_number(
     assert printed[1][3].startswith("exit 3: it broke")
     assert printed[2][3] == "not finished after 0.5 s: begun"
     text = report.read_text(encoding="utf-8")
-    assert all(each in text for each in ("3 of 5 steps failed", "| passes", "1.5 GB/s", '"torch": '))
+    assert all(part in text for part in ("3 of 5 steps failed", "| passes", "1.5 GB/s", '"torch": '))
     assert not [secret for secret in ("hunter2", "mine@", "ours") if secret in text]
 
 
@@ -56,14 +56,14 @@ def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
 def test_the_copy_is_a_repository_of_its_own(tmp_path: Path) -> None:
     Checkout(tmp_path, ["."]).commit()
     assert (tmp_path / "dvc.yaml").read_bytes() == (ROOT / "dvc.yaml").read_bytes()
-    told = gpu_check.done(shell("git", "git status --short && git rev-list --count HEAD"), tmp_path)
-    assert told.output == "1"
+    output = gpu_check.done(shell("git", "git status --short && git rev-list --count HEAD"), tmp_path)
+    assert output.output == "1"
 
 
 def test_the_check_refuses_a_machine_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "machine", lambda: LAPTOP)
+    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
     assert gpu_check.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no GPU" in line
@@ -81,7 +81,7 @@ def test_the_check_refuses_a_machine_without_a_gpu(
         ),
     ],
 )
-def test_a_variant_of_each_kind_that_the_machine_can_run(machine: Machine, expected: set[str]) -> None:
+def test_every_possible_kind_has_a_variant(machine: Machine, expected: set[str]) -> None:
     values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=False)
     assert set(gpu_check.variants_of_each_kind(values, machine, (ROOT / "variants").glob("*.yaml"))) == expected
 
@@ -107,7 +107,7 @@ def test_the_bus_carries_more_than_the_size() -> None:
 def test_transfers_between_two_processes() -> None:
     rows = transfers.measure("cpu", 2, sizes=(4, 4096))
     assert [(row.what, row.size) for row in rows] == [
-        *((f"copy, {way} to device", size) for size in (4, 4096) for way in ("device", "host")),
+        *((f"copy, {side} to device", size) for size in (4, 4096) for side in ("device", "host")),
         *(("all-reduce, 2 by gloo", size) for size in (4, 4096)),
     ]
     assert all(row.seconds > 0 for row in rows)

@@ -26,17 +26,16 @@ from pyarrow import parquet
 from pipeline import environment, results
 from pipeline.cli import main
 from pipeline.comparison import consistency
-from pipeline.data import LIMIT_BYTES, prepared, text
+from pipeline.data import LIMIT_BYTES, array_files, prepared, text
 from pipeline.data.decoded import listed
 from pipeline.errors import PipelineError, redacted, said, say, spelled
 from pipeline.models import from_config
 from pipeline.models.from_config import FromConfig
 from pipeline.params import load
 from pipeline.tools import evidence, init
-from pipeline.tracking import labels, promoting
-from tests.test_chain import job, made  # noqa: F401
-from tests.test_init import repository  # noqa: F401
-from tests.test_parsers import bounded, picture, saved
+from pipeline.tracking import comparisons, promoting
+from tests.commands import bounded
+from tests.factories import picture, saved
 
 Files = dict[str, bytes]
 
@@ -123,13 +122,6 @@ def pictures(name: str, content: bytes) -> Files:
 
 PIXELS = LIMIT_BYTES // 4
 BASELINE = b"variants: {baseline: {}}\n"
-OPTIONS = BASELINE.decode() + "train:\n  model_options:\n"
-LAUGHS = f"{OPTIONS}    a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"    a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 20)
-)
-MERGED = f"{OPTIONS}    m0: &m0 {{x: 1}}\n" + "".join(
-    f"    m{level}: &m{level} {{<<: [{', '.join([f'*m{level - 1}'] * 10)}]}}\n" for level in range(1, 20)
-)
 CODE = b"cos\nsystem\n(S'touch owned'\ntR."
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -137,12 +129,8 @@ ESCAPE = "\x1b]0;owned\x07"
 @pytest.mark.parametrize(
     ("commands", "files", "named"),
     [
-        ("environment", {"params.yaml": LAUGHS.encode()}, "10,000 values"),
-        ("environment", {"params.yaml": MERGED.encode()}, "10,000 values"),
-        ("environment", {"params.yaml": BASELINE + b"train:\n  model_options: &a {x: *a}\n"}, "10,000 values"),
-        ("environment", {"params.yaml": b"- x\n" * 20_000}, "10,000 values"),
         ("environment", {"params.yaml": b"train: " + b"[" * 5_000}, "is not YAML"),
-        ("environment", {"params.yaml": b"x" * 300_000}, "more than 262,144 characters"),
+        ("environment", {"params.yaml": b"x" * 300_000}, "has 300,000 bytes; allowed: 262,144"),
         ("environment", {"params.yaml": BASELINE + b"train: {epochs: 0x" + b"f" * 5_000 + b"}"}, "2,000 characters"),
         ("environment", {"params.yaml": BASELINE + b"train: {epochs: " + b"9" * 1_500 + b"}"}, "epochs: found 999"),
         ("environment", {"params.yaml": params(**variant("x" * 300))}, "at most 100 characters"),
@@ -193,29 +181,50 @@ ESCAPE = "\x1b]0;owned\x07"
         ("fetch prepare", pictures(f"{ESCAPE}\n::error::x.png", b""), "\\x1b]0;owned\\x07\n\\::error::x.png: broken"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("here")
 def test_a_hostile_input_is_named_and_leaves_no_file(
-    commands: str, files: Files, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    commands: str, files: Files, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All commands but the last succeed."""
-    monkeypatch.chdir(tmp_path)
     write(files)
     *earlier, last = commands.split()
-    assert not any(main([each]) for each in earlier)
-    before = there()
+    assert not any(main([command]) for command in earlier)
+    before = files_present()
     assert main([last]) == 2
     said = capsys.readouterr().err
     assert "error: " in said
     assert named in said
     assert "\x1b" not in said
     assert "Traceback" not in said
-    assert there() == before
+    assert files_present() == before
 
 
-def test_a_swapped_file_of_any_size_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("here")
+def test_a_compressed_data_set_takes_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(array_files, "LIMIT_UNPACKED_BYTES", 1 << 26)
+    names = ["inputs", *(f"more{number}" for number in range(40))]  # beyond what pyarrow reserves in advance
+    batch = pyarrow.record_batch(dict.fromkeys(names, pyarrow.array(np.zeros(1 << 26, np.uint8))))
+    for codec, code in ((None, 0), ("zstd", 2)):
+        options = pyarrow.ipc.IpcWriteOptions(compression=codec)
+        rows = batch if codec else batch.select(["inputs"])[:8]
+        out = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(out, rows.schema, options=options) as stream:
+            stream.write_batch(rows)
+        state = dict.fromkeys(("_fingerprint", "_format_columns", "_format_type", "_output_all_columns"))
+        state |= {"_data_files": [{"filename": "data.arrow"}], "_format_kwargs": {}, "_split": None}
+        info = {"features": {key: {"dtype": "uint8", "_type": "Value"} for key in rows.schema.names}}
+        written = {"data.arrow": out.getvalue(), "dataset_info.json": json.dumps(info).encode()}
+        write(datasets_folder(**state) | {f"own/{name}": content for name, content in written.items()})
+        before = pyarrow.total_allocated_bytes()
+        assert main(["fetch"]) == code, capsys.readouterr()
+        assert pyarrow.total_allocated_bytes() - before < 1 << 27
+    assert "bytes unpack to more memory than is allowed: 67,108,864" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+def test_a_swapped_file_of_any_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     swapped = "data/raw/mnist/train-images-idx3-ubyte"
     write({"params.yaml": params(fetch={"dataset": "mnist"}), swapped: b""})
     os.truncate(swapped, 1 << 40)  # zeros that take no space on disk
@@ -223,7 +232,7 @@ def test_a_swapped_file_of_any_size_is_refused(
     assert f"{Path(swapped).name}: SHA-256 is" in capsys.readouterr().err
 
 
-def there() -> set[Path]:
+def files_present() -> set[Path]:
     return {path for path in Path().rglob("*") if path.is_file()}
 
 
@@ -234,11 +243,9 @@ def write(files: Files) -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_the_largest_picture_takes_bounded_memory() -> None:
     """The limit has room for the decoded pixels and for their copy during the conversion."""
-    monkeypatch.chdir(tmp_path)
     large = png(2**13, PIXELS // 2**13, bits=8)
     write(pictures("large.png", large) | folder(**{"two/small.png": picture("PNG")}))
     assert main(["fetch"]) == 0
@@ -247,10 +254,8 @@ def test_a_picture_that_is_as_large_as_allowed_takes_bounded_memory(
 
 
 @pytest.mark.parametrize("kind", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
-def test_the_formats_allowed_in_an_image_folder_are_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_allowed_formats_of_images_are_read(kind: str) -> None:
     suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
     write(folder(**{f"{label}/{index}.{suffix}": picture(kind) for label in ("one", "two") for index in range(2)}))
     assert main(["fetch"]) == 0
@@ -290,10 +295,10 @@ BACKTRACKS = {
         (tokenizer({"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]], "byte_fallback": False}), "`unk_id` is"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("here")
 def test_a_hostile_tokenizer_is_named(
-    file: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: bytes, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(text, "LIMIT_MEMORY_BYTES", 1 << 28)
     if named.startswith("it took longer"):
         monkeypatch.setattr(text, "LIMIT_SECONDS", 1)
@@ -301,14 +306,14 @@ def test_a_hostile_tokenizer_is_named(
     config = params(fetch={"dataset": "text_folder", "text_folder": "own"}, prepare={"tokenizer": "t.json"})
     write({"params.yaml": config, "t.json": file, "own/1.txt": lines, "own/2.txt": lines})
     assert main(["fetch"]) == 0
-    before = there()
+    before = files_present()
     with bounded():
         assert main(["prepare"]) == 2
     error = capsys.readouterr().err
     assert "prepare.tokenizer: t.json " in error
     assert named in error
     assert "Traceback" not in error
-    assert there() == before
+    assert files_present() == before
 
 
 # Configurations of transformers
@@ -335,10 +340,7 @@ def test_a_harmless_configuration_is_taken() -> None:
         ({"attn_implementation": "flash_attention_2"}, "allowed: eager, sdpa, flex_attention"),
         ({"experts_implementation": "owner/kernel"}, "experts_implementation: found 'owner/kernel'"),
         ({"text_config": {"attn_implementation": "owner/kernel"}}, "attn_implementation: found 'owner/kernel'"),
-        (
-            {"hidden_act": "owner/kernel"},
-            "hidden_act: found 'owner/kernel', which may name code on a hub, or a file; r",
-        ),
+        ({"hidden_act": "owner/kernel"}, "hidden_act: found 'owner/kernel', which may name code on a hub"),
         ({"x" * 2**20: 1}, "allowed: 1,048,576"),
     ],
 )
@@ -354,9 +356,7 @@ def test_a_hostile_configuration_of_a_model_is_named(
 
 
 @pytest.mark.slow
-def test_a_configuration_is_built_without_the_hub_and_what_names_one_changes_no_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_is_built_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     configurations, models = from_config.load()
@@ -413,7 +413,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "dvc.lock": consistency._recorded,
     "dataset.json": lambda file: prepared.described(file.parent),
     "reports/gate.json": lambda _: promoting._passed(Path(), "commit"),
-    "reports/comparison.json": lambda _: labels._comparison(Path()),
+    "reports/comparison.json": lambda _: comparisons.read_comparison(Path()),
     "evidence.zip": evidence.check,
     "files.csv": listed,
 }
@@ -424,10 +424,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     [(file, put) for file in READERS for put in (piped, a_device, folded, large, nested)
      if not (file.endswith(".csv") and put in (large, nested))],
 )  # fmt: skip
-def test_a_record_that_is_no_regular_file_of_sane_size_is_named(
-    file: str, put: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_an_irregular_record_is_named(file: str, put: Callable[[Path], None]) -> None:
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     put(Path(file))
     with bounded(), pytest.raises((PipelineError, OSError)) as caught:
@@ -447,9 +445,7 @@ def test_compare_names_a_record_that_is_too_large(file: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("put", [piped, a_device, folded, large, nested])
 @pytest.mark.usefixtures("job")
-def test_a_session_that_is_no_regular_file_is_not_used(
-    put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_irregular_session_is_not_used(put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
     Path("sessions").mkdir(exist_ok=True)
     put(Path("sessions/\x1b]0;owned\x07.json"))
     with bounded():
@@ -461,10 +457,10 @@ def test_a_session_that_is_no_regular_file_is_not_used(
 
 @pytest.mark.parametrize("speed", [1e-300, 1e-12, 1e300])
 @pytest.mark.usefixtures("job")
-def test_a_session_with_an_impossible_speed_is_not_used(speed: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_session_is_not_used(speed: float, capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(Path("bench.json").read_text())
     values["session"] |= {"start_utc": "2026-11-01T08:00:00+00:00", "end_utc": None, "boot_id": "another"}
-    for sample in (each for arm in values["arms"] for each in arm["samples"]):
+    for sample in (sample for arm in values["arms"] for sample in arm["samples"]):
         sample["samples_per_second"] = (sample["samples_per_second"] or 1000) * speed / 1000
     Path("sessions").mkdir(exist_ok=True)
     Path("sessions/x.json").write_text(json.dumps(values))
@@ -474,7 +470,7 @@ def test_a_session_with_an_impossible_speed_is_not_used(speed: float, capsys: py
 
 # Text that changes what a terminal or a page shows
 
-UNSEEN = "".join(chr(each) for each in range(sys.maxunicode + 1) if unicodedata.category(chr(each)) in ("Cc", "Cf"))
+UNSEEN = "".join(chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) in ("Cc", "Cf"))
 
 
 def test_no_control_or_format_character_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,7 +480,7 @@ def test_no_control_or_format_character_is_printed(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("job")
-def test_no_format_character_of_a_record_reaches_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_format_character_reaches_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     files = ("results/baseline.json", "results/ddp.json", "bench.json")
     for file in files:
         content = Path(file).read_text()
@@ -495,9 +491,9 @@ def test_no_format_character_of_a_record_reaches_the_report(capsys: pytest.Captu
     assert main(["compare"]) == 0
     capsys.readouterr()
     shown = {path: path.read_text() for path in Path("reports").rglob("*") if path.is_file()}
-    assert any(r"\u202e" in each for path, each in shown.items() if path.suffix == ".md")
-    for path, each in shown.items():
-        assert not set(UNSEEN.replace("\n", "")) & set(each), path
+    assert any(r"\u202e" in page for path, page in shown.items() if path.suffix == ".md")
+    for path, page in shown.items():
+        assert not set(UNSEEN.replace("\n", "")) & set(page), path
 
 
 @pytest.mark.slow
@@ -578,7 +574,7 @@ def test_init_follows_a_link_inside_the_work_tree() -> None:
 
 
 @pytest.mark.usefixtures("repository")
-def test_a_record_of_init_that_is_nested_deeply_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deeply_nested_record_of_init_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     write({str(init.RECORD): b"[" * 100_000})
     assert main(["init"]) == 2
     assert ".dvc/init.json is damaged; delete it" in capsys.readouterr().err

@@ -57,10 +57,11 @@ def measure(trained: Trained, *names: str, **kinds: Kind) -> dict[str, Form]:
     """Measure the plain form, the forms of ``FORMS`` with these names, and other ``kinds``; return their records."""
     kinds = {"eager": FORMS["eager"], **{name: FORMS[name] for name in names}, **kinds}
     config = parse({"infer": {"rounds": 2, "window_seconds": 0.001}, "variants": {"baseline": {}}})
-    found, noise = inference.forms_on(trained, kinds, ALONE, "a CPU", config)
-    assert [each.batch_size for each in noise] == [1, 8]
-    assert all(each.refused and "at least 6 are needed" in each.refused for each in noise)
-    return {form.name: form for form in found}
+    forms = {form.name: form for form in inference.forms_on(trained, kinds, ALONE, "a CPU", config)}
+    noise = figures(forms["eager"]).throughput
+    assert [at_size.batch_size for at_size in noise] == [1, 8]
+    assert all("at least 6 are needed" in (at_size.ratio.why_untrusted or "") for at_size in noise)
+    return forms
 
 
 def figures(form: Form) -> Measured:
@@ -69,8 +70,8 @@ def figures(form: Form) -> Measured:
 
 
 def test_forms_that_need_no_compiler_agree_with_the_plain_one(trained: Trained, digits: Dataset) -> None:
-    found = {name: figures(form) for name, form in measure(trained, "bf16", "fp16", "exported").items()}
-    plain, exported, half = found["eager"], found["exported"], found["bf16"]
+    by_form = {name: figures(form) for name, form in measure(trained, "bf16", "fp16", "exported").items()}
+    plain, exported, half = by_form["eager"], by_form["exported"], by_form["bf16"]
     assert plain.agreement.equal_count == plain.agreement.test_count == len(digits.test)
     assert plain.agreement.largest_logit_difference == 0
     assert plain.agreement.accuracy > 0.9
@@ -80,12 +81,12 @@ def test_forms_that_need_no_compiler_agree_with_the_plain_one(trained: Trained, 
     assert half.agreement.equal_fraction > 0.98
     assert 0 < half.agreement.largest_logit_difference < 1
     assert half.model_bytes < 0.6 * plain.model_bytes
-    assert 0 < found["fp16"].agreement.largest_logit_difference < half.agreement.largest_logit_difference
-    for form in found.values():
+    assert 0 < by_form["fp16"].agreement.largest_logit_difference < half.agreement.largest_logit_difference
+    for form in by_form.values():
         assert form.latency.p50_low_ms <= form.latency.p50_high_ms
-        assert [each.batch_size for each in form.throughput] == [1, 8]
-        for each in form.throughput:
-            assert each.low_samples_per_second <= each.samples_per_second <= each.high_samples_per_second
+        assert [at_size.batch_size for at_size in form.throughput] == [1, 8]
+        for at_size in form.throughput:
+            assert at_size.low_samples_per_second <= at_size.samples_per_second <= at_size.high_samples_per_second
 
 
 def raising(error: Exception) -> Kind:
@@ -111,10 +112,10 @@ def test_a_full_disk_is_no_property_of_a_form(trained: Trained) -> None:
 
 @pytest.mark.slow
 def test_the_compiled_form_agrees(trained: Trained, digits: Dataset) -> None:
-    found = measure(trained, "compiled")["compiled"]
-    if found.why_not and "compiler" in found.why_not:
-        pytest.skip(found.why_not)
-    compiled = figures(found)
+    form = measure(trained, "compiled")["compiled"]
+    if form.why_not and "compiler" in form.why_not:
+        pytest.skip(form.why_not)
+    compiled = figures(form)
     assert compiled.agreement.equal_count == len(digits.test)
     assert 0 <= compiled.agreement.largest_logit_difference < 1e-4
     assert compiled.remarks == ()
@@ -123,27 +124,27 @@ def test_the_compiled_form_agrees(trained: Trained, digits: Dataset) -> None:
 
 @pytest.mark.slow
 def test_the_quantised_form_agrees_and_is_a_quarter_in_size(trained: Trained) -> None:
-    found = measure(trained, "int8")
+    forms = measure(trained, "int8")
     missing = ["not installed", "compiler"]
     if torch.__version__.startswith("2.11."):
         missing.append("no int8 kernel")  # torchao 0.18 does not know the graphs that torch 2.11 exports
-    why_not = found["int8"].why_not
+    why_not = forms["int8"].why_not
     if why_not and any(words in why_not for words in missing):
         pytest.skip(why_not)
-    quantised = figures(found["int8"])
+    quantised = figures(forms["int8"])
     assert quantised.agreement.equal_fraction > 0.97
     assert quantised.agreement.largest_logit_difference > 0
-    assert quantised.model_bytes < 0.5 * figures(found["eager"]).model_bytes
+    assert quantised.model_bytes < 0.5 * figures(forms["eager"]).model_bytes
 
 
 def test_without_a_compiler_the_compiled_forms_are_refused_with_the_remedy(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    found = measure(trained, "compiled")["compiled"]
-    assert found.measured is None
-    assert "no compiler '/nowhere/g++'" in str(found.why_not)
-    assert "apt-get install g++" in str(found.why_not)
+    form = measure(trained, "compiled")["compiled"]
+    assert form.measured is None
+    assert "no compiler '/nowhere/g++'" in str(form.why_not)
+    assert "apt-get install g++" in str(form.why_not)
 
 
 def test_without_torchao_the_quantised_form_says_so(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +175,9 @@ def test_a_model_that_cannot_be_quantised_says_with_what_and_why(
 
 
 def test_what_would_be_emulated_is_no_form(trained: Trained) -> None:
-    found = measure(replace(trained, native=frozenset()), "bf16", "fp16")
+    forms = measure(replace(trained, native=frozenset()), "bf16", "fp16")
     for name in ("bf16", "fp16"):
-        assert found[name].why_not == f"this CPU has no native {name} and would emulate it, several times slower"
+        assert forms[name].why_not == f"this CPU has no native {name} and would emulate it, several times slower"
 
 
 def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained, digits: Dataset) -> None:
@@ -184,7 +185,7 @@ def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained,
         assert len(logits) == 1, "one image at a time"
         return logits
 
-    found = measure(
+    forms = measure(
         trained,
         "exported",
         raising=raising(RuntimeError("no kernel image\nand much more")),
@@ -192,12 +193,12 @@ def test_a_broken_form_is_reported_and_the_others_are_measured(trained: Trained,
         nan=NOT_FINITE,
         wrong=with_outputs(torch.neg),
     )
-    assert found["raising"].why_not == "RuntimeError: no kernel image"
-    assert found["one"].why_not == "AssertionError: one image at a time"
-    assert found["nan"].why_not == "its outputs are not finite"
-    assert found["exported"].measured
-    assert figures(found["wrong"]).agreement.equal_count < 0.1 * len(digits.test)
-    assert figures(found["wrong"]).agreement.largest_logit_difference > 1
+    assert forms["raising"].why_not == "RuntimeError: no kernel image"
+    assert forms["one"].why_not == "AssertionError: one image at a time"
+    assert forms["nan"].why_not == "its outputs are not finite"
+    assert forms["exported"].measured
+    assert figures(forms["wrong"]).agreement.equal_count < 0.1 * len(digits.test)
+    assert figures(forms["wrong"]).agreement.largest_logit_difference > 1
 
 
 def test_a_plain_form_that_fails_is_no_result(trained: Trained) -> None:
@@ -216,12 +217,12 @@ def test_every_image_counts_once_whatever_the_batch(trained: Trained, digits: Da
         logits: torch.Tensor = trained.deployed()(images)
         return logits
 
-    batches = inference._Batches(task_of(digits), 7)
+    batches = inference._TestSet(task_of(digits), 7)
     with torch.no_grad():
         logits = batches.outputs(predict)
     assert torch.allclose(logits, whole, atol=1e-5)
     assert seen == {7}, "a compiled form is made for one size"
-    assert len(inference._Batches(task_of(digits), 1000).first) == 1000, "a batch may be larger than the test set"
+    assert len(inference._TestSet(task_of(digits), 1000).first) == 1000, "a batch may be larger than the test set"
 
 
 def test_bytes_are_those_of_the_weights() -> None:
@@ -258,30 +259,31 @@ def test_forms_take_turns_and_drift_cancels(monkeypatch: pytest.MonkeyPatch) -> 
 
     images = torch.zeros(8, 1, 2, 2, dtype=torch.uint8)
     called = {"slow": form("slow", 1 / 64), "fast": form("fast", 1 / 128)}
-    found = timing.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
+    times = timing.in_rounds(called, images, [1, 8], rounds=6, seconds=0.5, synchronise=lambda: None)
     assert order[:4] == ["slow", "fast", "slow", "fast"]
     assert order.count("slow") >= 9
     assert len(set(seen)) == len(seen), "no sample is used twice"
-    latency = timing.latency_of(found["slow"])
+    latency = timing.latency_of(times["slow"])
     assert latency.p50_ms == 15.625
     assert latency.calls == 6 * 32
     assert latency.p99_ms == 15.625
-    few = timing.latency_of(timing.Slices(latencies=[[0.02] * 50]))
-    assert few.p99_ms is None, "50 calls are too few for a 99th percentile"
-    quiet = timing.noise_of(found["slow"], found["slow"], 0.15, "cpu")
-    assert [each.refused for each in quiet.values()] == [None, None]
-    single, batch = timing.throughput_of(found["fast"], found["slow"], quiet)
+    assert timing.latency_of(timing.Slices(latencies=[[0.02] * 50])).p99_ms is None, (
+        "50 calls are too few for a 99th percentile"
+    )
+    quiet = timing.noise_of(times["slow"], times["slow"], 0.15)
+    assert [ratio.decision for ratio in quiet.values()] == ["same", "same"]
+    single, batch = timing.throughput_of(times["fast"], times["slow"], quiet)
     assert (single.batch_size, batch.batch_size) == (1, 8)
     assert batch.samples_per_second == 128
-    assert batch.ratio == pytest.approx(2)
-    assert batch.ratio_high == pytest.approx(2)
+    assert (batch.ratio.estimate, batch.ratio.high) == pytest.approx((2, 2))
+    assert batch.ratio.decision == "better"
+    plain = timing.throughput_of(times["slow"], times["slow"], quiet)[1]
+    assert plain.ratio == quiet[8]
     noisy = timing.Slices(rates={size: [100.0, 140.0, 70.0, 130.0, 90.0, 60.0] for size in (1, 8)})
-    loud = timing.noise_of(noisy, timing.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15, "cpu")
-    assert loud[8].refused
-    assert "a spread of" in loud[8].refused
-    assert timing.throughput_of(found["fast"], found["slow"], loud)[1].ratio is None, (
-        "a ratio that is not trusted is not reported"
-    )
+    loud = timing.noise_of(noisy, timing.Slices(rates={size: [100.0] * 6 for size in (1, 8)}), 0.15)
+    assert "a spread of" in (loud[8].why_untrusted or "")
+    untrusted = timing.throughput_of(times["fast"], times["slow"], loud)[1].ratio
+    assert (untrusted.estimate, untrusted.why_untrusted) == (None, loud[8].why_untrusted)
 
 
 # The stage.
@@ -310,7 +312,7 @@ def test_the_stage_measures_what_was_trained(workspace: Config, capsys: pytest.C
     fingerprint = environment.read()
     assert values["environment"] == environment.hash_of(fingerprint, "forms", "exported") != fingerprint["hash"]
     [run] = results.read(results.result_file("baseline"), workspace).runs
-    assert (values["schema"], values["variant"], values["seed"]) == (1, "baseline", 3)
+    assert (values["schema"], values["variant"], values["seed"]) == (2, "baseline", 3)
     assert values["model_sha256"] == run.model_sha256
     plain, half, exported = values["forms"]
     assert [form["name"] for form in values["forms"]] == ["eager", "bf16", "exported"], "eager is always measured"

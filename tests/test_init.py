@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Machine, load
 from pipeline.tools import init
 from tests.conftest import ROOT, Terminal
-from tests.test_variant_sets import LAPTOP, SERVER
+from tests.workspaces import CPU_ONLY, SERVER
 
 NAMES = (*init.WHOLE, *init.AT_THE_TOP)
 NET = "def net(*, channels, height, width, classes):\n    raise NotImplementedError\n"
@@ -28,16 +28,6 @@ NET = "def net(*, channels, height, width, classes):\n    raise NotImplementedEr
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make an empty git repository the current directory."""
-    path = tmp_path / "repository"
-    path.mkdir()
-    monkeypatch.chdir(path)
-    git("init", "--quiet")
-    return path
 
 
 @pytest.fixture
@@ -52,8 +42,8 @@ def upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.relative_to(folder).parts)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.relative_to(folder).parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def add(path: Path, text: str) -> None:
@@ -65,7 +55,7 @@ def add(path: Path, text: str) -> None:
 def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     for name in (*NAMES, "params.yaml", "params.schema.json", ".dvc/config", ".dvc/.gitignore"):
         assert (repository / name).read_bytes() == (ROOT / name).read_bytes(), name
     assert {name for name in NAMES if os.access(repository / name, os.X_OK)} == {".ci/gpu", ".github/session"}
@@ -76,7 +66,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     before, said = contents(repository), capsys.readouterr().out
     assert said.startswith("init: wrote params.yaml, .dvc/config, ")
     assert "3 variants; the bench may take 2.5 minutes" in said
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     assert contents(repository) == before
     assert capsys.readouterr().out == "init: wrote nothing: no file needs a change\n"
 
@@ -92,10 +82,10 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     with pytest.raises(
         PipelineError, match=r"nothing was written, because nobody answered yes; .* run init with --yes"
     ):
-        init.run(LAPTOP, model="nets:net")
+        init.run(CPU_ONLY, model="nets:net")
     assert contents(repository) == before
     assert "+/results" in capsys.readouterr().out
-    init.run(LAPTOP, model="nets:net", yes=True)
+    init.run(CPU_ONLY, model="nets:net", yes=True)
     assert {name: (repository / name).read_text(encoding="utf-8") for name in theirs} == theirs
     assert not (repository / ".dockerignore").exists(), "a .dockerignore would change what the user's Dockerfile copies"
     ignored = (repository / ".gitignore").read_text(encoding="utf-8").splitlines()
@@ -103,7 +93,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     assert ignored.count("/data") == 1
     assert "kept Dockerfile, .github/workflows/gpu.yml, because you changed" in capsys.readouterr().out
     before = contents(repository)
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     assert contents(repository) == before
     assert "@@" not in capsys.readouterr().out, "the differences of their files were shown once already"
 
@@ -111,7 +101,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
 def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
     repository: Path, upgraded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     add(repository / "Dockerfile", "RUN mine\n")
     add(repository / "params.yaml", "# mine\n")
     (repository / ".github/session").unlink()
@@ -120,19 +110,19 @@ def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
     add(upgraded / ".gitignore", "/later\n")
     before, _ = contents(repository), capsys.readouterr()
     with pytest.raises(PipelineError, match="nothing was written"):
-        init.run(LAPTOP)
+        init.run(CPU_ONLY)
     assert contents(repository) == before
     shown = capsys.readouterr().out
     named = re.findall(r"^\+\+\+ (\S+), as init writes it$", shown, re.MULTILINE)
     assert named == [".gitignore", "dvc.yaml", "Dockerfile"]
     assert shown.count("+# later") == 2
     assert "-RUN mine" in shown
-    init.run(LAPTOP, yes=True)
+    init.run(CPU_ONLY, yes=True)
     changed = {name for name, content in contents(repository).items() if content != before.get(name)}
     assert changed == {"dvc.yaml", ".gitignore", ".dvc/init.json"}
     assert (repository / "dvc.yaml").read_text(encoding="utf-8").endswith("# later\n")
     capsys.readouterr()
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     assert capsys.readouterr().out == (
         "init: wrote nothing: no file needs a change\n"
         "init: kept Dockerfile, .github/session, because you changed, deleted or made these files\n"
@@ -144,27 +134,27 @@ def test_data_that_git_ignores_is_in_the_way_too_but_not_what_the_stages_made(re
     add(repository / "data/raw/x", "theirs\n")
     before = contents(repository)
     with pytest.raises(ConfigError, match="found data, but the stages use these names"):
-        init.run(LAPTOP, yes=True)
+        init.run(CPU_ONLY, yes=True)
     assert contents(repository) == before
     shutil.rmtree(repository / "data")
-    init.run(LAPTOP, yes=True)
+    init.run(CPU_ONLY, yes=True)
     add(repository / "data/raw/x", "what fetch made\n")
     before = contents(repository)
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     (repository / ".dvc/init.json").unlink()
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     assert contents(repository) == before
 
 
 def test_on_a_terminal_it_asks(repository: Path, upgraded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     add(upgraded / "dvc.yaml", "# later\n")
     monkeypatch.setattr("sys.stdin", Terminal("\ny\n"))
     monkeypatch.setattr("sys.stdout", Terminal())
     with pytest.raises(PipelineError):
-        init.run(LAPTOP)
+        init.run(CPU_ONLY)
     assert "# later" not in (repository / "dvc.yaml").read_text(encoding="utf-8")
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     assert "# later" in (repository / "dvc.yaml").read_text(encoding="utf-8")
 
 
@@ -175,15 +165,15 @@ def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest
         add(repository / name, "train: {lr: 0.1}\n" if name.endswith("yaml") else NET)
     before = contents(repository)
     with pytest.raises(ConfigError, match=r"found dvc\.yaml, models, params\.yaml, but .*: ln -s \.\./PACKAGE \."):
-        init.run(LAPTOP)
+        init.run(CPU_ONLY)
     assert contents(repository) == before
     (repository / "performance").mkdir()
     monkeypatch.chdir(repository / "performance")
     with pytest.raises(ConfigError, match=r"no module 'own_nets'"):
-        init.run(LAPTOP, model="own_nets:net")
+        init.run(CPU_ONLY, model="own_nets:net")
     assert contents(repository) == before
     (repository / "performance/own_nets").symlink_to("../own_nets")
-    init.run(LAPTOP, model="own_nets:net")
+    init.run(CPU_ONLY, model="own_nets:net")
     after = contents(repository)
     assert {name: after[name] for name in before} == before
     others = {name for name in after.keys() - before.keys() if not name.startswith("performance/")}
@@ -210,7 +200,7 @@ def images(folder: Path, sides: list[int]) -> None:
 @pytest.mark.parametrize(
     ("machine", "variants", "minutes"),
     [
-        (LAPTOP, ["baseline", "memory", "channels-last"], 2.5),
+        (CPU_ONLY, ["baseline", "memory", "channels-last"], 2.5),
         (SERVER, ["baseline", "ddp", "memory", "channels-last", "bf16", "tf32", "compiled"], 5.0),
     ],
     ids=["laptop", "server"],
@@ -231,7 +221,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
     text = (repository / "params.yaml").read_text(encoding="utf-8")
     assert text.count("#") > 40, "the comments of params.yaml stay"
     assert f"{len(variants)} variants; the bench may take {minutes:g} minutes" in capsys.readouterr().out
-    assert ("#   ddp: with fewer than 2 GPUs" in text) is (machine is LAPTOP)
+    assert ("#   ddp: with fewer than 2 GPUs" in text) is (machine is CPU_ONLY)
     assert text.count("variants:\n") == 1
     assert "  image_size: [64, 64]        # for image_folder: [height, width]\n" in text
 
@@ -267,6 +257,16 @@ def test_a_job_on_text_is_a_language_model(repository: Path) -> None:
     assert load().train.batch_size == 32
 
 
+def test_a_setting_is_written_into_its_own_section(repository: Path, upgraded: Path) -> None:
+    """The shipped sections bench and gate both have max_minutes."""
+    assert repository == Path.cwd()
+    text = (upgraded / "params.yaml").read_text(encoding="utf-8")
+    start, end = text.index("gate:"), text.index("publish:")
+    (upgraded / "params.yaml").write_text(text[start:end] + text[:start] + text[end:], encoding="utf-8")
+    init.run(SERVER, model="resnet18")
+    assert (load().bench.max_minutes, load().gate.max_minutes) == (5.0, 10.0)
+
+
 @pytest.mark.parametrize(("model", "has_blocks"), [("nets:net", False), ("resnet18", True)])
 def test_a_model_of_ones_own_need_have_no_blocks(model: str, has_blocks: bool, repository: Path) -> None:
     add(repository / "nets.py", NET)
@@ -297,7 +297,7 @@ def test_arrays_of_any_shape_need_only_a_model_of_ones_own(
     np.savez(repository / "mine.npz", inputs=inputs, targets=targets)
     assert cli.main(["init", "--arrays", "mine.npz"]) == 2
     assert "init knows no model for the shapes in mine.npz; name your own, such as --model" in capsys.readouterr().err
-    init.run(LAPTOP, model="nets:net", arrays="mine.npz")
+    init.run(CPU_ONLY, model="nets:net", arrays="mine.npz")
     assert (load().train.task, load().train.model) == (task, "nets:net")
     assert ("channels-last" in load().variants) is (inputs.ndim == 4)
 
@@ -306,7 +306,7 @@ def test_arrays_that_are_neither_targets_nor_tokens_have_no_task(repository: Pat
     add(repository / "nets.py", NET)
     np.savez(repository / "mine.npz", inputs=np.ones((40, 3)))
     with pytest.raises(ConfigError, match=r"found inputs.*, for which init knows no task; add the array targets"):
-        init.run(LAPTOP, model="nets:net", arrays="mine.npz")
+        init.run(CPU_ONLY, model="nets:net", arrays="mine.npz")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_what_is_in_the_way_is_named(
         patch.setattr(files, "write_text", _read_only)
         assert "params.yaml: Read-only file system; let this user read and write there" in refused()
     assert contents(repository) == {}
-    init.run(LAPTOP)
+    init.run(CPU_ONLY)
     (repository / ".dvc/init.json").write_text("<<<<<<< HEAD\n", encoding="utf-8")
     assert ".dvc/init.json is damaged; delete it" in refused()
     (repository / ".dvc/init.json").unlink()
@@ -366,8 +366,8 @@ def test_elsewhere_than_in_a_repository_of_theirs_it_says_so(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(ConfigError, match="DVC and the gate need one; run `git init` first"):
-        init.run(LAPTOP)
+        init.run(CPU_ONLY)
     assert contents(tmp_path) == {}
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="this is the pipeline's own checkout"):
-        init.run(LAPTOP)
+        init.run(CPU_ONLY)

@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger
-from pipeline.profiling.ledger.allocation_trace import AllocationTrace
+from pipeline.profiling.ledger.tracker import AllocationTrace
 from pipeline.results import Ledger
 from pipeline.training.loop import Training
 from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
@@ -78,13 +78,13 @@ def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, s
 
 
 def watched(config: Config, dataset: Dataset) -> Ledger:
-    found = ledger.measured(trained(config, plan(config, "tried", LAPTOP), dataset), PEAK)
-    assert found is not None
-    return found
+    measured = ledger.measured(trained(config, plan(config, "tried", LAPTOP), dataset), PEAK)
+    assert measured is not None
+    return measured
 
 
-def added_up(found: Ledger) -> int:
-    return sum(int(getattr(found, part)) for part in PARTS)
+def added_up(parts: Ledger) -> int:
+    return sum(int(getattr(parts, part)) for part in PARTS)
 
 
 def endless(count: int) -> Dataset:
@@ -95,7 +95,7 @@ def endless(count: int) -> Dataset:
     return Dataset("endless", "0" * 64, tuple("abcdefghij"), None, known, split, split)
 
 
-def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
+def test_the_tape_keeps_the_highest_point() -> None:
     trace = AllocationTrace()
     trace.free(9)  # allocated before the trace began
     trace.section("data", begins=True)
@@ -112,7 +112,7 @@ def test_the_tape_keeps_what_was_out_at_the_highest_point() -> None:
     assert set(trace.held) == {1, 3, 4}
 
 
-def test_a_linear_net_has_the_bytes_one_counts_by_hand(digits: Dataset) -> None:
+def test_a_linear_net_has_bytes_counted_by_hand(digits: Dataset) -> None:
     matrix = 64 * 10 * 4
     draws = len(digits.train) * (5 * 8 + 1)  # of an epoch: five int64 and a bool for each sample
     many = watched(asked("tests.test_ledger:linear", batch_size=128), digits)
@@ -147,9 +147,9 @@ def test_frozen_parameters_have_no_momentum(digits: Dataset, variant: dict[str, 
 
 
 def test_the_parts_add_up_to_the_peak(digits: Dataset) -> None:
-    found = watched(asked(), digits)
-    assert added_up(found) == found.peak_bytes == PEAK
-    assert added_up(found) - found.rest_bytes == found.tensors_bytes
+    measured = watched(asked(), digits)
+    assert added_up(measured) == measured.peak_bytes == PEAK
+    assert added_up(measured) - measured.rest_bytes == measured.tensors_bytes
     foreseen = rehearsed(asked(), digits)
     assert added_up(foreseen) == foreseen.peak_bytes == foreseen.tensors_bytes
 
@@ -185,14 +185,14 @@ def test_measuring_leaves_the_training_as_it_was(digits: Dataset) -> None:
     ],
 )
 def test_the_prediction_is_what_is_measured(config: Config, digits: Dataset) -> None:
-    found, foreseen = watched(config, digits), rehearsed(config, digits)
-    assert foreseen.peak_bytes == pytest.approx(found.tensors_bytes, rel=0.05)
-    assert foreseen.parameters_bytes == found.parameters_bytes
-    assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
-    assert foreseen.data_bytes == found.data_bytes
+    measured, foreseen = watched(config, digits), rehearsed(config, digits)
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert foreseen.parameters_bytes == measured.parameters_bytes
+    assert foreseen.optimizer_state_bytes == measured.optimizer_state_bytes
+    assert foreseen.data_bytes == measured.data_bytes
 
 
-def test_a_prediction_repeats_and_leaves_the_random_state_alone(digits: Dataset) -> None:
+def test_a_prediction_leaves_the_random_state_alone(digits: Dataset) -> None:
     state = torch.get_rng_state()
     first = rehearsed(asked(), digits)
     assert torch.equal(torch.get_rng_state(), state)
@@ -208,9 +208,9 @@ def test_gradients_that_are_zeroed_are_there_all_the_time(digits: Dataset) -> No
     assert zeroed.activations_bytes >= freed.activations_bytes
 
 
-def test_gradients_that_are_used_up_at_once_are_never_all_there(digits: Dataset) -> None:
+def test_gradients_used_at_once_never_add_up(digits: Dataset) -> None:
     config = asked("tests.test_ledger:stack", 4), asked("tests.test_ledger:stack", 4, {"optimizer_in_backward": True})
-    plain, used_up = (watched(each, digits) for each in config)
+    plain, used_up = (watched(settings, digits) for settings in config)
     matrix = WIDTH * WIDTH * 4
     assert plain.gradients_bytes > 8 * matrix
     assert used_up.gradients_bytes == 0
@@ -218,17 +218,17 @@ def test_gradients_that_are_used_up_at_once_are_never_all_there(digits: Dataset)
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for_loop"])
-def test_the_memory_of_every_kernel_is_foreseen_on_a_gpu_that_is_not_here(digits: Dataset, kernel: str) -> None:
+def test_every_kernel_s_memory_is_foreseen(digits: Dataset, kernel: str) -> None:
     config = asked("tests.test_ledger:stack", 4, {"optimizer_kernel": kernel}, optimizer="adamw", device="cuda")
     assert rehearsed(config, digits, SERVER).peak_bytes > 0
 
 
 def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) -> None:
-    one = rehearsed(asked(batch_size=256), digits)
+    small = rehearsed(asked(batch_size=256), digits)
     four = rehearsed(asked(batch_size=1024, variant={"gradient_accumulation": 4}), digits)
     whole = rehearsed(asked(batch_size=1024), digits)
-    assert four.activations_bytes == pytest.approx(one.activations_bytes, rel=0.02)
-    assert whole.activations_bytes == pytest.approx(4 * one.activations_bytes, rel=0.02)
+    assert four.activations_bytes == pytest.approx(small.activations_bytes, rel=0.02)
+    assert whole.activations_bytes == pytest.approx(4 * small.activations_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, SERVER])
@@ -251,17 +251,17 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
     config = asked("tests.test_ledger:stack", 64, variant)
     alone = rehearsed(asked("tests.test_ledger:stack", 64 // 2, {"gradient_accumulation": micro_batches}), digits)
     foreseen = rehearsed(config, digits)
-    for found in run_ranks(_watched_rank, config, digits):
-        gradients = found.parameters_bytes  # every parameter has one, and there are no buffers
-        assert found.gradients_bytes == foreseen.gradients_bytes == gradients
-        assert found.communication_bytes == foreseen.communication_bytes
+    for rank in run_ranks(_watched_rank, config, digits):
+        gradients = rank.parameters_bytes  # every parameter has one, and there are no buffers
+        assert rank.gradients_bytes == foreseen.gradients_bytes == gradients
+        assert rank.communication_bytes == foreseen.communication_bytes
         if micro_batches == 1:  # the gradients are in the buckets
-            assert found.communication_bytes == 0
+            assert rank.communication_bytes == 0
         else:  # gradients accumulate outside of the buckets, which begin to fill in the last micro-batch
-            assert 0.9 * gradients < found.communication_bytes <= gradients
-        assert foreseen.peak_bytes == pytest.approx(found.tensors_bytes, rel=0.05)
+            assert 0.9 * gradients < rank.communication_bytes <= gradients
+        assert foreseen.peak_bytes == pytest.approx(rank.tensors_bytes, rel=0.05)
         assert foreseen.peak_bytes > alone.peak_bytes
-        assert added_up(found) == PEAK
+        assert added_up(rank) == PEAK
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset) -> None:
@@ -284,10 +284,10 @@ def test_nothing_fits_or_all_does(digits: Dataset) -> None:
 def test_a_gpu_is_foreseen_without_one() -> None:
     config = asked("resnet18", 100_000, {"precision": "fp16"}, device="auto")
     dataset = endless(200_000)
-    found = rehearsed(config, dataset, SERVER)
-    assert found.peak_bytes > 2**40  # more than any GPU has, predicted without a GPU
-    assert found.data_bytes > dataset.train.inputs.nbytes
-    assert found.rest_bytes >= 0
+    foreseen = rehearsed(config, dataset, SERVER)
+    assert foreseen.peak_bytes > 2**40  # more than any GPU has, predicted without a GPU
+    assert foreseen.data_bytes > dataset.train.inputs.nbytes
+    assert foreseen.rest_bytes >= 0
     streamed = rehearsed(asked("resnet18", 64, device="auto", placement="streamed"), dataset, SERVER)
     assert 64 * 3 * 224 * 224 * 4 < streamed.data_bytes < dataset.train.inputs.nbytes
 
@@ -339,9 +339,7 @@ def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: p
     assert "largest" not in lines[0]
 
 
-def test_a_variant_that_cannot_be_foreseen_stops_no_other(
-    digits_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = {"baseline": {}, "compiled": {"compile": "default"}, "fp16": {"precision": "fp16"}}
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": variants})
     ledger.show(config, LAPTOP, [], digits_folder, memory="1GiB")
@@ -376,11 +374,11 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     training.memory.open()
     training.step(training.batches.epoch(9))
     training.memory.close(measured=True)
-    found = ledger.measured(training, training.memory.peak_bytes)
-    assert found is not None
-    assert added_up(found) == found.peak_bytes == found.tensors_bytes == training.memory.peak_bytes
-    assert found.rest_bytes >= 0
+    measured = ledger.measured(training, training.memory.peak_bytes)
+    assert measured is not None
+    assert added_up(measured) == measured.peak_bytes == measured.tensors_bytes == training.memory.peak_bytes
+    assert measured.rest_bytes >= 0
     foreseen = ledger.predicted(how, task_of(digits, how.train))
-    assert foreseen.parameters_bytes == found.parameters_bytes
-    assert foreseen.optimizer_state_bytes == found.optimizer_state_bytes
-    assert foreseen.activations_bytes > 0.5 * found.activations_bytes  # cuDNN's workspaces are not predicted
+    assert foreseen.parameters_bytes == measured.parameters_bytes
+    assert foreseen.optimizer_state_bytes == measured.optimizer_state_bytes
+    assert foreseen.activations_bytes > 0.5 * measured.activations_bytes  # cuDNN's workspaces are not predicted

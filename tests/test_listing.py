@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Machine, exclusions
+from pipeline.params.loading import read
 from pipeline.tools import listing
 from tests.conftest import ROOT
 
@@ -19,11 +20,16 @@ SERVER = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=True)
 
 def described(capsys: pytest.CaptureFixture[str], machine: Machine, *words: str) -> dict[str, dict[str, Any]]:
     listing.show(machine, words, as_json=True)
-    return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
 def test_docs_techniques_md_is_up_to_date() -> None:
     assert (ROOT / "docs/techniques.md").read_text(encoding="utf-8") == listing.markdown(), "run `make docs`"
+
+
+def test_no_technique_and_no_field_is_declared_twice() -> None:
+    """The quick loader of the catalogue would keep the last."""
+    assert [*read(ROOT / "pipeline/params/catalogue.yaml")] == [*dict.fromkeys(entry.group for entry in CATALOGUE)]
 
 
 def test_each_excluded_name_is_shown_beside_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,21 +79,21 @@ def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixtur
 def test_a_technique_is_found_by_its_usual_names(
     words: str, names: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = described(capsys, LAPTOP, *words.split())
-    assert names <= found.keys() < {entry.name for entry in CATALOGUE}
+    entries = described(capsys, LAPTOP, *words.split())
+    assert names <= entries.keys() < {entry.name for entry in CATALOGUE}
 
 
 def test_with_one_gpu_no_work_can_be_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    one, several = described(capsys, SERVER.model_copy(update={"gpus": 1})), described(capsys, SERVER)
+    single, several = described(capsys, SERVER.model_copy(update={"gpus": 1})), described(capsys, SERVER)
     shared = {entry.name for entry in CATALOGUE if entry.key == "parallelism" or entry.needs}
-    assert {name for name, each in one.items() if each["why_not_here"] and "one GPU" in each["why_not_here"]} == shared
+    assert {name for name, row in single.items() if row["why_not_here"] and "one GPU" in row["why_not_here"]} == shared
     assert not any(several[name]["why_not_here"] for name in shared)
 
 
 def test_values_that_this_machine_cannot_run_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    here, there = described(capsys, LAPTOP, "compile")["compile"], described(capsys, SERVER, "compile")["compile"]
-    assert list(here["why_not_values_here"]) == ["reduce-overhead"]
-    assert there["why_not_values_here"] == {}
+    laptop, server = described(capsys, LAPTOP, "compile")["compile"], described(capsys, SERVER, "compile")["compile"]
+    assert list(laptop["why_not_values_here"]) == ["reduce-overhead"]
+    assert server["why_not_values_here"] == {}
     listing.show(LAPTOP, ["torch.compile"], as_json=False)
     assert "yes, but not reduce-overhead: it needs a GPU" in " ".join(capsys.readouterr().out.split())
 
@@ -98,9 +104,9 @@ def test_if_nothing_is_found_the_error_lists_all_techniques() -> None:
 
 
 def test_techniques_that_this_machine_cannot_run_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    here, there = described(capsys, LAPTOP), described(capsys, SERVER)
-    assert "needs a GPU" in here["fp16"]["why_not_here"]
-    assert "several times slower" in here["bf16"]["emulated_here"]
-    assert there["fp16"]["why_not_here"] is there["bf16"]["emulated_here"] is None
+    on_laptop, on_server = described(capsys, LAPTOP), described(capsys, SERVER)
+    assert "needs a GPU" in on_laptop["fp16"]["why_not_here"]
+    assert "several times slower" in on_laptop["bf16"]["emulated_here"]
+    assert on_server["fp16"]["why_not_here"] is on_server["bf16"]["emulated_here"] is None
     listing.show(LAPTOP, ["fp16"], as_json=False)
     assert "here      no: it needs a GPU" in capsys.readouterr().out

@@ -20,13 +20,13 @@ from pipeline import results
 from pipeline.data import packing
 from pipeline.distributed import WorkerError, World, meeting
 from pipeline.errors import PipelineError
-from pipeline.params import Machine, parse
+from pipeline.params import parse
 from pipeline.training import job
 from tests.commands import Command
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.test_processes import LO
-from tests.workspaces import PREPARED, RAW, enter
+from tests.servers import LO
+from tests.workspaces import CPU_ONLY, PREPARED, RAW, enter
 
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
@@ -90,13 +90,11 @@ def test_equal_hosts_train_as_one_host_does(hosts: tuple[Path, Path], monkeypatc
     assert [code for code, _ in trained(hosts, monkeypatch)] == [0, 0]
     config = parse(PARAMS)
     apart = results.read(results.result_file("ddp"), config).runs[0].model_sha256
-    job.run(config, "ddp", Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False), PREPARED)
+    job.run(config, "ddp", CPU_ONLY, PREPARED)
     assert results.read(results.result_file("ddp"), config).runs[0].model_sha256 == apart
 
 
-def test_differences_between_hosts_are_refused_with_host_field_and_values(
-    hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differences_between_hosts_are_refused(hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     train = {"learning_rate": 0.05, "seeds": [0, 1]}
     change(hosts[1], train=train, variants={"ddp": {"parallelism": "ddp", "static_graph": True}})
     (hosts[1] / "own.py").write_text(f"{OWN}\n\nMORE = 1\n", encoding="utf-8")
@@ -115,8 +113,8 @@ def test_differences_between_hosts_are_refused_with_host_field_and_values(
             r"variants\.ddp\.applied\.static_graph": ("false", "true"),
         }
         lines = [
-            rf"{field}: {one} on {HOST} \(rank 0\), {other} on {HOST} \(rank 1\)"
-            for field, (one, other) in values.items()
+            rf"{field}: {mine} on {HOST} \(rank 0\), {theirs} on {HOST} \(rank 1\)"
+            for field, (mine, theirs) in values.items()
         ]
         assert re.fullmatch("\n".join(lines), listed.strip().partition("\n")[2]), listed
     assert not results.result_file("ddp").exists()
@@ -137,7 +135,7 @@ def test_profiled_hosts_take_the_same_steps(hosts: tuple[Path, Path], monkeypatc
         (0, "sys.exit(1)", "error: the host of rank 0 ended before all ranks met"),
     ],
 )
-def test_a_rank_that_ends_before_it_joins_ends_the_others(
+def test_an_early_end_of_a_rank_ends_all(
     hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, failing: int, how: str, says: str
 ) -> None:
     (hosts[failing] / "own.py").write_text(f"import os, sys\n\n{how}\n", encoding="utf-8")
@@ -154,7 +152,7 @@ def _compared(joined: World) -> None:
     joined.check_same(teacher_weights=joined.rank)
 
 
-def test_a_difference_at_the_end_of_a_long_value_is_refused() -> None:
+def test_a_late_difference_of_long_values_is_refused() -> None:
     ours = {"gpus": [{"watts": 700}] * 8, "text": "a" * 200, "same": []}
     theirs = ours | {"gpus": [*ours["gpus"][:7], {"watts": 300}], "text": "a" * 199 + "b"}
     meeting.refuse_differences([("one", ours), ("two", dict(ours))])
@@ -169,7 +167,7 @@ def test_joined_ranks_can_compare_more() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_hosts_ends_with_the_difference_of_their_settings(hosts: tuple[Path, Path]) -> None:
+def test_torchrun_on_two_hosts_names_the_difference(hosts: tuple[Path, Path]) -> None:
     change(hosts[1], train={"learning_rate": 0.05})
     agents, meet = [], port()
     for rank, host in enumerate(hosts):

@@ -27,7 +27,7 @@ from pipeline.models.gpt import GPT
 from pipeline.tasks.base import Normalise
 from pipeline.tasks.batches import evaluation_batches
 from tests.conftest import ROOT
-from tests.nets import labelled, task_of
+from tests.nets import OfFirstBatch, labelled, task_of
 
 
 def build_for(name: str, shape: tuple[int, int, int], classes: int = 10, **options: Any) -> nn.Module:
@@ -60,7 +60,7 @@ def test_small_cnns_first_linear_layer_follows_the_image() -> None:
         assert weight_shapes(build_for("small_cnn", shape))[2] == (50, 20 * pixels)
 
 
-def test_resnet9_is_the_known_net_and_adds_what_its_residual_pairs_compute_to_their_input() -> None:
+def test_resnet9_is_the_known_net() -> None:
     assert parameter_count(build_for("resnet9", (3, 32, 32))) == 6_573_120
     model = build_for("resnet9", (1, 8, 8), base_width=4)
     pairs = [part for name, part in model.named_children() if f"{name}.1.0.weight" in model.state_dict()]
@@ -84,7 +84,7 @@ def test_gpt_computes_what_its_sources_say() -> None:
     hidden = embedding(tokens)
     parts = block.attention.query_key_value(block.attention_norm(hidden))
     query, key, value = parts.reshape(3, 5, heads, 3, width // heads).unbind(3)
-    query, key = (torch.complex(*each.chunk(2, -1)) for each in (query, key))
+    query, key = (torch.complex(*rotated.chunk(2, -1)) for rotated in (query, key))
     distances = torch.arange(5)[:, None] - torch.arange(5)
     turns = torch.exp(1j * distances[..., None] * 10_000.0 ** -(torch.arange(2) / 2))
     scores = torch.einsum("bqhd,bkhd,qkd->bhqk", query, key.conj(), turns).real / (width // heads) ** 0.5
@@ -103,14 +103,14 @@ def assert_trains(model: nn.Module, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("small_cnn", 4), ("resnet9", 8)])
-def test_our_own_models_train_on_any_size_but_the_smallest(name: str, least: int) -> None:
+def test_our_models_train_on_any_allowed_size(name: str, least: int) -> None:
     for shape in ((1, least, least), (3, 47, 33)):
         assert_trains(build_for(name, shape), shape)
     with pytest.raises(ModelError, match=f"{name} needs images of at least {least}x{least} pixels; found {least}x3"):
         build_for(name, (1, least, 3))
 
 
-def test_only_small_images_get_the_resnet_stem_of_cifar() -> None:
+def test_small_images_get_the_stem_of_cifar() -> None:
     assert parameter_count(build_for("resnet18", (3, 224, 224), classes=1000)) == 11_689_512
     model = build_for("resnet18", (1, 28, 28))
     assert parameter_count(model) == 11_689_512 - 64 * (3 * 49 - 1 * 9) - 990 * 513
@@ -119,7 +119,7 @@ def test_only_small_images_get_the_resnet_stem_of_cifar() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (6, 64, 64)])
-def test_a_replaced_convolution_keeps_the_variance_of_its_outputs(shape: tuple[int, int, int]) -> None:
+def test_a_replaced_convolution_keeps_its_variance(shape: tuple[int, int, int]) -> None:
     def spread(model: nn.Module, channels: int) -> float:
         outputs: torch.Tensor = model.get_submodule("conv1")(torch.randn(8, channels, 64, 64))
         return outputs.std().item()
@@ -189,15 +189,15 @@ def test_images_are_resized_to_what_the_model_needs(
 
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet9", "resnet18"])
-def test_a_seed_repeats_the_initial_weights_and_the_check_leaves_no_trace(name: str) -> None:
+def test_a_seed_repeats_the_initial_weights(name: str) -> None:
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         model = build_for(name, (1, 28, 28))
         states.append(model.state_dict())
-    first, again, other = states
+    first, again, reseeded = states
     assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not all(torch.equal(first[key], other[key]) for key in first)
+    assert not all(torch.equal(first[key], reseeded[key]) for key in first)
     for key in first:
         if key.endswith("num_batches_tracked") or key.endswith("running_mean"):
             assert not first[key].any(), key
@@ -217,9 +217,7 @@ def test_a_seed_repeats_the_initial_weights_and_the_check_leaves_no_trace(name: 
         ("vit_b_16", {"image_size": 50}, r"train\.model: vit_b_16 raised .*indivisible"),
     ],
 )
-def test_an_unknown_name_or_option_is_answered_with_known_ones(
-    name: str, options: dict[str, Any], message: str
-) -> None:
+def test_an_unknown_name_is_answered_with_known_ones(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_for(name, (1, 28, 28), **options)
 
@@ -310,17 +308,16 @@ SIZE = 28
 
 
 @pytest.fixture
-def my_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def my_nets(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current directory, which is not on the path, with the user's own module ``my_nets``."""
-    (tmp_path / "my_nets.py").write_text(NETS)
-    monkeypatch.chdir(tmp_path)
+    (here / "my_nets.py").write_text(NETS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_nets", raising=False)
-    return tmp_path
+    return here
 
 
 @pytest.mark.usefixtures("my_nets")
-def test_a_factory_of_the_users_own_is_found_and_the_check_draws_no_random_number() -> None:
+def test_a_factory_of_the_users_own_is_found() -> None:
     torch.manual_seed(5)
     build_for("my_nets:with_dropout", (1, 4, 4))
     after_build = torch.rand(3)
@@ -334,10 +331,7 @@ def test_a_factory_of_the_users_own_is_found_and_the_check_draws_no_random_numbe
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "no_nets_here:flat",
-            r"train\.model: found 'no_nets_here:flat', but importing no_nets_here failed: No module",
-        ),
+        ("no_nets_here:flat", r"found 'no_nets_here:flat', but importing no_nets_here failed: No module"),
         ("my_nets.sub:flat", r"importing my_nets\.sub failed: No module named 'my_nets\.sub'"),
         ("my_nets:flatt", r"my_nets\.py has no 'flatt'\. Did you mean flat\?"),
         ("my_nets:", r"found 'my_nets:'; expected module:function"),
@@ -353,10 +347,7 @@ def test_a_factory_of_the_users_own_is_found_and_the_check_draws_no_random_numbe
         ("my_nets:Pair", r"returns tuple; expected a tensor, torch.float32 of shape \[2, 10\]"),
         ("my_nets:PairInEvaluation", r"in evaluation mode on a batch of shape \[1, 1, 4, 4\] returns tuple"),
         ("my_nets:Squeezed", r"in evaluation mode on .* returns torch\.float32 of shape \[10\]; .* of shape \[1, 10\]"),
-        (
-            "my_nets:ExtraObject",
-            r"the state dict of my_nets:ExtraObject has .*_extra_state.*Pair.*, which no checkpoint can",
-        ),
+        ("my_nets:ExtraObject", r"of my_nets:ExtraObject has .*_extra_state.*Pair.*, which no checkpoint"),
         ("my_nets:ExtraThatCannotBeSet", r"cannot load its own state dict: .*_extra_state"),
     ],
 )
@@ -368,7 +359,7 @@ def test_what_is_wrong_with_a_factory_is_said(name: str, message: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.usefixtures("my_nets")
-def test_lazy_modules_get_their_shapes_and_no_statistics_from_the_check() -> None:
+def test_lazy_modules_get_shapes_and_no_statistics() -> None:
     model = build_for("my_nets:lazy", (1, 4, 4))
     assert weight_shapes(model) == [(3, 1, 2, 2), (10, 27)]
     assert model.get_buffer("1.num_batches_tracked").item() == 0
@@ -376,7 +367,7 @@ def test_lazy_modules_get_their_shapes_and_no_statistics_from_the_check() -> Non
 
 
 @pytest.mark.usefixtures("my_nets")
-def test_expanded_tensors_get_memory_of_their_own_and_extra_state_is_saved() -> None:
+def test_expanded_tensors_get_memory_of_their_own() -> None:
     model = build_for("my_nets:with_expanded", (1, 4, 4))
     assert [tensor.stride() for tensor in (model.get_buffer("mask"), model.get_parameter("weights"))] == [(1,), (1,)]
     assert build_for("my_nets:Extra", (1, 4, 4)).state_dict()["_extra_state"]["seen"] == 3
@@ -392,29 +383,6 @@ def test_a_sparse_embedding_gets_dense_gradients_and_says_so() -> None:
     assert not gradient.is_sparse
 
 
-class OfFirstBatch(nn.Module):
-    """Normalises by the spread of its first batch, which it keeps as a plain attribute; counts and draws, too."""
-
-    ema: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spread: torch.Tensor | None = None
-        self.calls, self.shapes = 0, [0]
-        self.generator, self.own = torch.Generator().manual_seed(1), random.Random(1)
-        self.register_buffer("ema", torch.zeros(2), persistent=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.spread is None:
-            self.spread = images.std()
-        self.calls += 1
-        self.shapes.append(len(images))
-        self.ema = 0.5 * self.ema + images.mean().detach()
-        torch.rand(1, generator=self.generator)
-        self.own.random(), random.random(), np.random.rand()
-        return images / self.spread
-
-
 def of_first_batch(channels: int, height: int, width: int, classes: int) -> nn.Module:
     return nn.Sequential(OfFirstBatch(), nn.Flatten(), nn.Linear(channels * height * width, classes))
 
@@ -425,7 +393,7 @@ def is_fresh(part: OfFirstBatch) -> bool:
     return drawn and same and (part.spread, part.calls, part.shapes, part.ema.tolist()) == (None, 0, [0], [0.0, 0.0])
 
 
-def test_the_check_leaves_no_trace_in_a_model_or_in_a_generator() -> None:
+def test_the_check_leaves_no_trace() -> None:
     before = random.getstate(), str(np.random.get_state())
     model: Any = build_for("tests.test_models:of_first_batch", (1, 4, 4))
     assert is_fresh(model[0])
@@ -433,7 +401,7 @@ def test_the_check_leaves_no_trace_in_a_model_or_in_a_generator() -> None:
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_a_trial_leaves_no_trace_even_in_a_model_that_cannot_be_copied(copies: bool) -> None:
+def test_a_trial_leaves_no_trace(copies: bool) -> None:
     model: Any = of_first_batch(1, 4, 4, 10)
     model.lock = None if copies else threading.Lock()
     tried: Any
@@ -466,7 +434,7 @@ def made_count(name: str) -> int:
     return calls.call_count
 
 
-def test_weights_that_the_first_batch_sets_are_set_by_the_training() -> None:
+def test_the_training_sets_data_dependent_weights() -> None:
     torch.manual_seed(3)
     model: Any = build_for("tests.test_models:scaled_by_first_batch", (1, 4, 4))
     after = torch.rand(1)
@@ -504,7 +472,7 @@ def noting(channels: int, height: int, width: int, classes: int) -> nn.Module:  
     return Noting(channels * height * width)
 
 
-def test_parts_that_share_a_list_or_have_hooks_work_after_the_check_as_before() -> None:
+def test_parts_that_share_values_survive_the_check() -> None:
     model: Any = build_for("tests.test_models:noting", (1, 4, 4))
     assert model.first.notes is model.notes
     images = torch.randn(2, 1, 4, 4)
@@ -527,15 +495,14 @@ def as_if_loaded(**sizes: int) -> nn.Module:
     return partly_frozen(**sizes).eval()
 
 
-def test_each_part_keeps_the_mode_of_its_factory_but_a_model_all_in_evaluation_mode_is_trained() -> None:
-    parts = {
-        name: part.training for name, part in build_for("tests.test_models:partly_frozen", (1, 4, 4)).named_modules()
-    }
+def test_each_part_keeps_its_mode() -> None:
+    model = build_for("tests.test_models:partly_frozen", (1, 4, 4))
+    parts = {name: part.training for name, part in model.named_modules()}
     assert parts == {"": True, "0": False, "0.0": False, "0.1": False, "1": True, "2": True}
     assert all(part.training for part in build_for("tests.test_models:as_if_loaded", (1, 4, 4)).modules())
 
 
-def test_a_factorys_own_exception_is_told_with_its_place(my_nets: Path) -> None:
+def test_a_factorys_exception_is_told_with_its_place(my_nets: Path) -> None:
     with pytest.raises(ModelError) as refused:
         build_for("my_nets:careless", (1, 4, 4))
     line = (my_nets / "my_nets.py").read_text().splitlines().index('    raise RuntimeError("my own mistake")') + 1
@@ -545,7 +512,7 @@ def test_a_factorys_own_exception_is_told_with_its_place(my_nets: Path) -> None:
     assert isinstance(refused.value.__cause__, RuntimeError)
 
 
-def test_a_module_that_cannot_import_what_it_needs_is_named(my_nets: Path) -> None:
+def test_a_module_that_cannot_import_is_named(my_nets: Path) -> None:
     (my_nets / "my_broken_nets.py").write_text("import not_installed_anywhere\n")
     with pytest.raises(ModelError, match="importing my_broken_nets failed: No module named 'not_installed_anywhere'"):
         build_for("my_broken_nets:net", (1, 4, 4))
@@ -555,7 +522,7 @@ def normalise(mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtyp
     return Normalise(Statistics(mean=mean, std=std), torch.empty(0, 1, 1, 1, dtype=dtype))
 
 
-def test_a_classifier_normalises_floats_and_sees_pixels_as_training_does_to_the_last_bit() -> None:
+def test_a_classifier_normalises_as_training_does() -> None:
     classifier = normalise((0.5, 0.2), (0.25, 0.1), torch.float32)
     images = torch.tensor([[[[255, 0]], [[51, 102]]]]) / 1.0
     torch.testing.assert_close(classifier(images), torch.tensor([[[[1018.0, -2.0]], [[508.0, 1018.0]]]]))
@@ -568,10 +535,9 @@ def test_a_classifier_normalises_floats_and_sees_pixels_as_training_does_to_the_
     assert torch.equal(normalise(mean, std)(every_value), next(batches)[0])
 
 
-def test_a_classifier_survives_pickling_and_refuses_another_number_of_channels() -> None:
-    classifier = nn.Sequential(
-        normalise((0.5, 0.4, 0.3), (0.2, 0.2, 0.3)), build_for("squeezenet1_1", (3, 8, 8))
-    ).eval()
+def test_a_classifier_survives_pickling() -> None:
+    model = build_for("squeezenet1_1", (3, 8, 8))
+    classifier = nn.Sequential(normalise((0.5, 0.4, 0.3), (0.2, 0.2, 0.3)), model).eval()
     file = io.BytesIO()
     torch.save(classifier, file)
     file.seek(0)
@@ -581,7 +547,7 @@ def test_a_classifier_survives_pickling_and_refuses_another_number_of_channels()
         classifier(torch.zeros(2, 1, 8, 8))
 
 
-def test_loading_imports_what_building_would_and_torchvision_only_for_its_models(tmp_path: Path) -> None:
+def test_loading_imports_what_building_would(tmp_path: Path) -> None:
     (tmp_path / "my_own_net.py").write_text("def factory(**sizes):\n    raise RuntimeError\n")
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})

@@ -20,11 +20,12 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Train, Variant, outside, parse
 from pipeline.techniques import of_plan
+from tests.factories import SHIPPED
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, on_path, write_example_metadata, write_metadata
 from tests.ranks import run_ranks
-from tests.test_params import PLAIN_CPU, SHIPPED
-from tests.test_training import make_training
+from tests.trainings import make_training
+from tests.workspaces import CPU_ONLY
 
 ROOT = Path(__file__).parent.parent
 CLIPPED: dict[str, Any] = {"extra": {"gradient_clipping": {"max_norm": 0.25}}}
@@ -50,9 +51,12 @@ def complaint(**variant: Any) -> str:
 
 @pytest.mark.usefixtures("clipping")
 def test_it_is_planned_and_listed_like_a_built_in_one() -> None:
-    plan = plans.plan(of(**CLIPPED), "tried", PLAIN_CPU)
-    assert [each.name for each in params.requested(plan.applied)] == ["gradient_clipping"]
-    assert [each.name for each in params.entries()] == [*(each.name for each in params.CATALOGUE), "gradient_clipping"]
+    plan = plans.plan(of(**CLIPPED), "tried", CPU_ONLY)
+    assert [technique.name for technique in params.requested(plan.applied)] == ["gradient_clipping"]
+    assert [entry.name for entry in params.entries()] == [
+        *(built.name for built in params.CATALOGUE),
+        "gradient_clipping",
+    ]
     assert params.entry("gradient_clipping").searched_for[0] == "clip_grad_norm_"
     assert params.techniques(plan.applied) == {"gradient_clipping": ("extra",)}
     assert params.without(plan.applied, [params.entry("gradient_clipping")]) == Variant()
@@ -96,7 +100,7 @@ def test_it_is_in_effect_on_one_device_and_on_two(digits: Dataset) -> None:
     assert run_ranks(_change, digits, 0.25) == pytest.approx([0.25, 0.25], rel=1e-4)
 
 
-def test_planning_loads_no_torch_and_its_variant_alone_depends_on_its_version_and_code(tmp_path: Path) -> None:
+def test_planning_loads_no_torch(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text(json.dumps(SHIPPED | {"variants": {"baseline": {}, "clipped": CLIPPED}}))
     hashes = []
     for version in ("0.1.0", "0.2.0"):
@@ -107,34 +111,22 @@ def test_planning_loads_no_torch_and_its_variant_alone_depends_on_its_version_an
         )
         path = os.pathsep.join(map(str, (ROOT, tmp_path / version, EXAMPLE)))
         subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True)
-        found = json.loads((tmp_path / "environment.json").read_text())
-        assert found["relied_on"]["variants"] == {"baseline": {}, "clipped": {"gradient-clipping": version}}
-        assert found["variants"]["clipped"]["code"].keys() >= {"gradient_clipping/technique.py"}
-        hashes.append([environment.hash_of(found, "variants", name) for name in ("baseline", "clipped")])
+        fingerprint = json.loads((tmp_path / "environment.json").read_text())
+        assert fingerprint["relied_on"]["variants"] == {"baseline": {}, "clipped": {"gradient-clipping": version}}
+        assert fingerprint["variants"]["clipped"]["code"].keys() >= {"gradient_clipping/technique.py"}
+        hashes.append([environment.hash_of(fingerprint, "variants", name) for name in ("baseline", "clipped")])
     assert hashes[0][0] == hashes[1][0]
     assert hashes[0][1] != hashes[1][1]
 
 
 BROKEN = """
-from dataclasses import replace
-
 from pipeline.params import Entry
 from pipeline.techniques import Technique
 
-def entry(name, changes="nothing", setting=None):
-    return Entry(name=name, setting=setting or f"extra: {{{name}: {{}}}}", searched_for=(),
-                 does="", pays="", costs="", source="",
-                 changes=changes, requested_if=lambda variant: name in variant.extra)
+def entry(name="one", **fields):
+    return Entry(**{"name": name, "does": "", "pays": "", "costs": "", "source": "", "changes": "nothing"} | fields)
 
-one = entry("one")
-unclear = entry("one", changes="roundings")
-elsewhere = entry("one", setting="one: true")
-nowhere = replace(one, layer="nowhere")
-hooked = replace(one, implementation="broken_package.One")
-early = replace(entry("early"), layer="model")
-shared = replace(entry("shared"), needs=("ddp",))
-ddp = entry("ddp")
-text = "no entry"
+one, early, shared = entry(), entry("early", layer="model"), entry("shared", needs=["ddp"])
 
 class One(Technique):
     name = "two"
@@ -142,38 +134,45 @@ class One(Technique):
 
 
 @contextmanager
-def broken_package(folder: Path, catalogue: Mapping[str, str], techniques: Mapping[str, str]) -> Iterator[None]:
-    """Install a package whose entry points name parts of ``BROKEN``, while the block runs."""
+def broken_package(
+    folder: Path, catalogue: Mapping[str, str], techniques: Mapping[str, str], given: str = "None"
+) -> Iterator[None]:
+    """Install a package whose entry points name parts of ``BROKEN``, or the expression ``given``, while the block
+    runs."""
     points = {outside.CATALOGUE: catalogue, outside.TECHNIQUES: techniques}
     write_metadata(folder, "broken-package", "1.0", points)
-    (folder / "broken_package.py").write_text(BROKEN)
+    (folder / "broken_package.py").write_text(f"{BROKEN}\ngiven = {given}\n")
     sys.modules.pop("broken_package", None)
     with on_path(folder):
         yield
 
 
 @pytest.mark.parametrize(
-    ("name", "entry", "message"),
+    ("name", "given", "message"),
     [
-        ("one", "broken_package:missing", "broken-package 1.0: its technique 'one' cannot be loaded from"),
-        ("one", "not_there:entry", "from not_there:entry: ModuleNotFoundError"),
-        ("one", "broken_package:text", "is 'no entry'; expected the technique's Entry"),
-        ("one", "broken_package:ddp", "found name 'ddp'; expected 'one'"),
-        ("one", "broken_package:unclear", "found changes 'roundings'; expected"),
-        ("one", "broken_package:nowhere", "found layer 'nowhere'; expected 'model' or "),
-        ("one", "broken_package:hooked", "found implementation 'broken_package.One'; expected"),
-        ("one", "broken_package:elsewhere", "found key 'one'; expected 'extra'"),
-        ("ddp", "broken_package:ddp", "a built-in technique has this name"),
-        ("one", None, "training_performance.catalogue are: none."),
+        ("one", "1 / 0", "broken-package 1.0: its technique 'one' cannot be loaded from broken_package:given: Zero"),
+        ("one", "'no entry'", "is 'no entry'; expected the technique's Entry"),
+        ("one", "entry('ddp')", "found name 'ddp'; expected 'one'"),
+        ("one", "entry(changes='roundings')", "Input should be 'nothing', 'rounding' or 'statistics'"),
+        ("one", "entry(layer='nowhere')", "Input should be 'model', 'blocks', "),
+        ("one", "entry(setting='extra: {one: {}}')", "\nsetting\n  Extra inputs are not permitted"),
+        ("one", "entry(implementation='broken_package.One')", "found implementation 'broken_package.One'; expected"),
+        ("one", "entry(key='one', value=True)", "found key 'one'; expected 'extra'"),
+        ("ddp", "entry('ddp')", "a built-in technique has this name"),
     ],
 )
-def test_a_broken_package_is_named(name: str, entry: str | None, message: str, tmp_path: Path) -> None:
-    techniques = {} if entry else {name: "broken_package:One"}
-    with broken_package(tmp_path, {name: entry} if entry else {}, techniques):
+def test_a_broken_entry_is_named(name: str, given: str, message: str, tmp_path: Path) -> None:
+    with broken_package(tmp_path, {name: "broken_package:given"}, {}, given):
         assert message in complaint(extra={name: {}})
 
 
-def test_options_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: Path) -> None:
+def test_an_entry_point_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    with broken_package(tmp_path, {"one": "not_there:entry"}, {"two": "broken_package:One"}):
+        assert "from not_there:entry: ModuleNotFoundError" in complaint(extra={"one": {}})
+        assert "training_performance.catalogue are: one." in complaint(extra={"two": {}})
+
+
+def test_wrong_packages_are_refused(tmp_path: Path) -> None:
     with broken_package(tmp_path, {"one": "broken_package:one"}, {"one": "broken_package:One"}):
         assert "Options of one: none." in complaint(extra={"one": {"size": 1}})
         with pytest.raises(ConfigError, match=r"expected a class derived from pipeline\.techniques\.Technique"):
@@ -183,12 +182,12 @@ def test_options_a_class_of_another_name_and_two_packages_of_one_name(tmp_path: 
         assert "provide the technique 'one'" in complaint(extra={"one": {}})
 
 
-def test_one_that_goes_with_a_parallelism_is_left_out_with_it_and_no_other(tmp_path: Path) -> None:
+def test_one_with_a_parallelism_goes_with_it(tmp_path: Path) -> None:
     with broken_package(tmp_path, {name: f"broken_package:{name}" for name in ("one", "shared", "early")}, {}):
         asked = of(parallelism="ddp", processes=1, extra={"one": {}, "shared": {}})
-        made = plans.plan(asked, "tried", PLAIN_CPU)
+        made = plans.plan(asked, "tried", CPU_ONLY)
         assert list(made.skipped) == ["ddp", "shared"]
         assert made.applied.extra == {"one": {}}
         mixed = Variant(channels_last=True, precision="bf16", extra={"one": {}, "early": {}})
-        names = [each.name for each in params.catalogue.in_order(mixed)]
+        names = [technique.name for technique in params.catalogue.in_order(mixed)]
     assert names == ["channels_last", "early", "bf16", "one"], "each at its layer"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pipeline.tools import init
-from tests.conftest import Clone
+from tests.conftest import Clone, Once
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,31 +41,32 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A checkout in which `make packages` was run."""
-    made = Clone(tmp_path_factory.mktemp("source"), {})
-    made.run("make", "--assume-old=.venv/installed", f"BIN={Path(sys.executable).parent}", "packages")
-    return made
+def source(once: Once) -> Clone:
+    """A checkout in which `make packages` was run, with the wheel's installation in ``site``."""
+
+    def make(folder: Path) -> None:
+        made = Clone(folder, {})
+        made.run("make", "--assume-old=.venv/installed", f"BIN={Path(sys.executable).parent}", "packages")
+        [wheel] = (folder / "dist").glob("*.whl")
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
+        subprocess.run([*install, str(folder / "site"), str(wheel)], check=True)
+
+    return Clone.at(once("packages", make))
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Clone) -> Path:
-    [found] = (source.path / "dist").glob("*.whl")
-    return found
+    [path] = (source.path / "dist").glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def installed(source: Clone) -> str:
     """The directory in which pip installed the wheel, for PYTHONPATH. This environment has the dependencies."""
-    site = str(tmp_path_factory.mktemp("site"))
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site]
-    subprocess.run([*install, str(wheel)], check=True)
-    return site
+    return str(source.path / "site")
 
 
-def test_the_wheel_has_its_version_and_only_the_package_and_the_files_that_init_writes(
-    source: Clone, wheel: Path
-) -> None:
+def test_the_wheel_has_package_and_files_of_init(source: Clone, wheel: Path) -> None:
     """The release workflow compares its tag with the names of the packages."""
     about = tomllib.loads((source.path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert wheel.name.split("-")[:2] == [about["name"], about["version"]]
@@ -86,11 +87,11 @@ def test_the_sdist_makes_the_same_wheel(source: Clone, wheel: Path, tmp_path: Pa
     assert {"LICENSE", "README.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     source.run("sh", "-c", f'cd "{unpacked}" && exec python -c "{build}"')
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(unpacked / "dist" / wheel.name) as other:
-        assert sorted(one.namelist()) == sorted(other.namelist())
+    with zipfile.ZipFile(wheel) as made, zipfile.ZipFile(unpacked / "dist" / wheel.name) as rebuilt:
+        assert sorted(made.namelist()) == sorted(rebuilt.namelist())
 
 
-def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: str, tmp_path: Path) -> None:
+def test_an_empty_repository_can_plan(installed: str, tmp_path: Path) -> None:
     repository = Clone(tmp_path / "repository", {}, only="LICENSE")
     assert "init: wrote params.yaml" in repository.run("python", "-m", "pipeline", "init", PYTHONPATH=installed)
     planned = repository.run("python", "-m", "pipeline", "plan", "ddp", PYTHONPATH=installed)
@@ -103,7 +104,7 @@ def test_an_empty_repository_can_plan_and_take_ready_made_variants(installed: st
 
 
 @pytest.mark.timeout(1800)
-def test_a_repository_with_files_of_its_own_measures_its_own_model(installed: str, tmp_path: Path) -> None:
+def test_a_repository_measures_its_own_model(installed: str, tmp_path: Path) -> None:
     """The repository has a params.yaml, a dvc.yaml and models/ already, so the pipeline has to be put into a folder."""
     repository = Clone(tmp_path / "repository", {}, only="LICENSE")
     theirs = {"params.yaml": "lr: 0.1\n", "dvc.yaml": "stages: {}\n", ".gitignore": "/data\n", "models/nets.py": NET}
@@ -117,8 +118,7 @@ def test_a_repository_with_files_of_its_own_measures_its_own_model(installed: st
     folder = repository.path / "performance"
     folder.mkdir()
     (folder / "own").symlink_to("../models")
-    inside = Clone.__new__(Clone)
-    inside.path = folder
+    inside = Clone.at(folder)
     inside.run(*python, "init", "--model", "own.nets:net", PYTHONPATH=installed)
     assert {name: (repository.path / name).read_text(encoding="utf-8") for name in theirs} == theirs
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))

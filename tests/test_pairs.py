@@ -19,7 +19,7 @@ from pipeline.environment import machine
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Config, Entry, Machine, exclusions, parse
 from pipeline.plans import Plan, plan
-from pipeline.training.counting import Work
+from pipeline.training.outcomes import Work
 from tests.factories import alone, setting_of
 from tests.nets import assembly_of
 from tests.ranks import run_ranks
@@ -30,22 +30,22 @@ STEPS = 6
 step, PowerSGD sends factors from the third on, and post-local SGD averages weights after the fifth."""
 
 
-def together(one: Entry, other: Entry) -> Iterator[dict[str, Any]]:
+def together(first: Entry, second: Entry) -> Iterator[dict[str, Any]]:
     """Yield the variants with both techniques: one per parallelism that either needs, none if both set the same key."""
-    mine, theirs = setting_of(one), setting_of(other)
+    mine, theirs = setting_of(first), setting_of(second)
     if mine.keys() & theirs.keys():
         return
     asked = mine | theirs
-    needed = dict.fromkeys((*one.needs, *other.needs))
+    needed = dict.fromkeys((*first.needs, *second.needs))
     if "parallelism" in asked or not needed:
         yield asked
     else:
         yield from (asked | {"parallelism": name} for name in needed)
 
 
-def after(one: Entry) -> tuple[Entry, ...]:
+def after(technique: Entry) -> tuple[Entry, ...]:
     """Return the techniques after ``one`` in the catalogue, so that each pair is tried once."""
-    return CATALOGUE[CATALOGUE.index(one) + 1 :]
+    return CATALOGUE[CATALOGUE.index(technique) + 1 :]
 
 
 def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str = "auto") -> Config:
@@ -64,28 +64,28 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
     return parse({"train": job, "compare": {"baseline": "tried"}, "variants": {"tried": asked}})
 
 
-@pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_each_technique_is_requested_by_its_setting(one: Entry) -> None:
-    assert one.requested_by(configured(alone(one)).variants["tried"])
+@pytest.mark.parametrize("technique", CATALOGUE, ids=lambda entry: entry.name)
+def test_each_technique_is_requested_by_its_setting(technique: Entry) -> None:
+    assert technique.requested_by(configured(alone(technique)).variants["tried"])
 
 
-@pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_pairs_that_exclude_each_other_are_refused_in_every_parallelism(one: Entry) -> None:
-    assert set(one.excludes) <= {each for entry in CATALOGUE for each in (entry.name, entry.key)}
-    for other in after(one):
-        if other.name in exclusions(one):
-            for asked in together(one, other):
+@pytest.mark.parametrize("technique", CATALOGUE, ids=lambda entry: entry.name)
+def test_excluding_pairs_are_refused_in_every_parallelism(technique: Entry) -> None:
+    assert set(technique.excludes) <= {name for entry in CATALOGUE for name in (entry.name, entry.key)}
+    for partner in after(technique):
+        if partner.name in exclusions(technique):
+            for asked in together(technique, partner):
                 with pytest.raises(ConfigError, match=r"variants\.tried.*: .*(exclude each other|; \w+ needs )"):
                     configured(asked)
 
 
-@pytest.mark.parametrize("one", CATALOGUE, ids=lambda entry: entry.name)
-def test_all_other_pairs_can_be_requested(one: Entry) -> None:
-    for other in after(one):
-        if other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys():
-            asked = _possible(one, other).variants["tried"]
-            assert one.requested_by(asked), other.name
-            assert other.requested_by(asked), other.name
+@pytest.mark.parametrize("technique", CATALOGUE, ids=lambda entry: entry.name)
+def test_all_other_pairs_can_be_requested(technique: Entry) -> None:
+    for partner in after(technique):
+        if partner.name not in exclusions(technique) and not setting_of(technique).keys() & setting_of(partner).keys():
+            asked = _possible(technique, partner).variants["tried"]
+            assert technique.requested_by(asked), partner.name
+            assert partner.requested_by(asked), partner.name
 
 
 @pytest.mark.parametrize("sets", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)])
@@ -99,14 +99,14 @@ def test_all_other_pairs_train_on_gpus(digits: Dataset) -> None:
     _try_all(digits, "cuda")
 
 
-def _possible(one: Entry, other: Entry, device: str = "cpu", processes: int | str = "auto") -> Config:
+def _possible(first: Entry, second: Entry, device: str = "cpu", processes: int | str = "auto") -> Config:
     """Return the settings of the first variant with both techniques that ``parse`` accepts."""
-    for asked in together(one, other):
+    for asked in together(first, second):
         try:
             return configured(asked, device, processes)
         except ConfigError as error:
             problem = error
-    raise AssertionError(f"{one.name} and {other.name} are called compatible: {problem}")
+    raise AssertionError(f"{first.name} and {second.name} are called compatible: {problem}")
 
 
 def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slice(None)) -> None:
@@ -115,7 +115,7 @@ def _try_all(digits: Dataset, device: Literal["cpu", "cuda"], sets: slice = slic
     tries = list(itertools.islice(covering(machine(), device), sets.start, sets.stop))
     failed: list[str] = []
     for size in sorted({made.processes for made in tries}):
-        of_size = [each for each in tries if each.processes == size]
+        of_size = [planned for planned in tries if planned.processes == size]
         for failures in run_ranks(_train, of_size, few, size=size, device=device):
             failed += failures
     assert not failed, "\n".join(failed)
@@ -126,65 +126,67 @@ def covering(here: Machine, device: Literal["cpu", "cuda"]) -> Iterator[Plan]:
     earlier plan has, and adds each technique that fits and brings another such pair."""
     on_gpu = device == "cuda"
     processes = 2 if here.gpus > 1 else "auto"  # the net is too small to be split among many GPUs
-    able = [each for each in CATALOGUE if not each.why_not(here, on_gpu)]
+    able = [technique for technique in CATALOGUE if not technique.why_not(here, on_gpu)]
     missing = {
-        frozenset({one.name, other.name}): (one, other)
-        for one in able
-        for other in after(one)
-        if other in able and other.name not in exclusions(one) and not setting_of(one).keys() & setting_of(other).keys()
+        frozenset({a.name, b.name}): (a, b)
+        for a in able
+        for b in after(a)
+        if b in able and b.name not in exclusions(a) and not setting_of(a).keys() & setting_of(b).keys()
     }
     while missing:
-        pair, (one, other) = next(iter(missing.items()))
-        made = plan(_possible(one, other, device, processes), "tried", here)
+        pair, (first, second) = next(iter(missing.items()))
+        made = plan(_possible(first, second, device, processes), "tried", here)
         applied = _applied(made)
         if not pair <= applied:  # the plan skips one, such as a parallelism on one GPU
             assert made.skipped.keys() & pair
             del missing[pair]
             continue
-        for each in able:
-            if not any(frozenset({each.name, name}) in missing for name in applied - {each.name}):
+        for further in able:
+            if not any(frozenset({further.name, name}) in missing for name in applied - {further.name}):
                 continue
             asked = made.requested.model_dump(exclude_defaults=True)
-            if setting_of(each).keys() & asked.keys():
+            if setting_of(further).keys() & asked.keys():
                 continue
             try:
-                tried = plan(configured(asked | setting_of(each), device, processes), "tried", here)
+                tried = plan(configured(asked | setting_of(further), device, processes), "tried", here)
             except ConfigError:
                 continue
-            if _applied(tried) >= applied | {each.name}:
+            if _applied(tried) >= applied | {further.name}:
                 made, applied = tried, _applied(tried)
-        missing = {each: entries for each, entries in missing.items() if not each <= applied}
+        missing = {pair_left: entries for pair_left, entries in missing.items() if not pair_left <= applied}
         yield made
 
 
 def _applied(made: Plan) -> frozenset[str]:
-    return frozenset(each.name for each in CATALOGUE if each.requested_by(made.applied))
+    return frozenset(technique.name for technique in CATALOGUE if technique.requested_by(made.applied))
 
 
 def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
     """Train each plan a few steps and evaluate it; return the errors."""
     from pipeline.params.catalogue import in_effect
     from pipeline.tasks.batches import Placement
-    from pipeline.techniques import of_plan
+    from pipeline.techniques import activation_offload, of_plan
 
-    torch.compile = functools.partial(_without_kernels, torch.compile)  # never undone: no other test uses this process
+    # Never undone, because no other test uses this process. The net's activations are too small to be offloaded.
+    torch.compile = functools.partial(_without_kernels, torch.compile)
+    activation_offload.LEAST_BYTES = 1
     failures = []
-    for each in tries:
+    for planned in tries:
         try:
-            for technique in of_plan(each):
+            for technique in of_plan(planned):
                 technique.prepare_process()
-            wanted = (one.placement for one in in_effect(each.applied) if one.placement)
+            wanted = (technique.placement for technique in in_effect(planned.applied) if technique.placement)
             placement: Placement = next(wanted, "resident")
-            with assembly_of(each, world, dataset, placement).training(0) as training:
+            with assembly_of(planned, world, dataset, placement).training(0) as training:
                 losses = [row.train_loss for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
-                assert training.work() == Work(*(each.train.batch_size,) * 3)
+                assert training.work() == Work(*(planned.train.batch_size,) * 3)
                 assert all(map(math.isfinite, losses)), losses
                 assert training.score is not None
                 assert training.score.count == len(dataset.test)
                 assert len(training.model_state.read()) > 0
         except Exception:
-            failures.append(f"{each.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}")
+            failures.append(f"{planned.applied.model_dump(exclude_defaults=True)}\n{traceback.format_exc()}")
     return failures
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +15,11 @@ from pipeline import params
 from pipeline.errors import ConfigError, redacted
 from pipeline.params import Config, Machine, load, parse
 from pipeline.plans import plan, plans
+from tests.factories import SHIPPED, places
+from tests.workspaces import CPU_ONLY
 
 ROOT = Path(__file__).parent.parent
-SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 
-PLAIN_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 NEW_CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 OLD_GPUS = Machine(gpus=2, gpu_native_bf16=False, cpu_native_bf16=True)
 NEW_GPUS = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=False)
@@ -123,10 +122,11 @@ def test_no_variants_at_all() -> None:
         (b"variants:\n  no: {}\n", "(?s)the key 'no' is of type bool in YAML; quote it.*line 2, column 3"),
         (b"variants:\n  16: {}\n", "the key '16' is of type int in YAML; quote it"),
         (
-            b"variants: {'no': {}, baseline: {}}\ncompare: {baseline: no}\n",
-            r"compare.baseline: found false; input should be a valid string\. If it is a name, quote it\.$",
+            b"variants: {'16': {}, baseline: {}}\ncompare: {baseline: 16}\n",
+            r"compare.baseline: found 16; input should be a valid string\. If it is a name, quote it\.$",
         ),
-        (b"variants: {baseline: {}}\ntrain: {model: on}\n", r"train.model: found true; .* quote it\.$"),
+        (b"variants:\n  a: &a {}\n  b: {<<: *a, compile: none, compile: default}\n", "key 'compile' occurs twice"),
+        (b"variants: {<<: {}, <<: {}}\n", "the key '<<' occurs twice"),
         (b"\0", "is not YAML"),
         (b"\xff\xfe\x00", "cannot be read as text"),
         (None, "is missing: run in the folder that has it, or run `python -m pipeline init`"),
@@ -145,7 +145,8 @@ def test_anchors_and_merge_keys_work_and_a_number_may_lack_its_point(tmp_path: P
     path = tmp_path / "params.yaml"
     path.write_text(
         "train: {learning_rate: 1e-3, weight_decay: 5E-6}\n"
-        "variants:\n  baseline: {}\n  ddp: &ddp {parallelism: ddp}\n  both: {<<: *ddp, channels_last: true}\n",
+        "compare: {baseline: no}\n"
+        "variants:\n  'no': {}\n  ddp: &ddp {parallelism: ddp}\n  both: {<<: *ddp, channels_last: true}\n",
         encoding="utf-8",
     )
     config = load(path)
@@ -167,7 +168,7 @@ def changed(**keys: Any) -> Config:
 @pytest.mark.parametrize(
     ("machine", "device", "applied", "reason"),
     [
-        (PLAIN_CPU, "auto", "fp32", "this CPU has no native bf16"),
+        (CPU_ONLY, "auto", "fp32", "this CPU has no native bf16"),
         (NEW_CPU, "auto", "bf16", None),
         (OLD_GPUS, "auto", "fp32", "this GPU has no native bf16"),
         (OLD_GPUS, "cpu", "bf16", None),
@@ -186,22 +187,22 @@ def test_bf16_where_the_machine_only_emulates_it(
 
 
 def test_bf16_run_all_the_same() -> None:
-    made = plan(changed(without_native="run"), "memory", PLAIN_CPU)
+    made = plan(changed(without_native="run"), "memory", CPU_ONLY)
     assert (made.applied.precision, made.skipped) == ("bf16", {})
 
 
 def test_an_unknown_variant() -> None:
     with pytest.raises(ConfigError, match=r"variants.dpd: no such variant; there are: baseline, ddp, memory"):
-        plan(changed(), "dpd", PLAIN_CPU)
+        plan(changed(), "dpd", CPU_ONLY)
 
 
 def test_plans_list_every_variant_that_cannot_run() -> None:
     wrong = changed(variants={"half": {"precision": "fp16"}, "three": {"parallelism": "ddp", "processes": 3}})
     with pytest.raises(ConfigError) as caught:
-        plans(wrong, PLAIN_CPU)
+        plans(wrong, CPU_ONLY)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["variants.half.precision", "train.batch_size"]
-    assert list(plans(changed(), PLAIN_CPU)) == ["baseline", "ddp", "memory"]
+    assert list(plans(changed(), CPU_ONLY)) == ["baseline", "ddp", "memory"]
 
 
 # The schema for editors
@@ -246,11 +247,6 @@ def test_addresses_are_shown_without_what_may_be_secret(text: str, shown: str) -
     assert redacted(text) == shown
 
 
-def places(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
-
-
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
     lambda inner: (
@@ -273,4 +269,4 @@ def test_junk_anywhere_raises_nothing_but_config_errors(place: tuple[Any, ...], 
     else:
         parent[last] = junk
     with contextlib.suppress(ConfigError):
-        plans(parse(values["root"]), PLAIN_CPU)
+        plans(parse(values["root"]), CPU_ONLY)

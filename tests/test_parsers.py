@@ -7,11 +7,9 @@ import functools
 import hashlib
 import io
 import json
-import resource
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,6 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors import numpy as safetensors
 
 from pipeline import environment, params, results
@@ -30,18 +27,24 @@ from pipeline.data import LISTING as LISTING_FILE
 from pipeline.data import datasets, prepared, sources
 from pipeline.errors import PipelineError
 from pipeline.tools import evidence
-from pipeline.tracking import labels, promoting
+from pipeline.tracking import comparisons, promoting
 from pipeline.training import checkpoints
-from tests.data.test_own_data import table
-from tests.factories import DESCRIBED, ENVIRONMENT, make_bench, make_comparison, make_history, make_params, make_result
-from tests.test_evidence import write_job
-from tests.test_params import SHIPPED, places
-
-SECONDS = 5.0
-"""The processor time within which one input has to be read or refused."""
-BYTES = 1 << 30
-"""The memory that reading may take at any moment, in addition to what the process had before."""
-
+from tests.commands import bounded
+from tests.factories import (
+    DESCRIBED,
+    ENVIRONMENT,
+    SHIPPED,
+    make_bench,
+    make_comparison,
+    make_history,
+    make_params,
+    make_result,
+    parquet_table,
+    picture,
+    places,
+    saved,
+)
+from tests.jobs import write_sessions
 
 Read = Callable[[Path], object]
 
@@ -62,17 +65,6 @@ def content(parser: Parser) -> bytes:
     return parser.valid if isinstance(parser.valid, bytes) else parser.valid()
 
 
-def saved(write: Callable[[io.BytesIO], object]) -> bytes:
-    out = io.BytesIO()
-    write(out)
-    return out.getvalue()
-
-
-def picture(kind: str) -> bytes:
-    pixels = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
-    return saved(lambda out: Image.fromarray(pixels).save(out, kind))
-
-
 def decode(folder: Path) -> None:
     content = (folder / "picture").read_bytes()
     image = datasets._Image("picture", hashlib.sha256(content).hexdigest(), 0)
@@ -83,9 +75,8 @@ def of_arrays(kind: str, valid: bytes) -> Parser:
     """Return a parser that fetches the user's arrays in one file and decodes all of them."""
 
     def decode_all(folder: Path) -> None:
-        config = params.parse(
-            {"fetch": {"dataset": "arrays", "arrays": str(folder / f"own{kind}")}, "variants": {"baseline": {}}}
-        )
+        fetch = {"dataset": "arrays", "arrays": str(folder / f"own{kind}")}
+        config = params.parse({"fetch": fetch, "variants": {"baseline": {}}})
         sources.fetch(config.fetch, folder)
         decoded = datasets.decode(config, folder)
         for _ in (*decoded.train, *decoded.test):
@@ -125,7 +116,7 @@ def written_history() -> bytes:
 @functools.cache
 def written_evidence() -> bytes:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(None):
-        write_job()
+        write_sessions()
         evidence.write()
         return evidence.FILE.read_bytes()
 
@@ -146,12 +137,12 @@ PARSERS = {
     "listing": of_file("files.csv", LISTING, lambda path: datasets._read_listing(path, 0.2)),
     "npz": of_arrays(".npz", saved(lambda out: np.savez_compressed(out, **ARRAYS))),  # type: ignore[arg-type]
     "safetensors": of_arrays(".safetensors", safetensors.save(ARRAYS)),
-    "parquet": of_arrays(".parquet", table(ARRAYS)),
+    "parquet": of_arrays(".parquet", parquet_table(ARRAYS)),
     **{kind: Parser("picture", picture(kind), decode) for kind in datasets.IMAGE_FORMATS},
     "result": of_file("baseline.json", RESULT.to_json().encode(), lambda path: results.read(path, PARAMS)),
     "history": Parser("baseline/history.csv", written_history(), history),
     "bench": of_file("bench.json", make_bench(rounds=2).to_json().encode(), results.read_bench),
-    "comparison": Parser("reports/comparison.json", COMPARISON, labels._comparison),
+    "comparison": Parser("reports/comparison.json", COMPARISON, comparisons.read_comparison),
     "checkpoint": of_file("seed-0.pt", WEIGHTS, lambda path: checkpoints.load(path, "job")),
     "evidence": of_file("evidence.zip", written_evidence, evidence.check),
     "gate": Parser("reports/gate.json", of(GATE), lambda folder: promoting._passed(folder, "c")),
@@ -196,21 +187,6 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
     return valid
 
 
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Let the block fail if it takes more memory than ``BYTES`` or more time than ``SECONDS``."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    taken = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + BYTES, hard))
-    begun = time.process_time()
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    assert time.process_time() - begun < SECONDS
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Pillow, numpy and torch warn of damaged files
 @pytest.mark.parametrize("name", PARSERS)
@@ -223,15 +199,15 @@ def test_a_damaged_file_is_read_or_named_in_an_error(
     path = folder / parser.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data.draw(damaged(content(parser))))
-    before = {each for each in folder.rglob("*") if each.is_file()}
+    before = {path for path in folder.rglob("*") if path.is_file()}
     with bounded(), contextlib.suppress(PipelineError):
         parser.read(folder)
     left = {folder / "raw", folder / "baseline.json", folder / "arrays" / LISTING_FILE}
-    assert {each for each in folder.rglob("*") if each.is_file()} - before <= left
+    assert {path for path in folder.rglob("*") if path.is_file()} - before <= left
 
 
 def test_the_docs_state_the_number_of_kinds_of_file() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "how-we-know" / "security.md").read_text(encoding="utf-8")
     assert f"{len(PARSERS)} kinds of file are tried" in " ".join(page.split())
 
 

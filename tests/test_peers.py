@@ -48,7 +48,7 @@ def test_epochs_are_timed_by_when_their_lines_come() -> None:
         peers.measured(lines[:3], 12.0, epochs=3)
 
 
-def test_the_table_says_by_how_much_and_where_a_peer_wins() -> None:
+def test_the_table_says_where_a_peer_wins() -> None:
     rounds = [
         {
             OURS: trained(10.0 + number, 4.0, 0.9),
@@ -78,7 +78,7 @@ def test_figures_are_untrusted_if_ours_differs_from_itself() -> None:
     assert "The figures of epoch_seconds cannot be trusted" not in table.page(with_rounds(rounds))
 
 
-def test_an_interval_is_widened_by_the_difference_of_ours_to_itself() -> None:
+def test_an_interval_is_widened_by_our_own_difference() -> None:
     arms = {OURS: 10.0, CONTROL: 10.5, "slow": 15.0, "quick": 9.7}
     rounds = [{arm: trained(seconds, 4.0, 0.9) for arm, seconds in arms.items()} for _ in range(8)]
     rows = [row.split(" | ")[:3] for row in table.page(with_rounds(rounds)).splitlines() if row.startswith("| ")]
@@ -104,7 +104,7 @@ def test_steps_are_compared_with_the_barest_loop() -> None:
     ]
 
 
-def test_rounds_are_added_to_those_that_were_measured_alike(
+def test_rounds_are_added_to_their_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seeds = []
@@ -171,9 +171,9 @@ def test_every_peer_learns_what_is_easy(arm: str, images: Path, tmp_path: Path) 
     data = prepared.read(tmp_path / "packed")
     processes = 1 if "workers" in arm else 2
     job = Job("small_cnn", "image_folder", 8, epochs=3, processes=processes).of(data, images)
-    found = peers.one_round(job, tmp_path / "packed", tmp_path, [arm])[arm]
-    assert found[ACCURACY] == 1.0
-    assert found[SECONDS] > 2 * found[EPOCH] > 0
+    sample = peers.one_round(job, tmp_path / "packed", tmp_path, [arm])[arm]
+    assert sample[ACCURACY] == 1.0
+    assert sample[SECONDS] > 2 * sample[EPOCH] > 0
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_watches_agree_on_the_same_steps(tmp_path: Path, monkeypatch: pytest.Mon
 
     made_up = {"dataset": "synthetic", "synthetic": {"train": 16_000, "test": 10, "shape": [1, 28, 28]}}
     pack({"fetch": made_up}, tmp_path / "raw", tmp_path / "packed")
-    found = agreement.measured(tmp_path / "packed", turns=8)
-    for estimate, _, _ in found["ours_over"].values():
+    seconds = agreement.measured(tmp_path / "packed", turns=8)
+    for estimate, _, _ in seconds["ours_over"].values():
         assert estimate == pytest.approx(1.0, abs=0.2)
-    assert json.dumps(found)
+    assert json.dumps(seconds)

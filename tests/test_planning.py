@@ -1,60 +1,71 @@
 from __future__ import annotations
 
 import math
+import statistics
 
+import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from pipeline.comparison.planning import calm_pairs, margin_decided, margin_of_seeds, pairs_needed, seeds_needed
-from pipeline.comparison.stats import Equivalence, Interval, equivalence
+from pipeline.comparison.planning import (
+    calm_pairs,
+    deviation_shown,
+    margin_decided,
+    margin_of_seeds,
+    pairs_needed,
+    seeds_for,
+    seeds_needed,
+)
+from pipeline.comparison.stats import Difference, equivalence
+from tests.factories import make_log_ratio, make_ratio
 
 
-def log_interval(estimate: float, width: float, count: int = 10) -> Interval:
-    return Interval(math.exp(estimate), math.exp(estimate - width), math.exp(estimate + width), count)
+def log_ratio(log: float, half: float) -> Difference:
+    return make_log_ratio(log, half, pairs=10)
 
 
 def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
     margin = math.expm1(0.02)  # 0.02 on the logarithmic scale
-    assert pairs_needed(log_interval(0.05, 0.02), margin) == 0  # decided: better
-    assert pairs_needed(log_interval(0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
-    assert pairs_needed(log_interval(-0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
-    assert pairs_needed(log_interval(0.005, 0.029), margin) == math.ceil(10 * (0.029 / 0.015) ** 2) - 10
-    assert pairs_needed(log_interval(0.0, 0.02001), margin) == 1
+    assert pairs_needed(log_ratio(0.05, 0.02), margin) == 0  # decided: better
+    assert pairs_needed(log_ratio(0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_ratio(-0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
+    assert pairs_needed(log_ratio(0.005, 0.029), margin) == math.ceil(10 * (0.029 / 0.015) ** 2) - 10
+    assert pairs_needed(log_ratio(0.0, 0.02001), margin) == 1
 
 
 def test_more_pairs_do_not_reduce_the_fixed_part_of_an_interval() -> None:
     margin = math.expm1(0.02)
     shrinking = math.hypot(0.059, 0.01)  # 0.059, widened by 0.01 in quadrature
-    found = pairs_needed(log_interval(0.05, shrinking), margin, fixed=0.01)
-    assert found == math.ceil(10 * 0.059**2 / (0.03**2 - 0.01**2)) - 10
-    assert pairs_needed(log_interval(0.05, shrinking), margin, fixed=0.03) is None, "no number of pairs is enough"
-    assert margin_decided(log_interval(0.0, 0.05), 10**9, fixed=0.04) == pytest.approx(math.expm1(0.04))
-    assert margin_decided(log_interval(0.0, 0.05), 40, fixed=0.04) == pytest.approx(math.expm1(math.hypot(0.015, 0.04)))
+    count = pairs_needed(log_ratio(0.05, shrinking), margin, fixed=0.01)
+    assert count == math.ceil(10 * 0.059**2 / (0.03**2 - 0.01**2)) - 10
+    assert pairs_needed(log_ratio(0.05, shrinking), margin, fixed=0.03) is None, "no number of pairs is enough"
+    assert margin_decided(log_ratio(0.0, 0.05), 10**9, fixed=0.04) == pytest.approx(math.expm1(0.04))
+    assert margin_decided(log_ratio(0.0, 0.05), 40, fixed=0.04) == pytest.approx(math.expm1(math.hypot(0.015, 0.04)))
 
 
 @pytest.mark.parametrize(
-    "interval",
-    [Interval(1.5, 0.0, math.inf, 3), Interval(1.25, 1.1, 1.4, 10), log_interval(0.2, 5.0)],
+    "ratio",
+    [make_ratio(1.5, pairs=3), make_ratio(1.25, 1.1, 1.4), log_ratio(0.2, 5.0)],
     ids=["no interval yet", "on the edge", "too many"],
 )
-def test_what_cannot_be_foreseen_is_not_guessed(interval: Interval) -> None:
-    assert pairs_needed(interval, 0.25) is None
+def test_what_cannot_be_foreseen_is_not_guessed(ratio: Difference) -> None:
+    assert pairs_needed(ratio, 0.25) is None
 
 
 def test_the_margin_of_so_many_pairs_is_the_smallest_at_which_the_ratio_is_the_same() -> None:
-    found = Interval(1.05, 0.98, 1.08, count=9)
-    assert margin_decided(found, 9) == pytest.approx(0.08)
+    ratio = make_ratio(1.05, 0.98, 1.08, 9)
+    assert margin_decided(ratio, 9) == pytest.approx(0.08)
     # Four times the pairs halve the logarithmic width, so the upper end becomes the geometric mean.
     quarter = math.sqrt(1.05 * 1.08) - 1
-    assert margin_decided(found, 36) == pytest.approx(quarter)
-    mirrored = Interval(1 / 1.05, 1 / 1.08, 1 / 0.98, count=9)
+    assert margin_decided(ratio, 36) == pytest.approx(quarter)
+    mirrored = make_ratio(1 / 1.05, 1 / 1.08, 1 / 0.98, 9)
     assert margin_decided(mirrored, 36) == pytest.approx(quarter)
 
 
 def test_a_spread_narrows_with_the_root_of_the_pairs() -> None:
-    assert calm_pairs(Interval(1.0, 1 / 1.21, 1.0, count=8), 0.1) == 32
-    assert calm_pairs(Interval(1.0, 0.99, 1.01, count=8), 0.1) is None
-    assert calm_pairs(Interval(1.0, 0.0, math.inf, count=5), 0.1) == 6
+    assert calm_pairs(make_ratio(1.0, 1 / 1.21, 1.0, 8), 0.1) == 32
+    assert calm_pairs(make_ratio(1.0, 0.99, 1.01, 8), 0.1) is None
+    assert calm_pairs(make_ratio(1.0, pairs=5), 0.1) == 6
 
 
 def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation() -> None:
@@ -73,15 +84,26 @@ def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation
 
 
 def test_seeds_that_cannot_be_foreseen_are_not_guessed() -> None:
-    on_the_edge = Equivalence(0.01, 0.0, 0.02, 0.01, 5, margin=0.01, confidence=0.95)
+    on_the_edge = make_ratio(0.01, 0.0, 0.02, 5, unit="fraction", deviation=0.01, margin=0.01)
     assert seeds_needed(on_the_edge) is None
     assert seeds_needed(equivalence([1.0, -1.0, 0.0], 0.01)) is None
+
+
+def test_the_seeds_that_show_an_equal_variant_to_be_the_same() -> None:
+    """t_2 and t_4 are 2.92 and 2.132 at 95%."""
+    assert deviation_shown(3, 0.01) == pytest.approx(0.01 * 3**0.5 / (2.92 + 1.2816), rel=1e-3)
+    assert deviation_shown(5, 0.01) == pytest.approx(0.01 * 5**0.5 / (2.132 + 1.2816), rel=1e-3)
+    assert (deviation_shown(1, 0.01), seeds_for(1.0, 0.01)) == (0.0, None)
+    assert [seeds_for(deviation, 0.01) for deviation in (0.0, 0.004, 0.0042, 0.006)] == [3, 3, 4, 5]
+    random = np.random.default_rng(0)
+    drawn = random.normal(0, deviation_shown(5, 0.01), (400, 5))
+    assert np.mean([equivalence(seeds, 0.01).decision == "same" for seeds in drawn]) == pytest.approx(0.75, abs=0.05)
 
 
 @pytest.mark.parametrize("differences", [[-0.02, 0.01, 0.03], [0.05, 0.02, 0.04, 0.05]])
 def test_the_margin_of_so_many_seeds_is_the_smallest_at_which_they_are_equivalent(differences: list[float]) -> None:
     few = equivalence(differences, 0.01)
-    margin = margin_of_seeds(few.mean, few.mean - few.low, few.count, 23)
-    half = scipy_stats.t.ppf(0.95, 22) * few.deviation / math.sqrt(23)
-    assert margin == pytest.approx(abs(few.mean) + half)
-    assert margin_of_seeds(few.mean, few.mean - few.low, few.count, few.count) == pytest.approx(max(few.high, -few.low))
+    half = scipy_stats.t.ppf(0.95, 22) * statistics.stdev(differences) / math.sqrt(23)
+    assert margin_of_seeds(few, 23) == pytest.approx(abs(statistics.fmean(differences)) + half)
+    low, high = few.bounds
+    assert margin_of_seeds(few, few.pairs) == pytest.approx(max(high, -low))

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.params import Machine, parse
-from pipeline.plans import Plan, plan
+from pipeline.params import Machine
+from tests.factories import planned
 
 
 def gpus(count: int) -> Machine:
     """Return a machine with ``count`` GPUs. With 0, ``processes: auto`` means two processes on the CPU."""
     return Machine(gpus=count, gpu_native_bf16=True, cpu_native_bf16=True)
-
-
-def planned(machine: Machine, tried: dict[str, Any], launched: int | None = None, batch_size: int = 256) -> Plan:
-    values = {"train": {"batch_size": batch_size}, "compare": {"baseline": "tried"}, "variants": {"tried": tried}}
-    return plan(parse(values), "tried", machine, launched)
 
 
 DDP, ZERO1, FSDP = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp"))
@@ -39,7 +34,7 @@ OF_DDP = {"processes": 1, "bucket_mb": 5, "communication_hook": "powersgd", "sca
         *((count, DDP, (4, 1, 1, 64), [f"{count - 4} of {count} GPUs"]) for count in (5, 6, 7)),
         (8, DDP, (8, 1, 1, 32), []),
         (8, DDP | {"gradient_accumulation": 4}, (8, 1, 4, 8), []),
-        *((8, each, (8, 1, 1, 32), []) for each in (ZERO1, FSDP)),
+        *((8, sharding, (8, 1, 1, 32), []) for sharding in (ZERO1, FSDP)),
         (1, FSDP | OF_FSDP, (1, 1, 1, 256), ["cpu_offload", "fsdp", "keep_gathered", "parameter_precision"]),
         (0, FSDP | {"replicas": 2}, (4, 1, 1, 64), []),
         (7, FSDP | {"replicas": 2}, (4, 1, 1, 64), ["3 of 7 GPUs"]),  # six processes cannot share 256 samples evenly
@@ -84,7 +79,7 @@ def test_what_a_variant_becomes(count: int, tried: dict[str, Any], shape: tuple[
 def test_a_launcher_or_the_variant_decides_the_processes(
     launched: int | None, batch_size: int, tried: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
-    made = planned(gpus(2 if launched else 0), tried, launched, batch_size)
+    made = planned(gpus(2 if launched else 0), tried, launched, batch_size=batch_size)
     assert (made.processes, made.model_processes, made.micro_batch_size) == shape
 
 

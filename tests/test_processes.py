@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,16 +19,17 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline import results
+from pipeline import processes, results
 from pipeline.benchmark.server import Server
 from pipeline.distributed import forked, launch, world
 from pipeline.distributed.worlds import STORE
-from pipeline.params import Config, Machine
+from pipeline.params import Config
 from pipeline.training import job
-from tests.workspaces import PREPARED, enter
+from tests.chaos import session
+from tests.servers import LO
+from tests.workspaces import CPU_ONLY, PREPARED, enter
 
 ROOT = Path(__file__).parent.parent
-CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 DDP = {"parallelism": "ddp"}
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
@@ -44,29 +48,29 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def addresses(process: psutil.Process) -> set[str]:
     """Return the addresses on which the process and its descendants listen now."""
-    found = set()
+    hosts = set()
     with suppress(psutil.Error):
-        for each in (process, *process.children(recursive=True)):
+        for member in (process, *process.children(recursive=True)):
             with suppress(psutil.Error):  # the process has ended
-                listening = [one for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-                found |= {one.laddr.ip for one in listening}
-    return found
+                listening = [port for port in member.net_connections("tcp") if port.status == psutil.CONN_LISTEN]
+                hosts |= {port.laddr.ip for port in listening}
+    return hosts
 
 
 @contextmanager
 def watched() -> Iterator[set[str]]:
     """Collect the addresses on which this process and its descendants listen while the block runs."""
-    found: set[str] = set()
+    seen: set[str] = set()
     over = Event()
 
     def look() -> None:
         while not over.wait(0.02):
-            found.update(addresses(psutil.Process()))
+            seen.update(addresses(psutil.Process()))
 
     looking = Thread(target=look)
     looking.start()
     try:
-        yield found
+        yield seen
     finally:
         over.set()
         looking.join()
@@ -83,10 +87,10 @@ def _measure_as_bench_and_gate_do(_: Config) -> None:
 
 @pytest.mark.parametrize("do", [_train, pytest.param(_measure_as_bench_and_gate_do, marks=pytest.mark.slow)])
 def test_ranks_of_one_host_listen_to_nobody_else(config: Config, do: Callable[[Config], None]) -> None:
-    with watched() as found:
+    with watched() as addresses_seen:
         do(config)
-    assert found, "the world was never seen"
-    assert found <= LOOPBACK
+    assert addresses_seen, "the world was never seen"
+    assert addresses_seen <= LOOPBACK
 
 
 def _interfaces() -> tuple[str | None, str | None]:
@@ -102,9 +106,6 @@ def _joined_with(variables: dict[str, str]) -> Generator[Any, Any, None]:
     yield inside, _interfaces()
 
 
-LO = next(name for name, each in psutil.net_if_addrs().items() if "127.0.0.1" in {one.address for one in each})
-
-
 @pytest.mark.parametrize(
     ("variables", "inside", "after"),
     [
@@ -114,7 +115,7 @@ LO = next(name for name, each in psutil.net_if_addrs().items() if "127.0.0.1" in
         ({"NCCL_SOCKET_IFNAME": "eth7"}, (LO, "eth7"), (None, "eth7")),
     ],
 )
-def test_ranks_of_one_host_meet_on_loopback_unless_the_user_says_where(
+def test_ranks_of_one_host_meet_on_loopback(
     variables: dict[str, str], inside: tuple[str | None, ...], after: tuple[str | None, ...]
 ) -> None:
     with forked(_joined_with, (variables,), 2, preload=["pipeline.training.loop"]) as ask:
@@ -126,7 +127,7 @@ def _where_they_meet() -> Generator[Path, Any, None]:
         yield Path(os.environ[STORE])
 
 
-def test_the_file_by_which_ranks_meet_is_nobody_elses_and_goes_with_them() -> None:
+def test_the_ranks_meeting_file_is_private() -> None:
     with forked(_where_they_meet, (), 2, preload=["pipeline.training.loop"]) as ask:
         [file, same] = ask(None)
         assert file == same
@@ -135,7 +136,7 @@ def test_the_file_by_which_ranks_meet_is_nobody_elses_and_goes_with_them() -> No
     assert not file.parent.exists()
 
 
-def test_ranks_end_with_a_block_that_a_signal_leaves_while_they_run_to_their_end() -> None:
+def test_ranks_end_with_a_signalled_block() -> None:
     def leave(*_: object) -> None:
         raise TimeoutError
 
@@ -182,16 +183,6 @@ with Server() as server:
 """
 
 
-def session(leader: int) -> list[int]:
-    """Return the ids of the running processes of the session that ``leader`` began, whoever their parents are now."""
-    members = []
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(pid) == leader and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                members.append(pid)
-    return members
-
-
 def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
     """Kill ``leader``, and assert that all processes of its session end."""
     leader.kill()
@@ -199,9 +190,9 @@ def assert_none_left(leader: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 50
     while (left := session(leader.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     assert not left
 
 
@@ -229,3 +220,130 @@ def test_ranks_end_with_a_bench_that_is_killed(config: Config) -> None:  # noqa:
     with bench.stdout:
         assert bench.stdout.readline() == b"open\n"
     assert_none_left(bench)
+
+
+def test_a_process_knows_its_age() -> None:
+    before = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from pipeline.processes import age_seconds; input(); print(age_seconds())"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    started = time.monotonic()
+    time.sleep(0.2)
+    asked = time.monotonic()
+    age = float(process.communicate("\n")[0])
+    assert asked - started - 0.02 <= age <= time.monotonic() - before + 0.02
+
+
+def test_imports_collect_no_garbage() -> None:
+    code = """
+import gc
+from pipeline.processes import importing
+before = gc.get_threshold()
+with importing():
+    print(gc.get_threshold()[0])
+    import wave
+    brought = []
+    brought.append(brought)
+    gc.disable()  # as a user's module can
+print(gc.get_threshold() == before, gc.isenabled(), any(each is brought for each in gc.get_objects()))
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split() == [
+        "0",
+        "True",
+        "False",
+        "False",
+    ]
+
+
+def test_garbage_of_earlier_work_is_still_found() -> None:
+    class Work:
+        def __init__(self) -> None:
+            self.own = self
+
+    work = weakref.ref(Work())
+    with processes.importing():
+        import gc
+    gc.collect()
+    assert work() is None
+
+
+def test_collecting_goes_on_after_an_import_that_failed() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ModuleNotFoundError), processes.importing():
+        import nowhere_to_be_found  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "busy_ticks", "measures", "spins"),
+    [
+        pytest.param({}, 3, True, "300000", id="idle"),
+        pytest.param({}, 20, True, "1000", id="busy"),
+        pytest.param({}, 3, False, "1000", id="measures nothing"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, 3, True, "1000", id="beside the other ranks of a launcher"),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, 3, True, "7", id="the user's count"),
+        pytest.param({"OMP_WAIT_POLICY": "active"}, 3, True, None, id="the user's policy"),
+    ],
+)
+def test_threads_spin_long_only_beside_no_other_load(
+    set_by_user: dict[str, str],
+    busy_ticks: int,
+    measures: bool,
+    spins: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stat, now = tmp_path / "stat", [0.0]
+
+    def proceed(seconds: float) -> None:
+        now[0] += seconds
+        # user, nice, system, idle, iowait, irq, softirq, steal; the third core is busy, but is not the process's
+        rows = [[1, 0, 0, 25, 9, 0, 0, busy_ticks - 1], [0, 0, 0, 25, 0, 0, 0, 0], [25, 0, 0, 0, 0, 0, 0, 0]]
+        write(*([(now[0] > 0) * ticks for ticks in row] for row in rows))
+
+    def write(*rows: list[int]) -> None:
+        lines = [f"cpu{core} {' '.join(map(str, row))} 0 0" for core, row in enumerate(rows)]
+        stat.write_text("\n".join(["cpu  1 2 3", *lines, "ctxt 5", ""]))
+
+    proceed(0.0)
+    monkeypatch.setattr(processes, "STAT", stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", proceed)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
+        monkeypatch.delenv(name)
+    for name, value in set_by_user.items():
+        monkeypatch.setenv(name, value)
+    processes.set_openmp_spins(measures=measures)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+RESIDENT_AFTER_FREEING = """
+import sys
+import psutil
+from pipeline.processes import malloc
+for how in sys.argv[3:]:
+    getattr(malloc, f"{how}_freed_memory")()
+before = psutil.Process().memory_info().rss
+bytes(b"1") * (int(sys.argv[1]) * 2**20)
+if sys.argv[2] == "trim":
+    malloc.trim()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
+def test_freed_memory_is_kept_or_returned() -> None:
+    def resident(*how: str, mib: int = 24, then: str = "") -> int:
+        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING, str(mib), then, *how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+    assert resident("keep") > 20 * 2**20
+    assert resident("keep", mib=40) > 36 * 2**20, "glibc's largest threshold is 32 MiB"
+    assert resident("keep", then="trim") < 4 * 2**20
+    assert resident("return") < 4 * 2**20
+    assert resident("keep", "return") < 4 * 2**20
+    assert resident() < 8 * 2**20

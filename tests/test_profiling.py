@@ -21,13 +21,22 @@ from pipeline.errors import PipelineError
 from pipeline.params import Config, Train
 from pipeline.profiling import steps
 from pipeline.profiling.steps import trace
-from pipeline.profiling.steps.findings import Facts, findings
-from pipeline.profiling.steps.intervals import covered, partition
-from pipeline.profiling.steps.profile_file import PARTS, StepTimes
-from pipeline.profiling.steps.trace import ACCUMULATE, BACKWARD, FORWARD, INPUT, OPTIMIZER, STEP, Event, Trace
+from pipeline.profiling.steps.findings import PARTS, Facts, StepTimes, findings
+from pipeline.profiling.steps.trace import (
+    ACCUMULATE,
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    STEP,
+    Event,
+    Trace,
+    covered,
+    partition,
+)
 from tests.nets import ALONE, conv_net
 from tests.ranks import run_ranks
-from tests.test_training import make_training
+from tests.trainings import make_training
 from tests.workspaces import PREPARED, enter
 
 TRAIN = Train(epochs=3, batch_size=32, learning_rate=0.05, warmup_steps=3, history_every_steps=10**9)
@@ -40,7 +49,7 @@ def test_intervals_agree_with_counting_instants() -> None:
     drawn = random.Random(0)
     for _ in range(200):
         first, second = ([(s, s + drawn.randrange(6)) for s in drawn.sample(range(40), 6)] for _ in range(2))
-        in_first, in_second = ({t for s, e in each for t in range(s, e)} & {*range(10, 30)} for each in (first, second))
+        in_first, in_second = ({t for s, e in side for t in range(s, e)} & {*range(10, 30)} for side in (first, second))
         assert covered(first, (10, 30)) == len(in_first)
         shares = partition((10, 30), {"first": first, "second": second, "rest": [(0, 50)]})
         assert shares == {
@@ -72,16 +81,15 @@ def kernel(
     ]
 
 
-def nanoseconds(found: Trace) -> dict[str, int]:
+def nanoseconds(parsed: Trace) -> dict[str, int]:
     """Return the time of the window, of each part, and of hidden communication."""
-    return {
-        name.removesuffix("_ms"): round(value * 1e6 * found.steps) for name, value in found.times().model_dump().items()
-    }
+    times = parsed.times().model_dump()
+    return {name.removesuffix("_ms"): round(value * 1e6 * parsed.steps) for name, value in times.items()}
 
 
-def spent(found: Trace) -> dict[str, int]:
+def spent(parsed: Trace) -> dict[str, int]:
     """Return operator -> its nanoseconds in the window."""
-    return {each.name: round(each.step_ms * 1e6 * found.steps) for each in found.operators()}
+    return {operator.name: round(operator.step_ms * 1e6 * parsed.steps) for operator in parsed.operators()}
 
 
 ON_CPU = [
@@ -108,14 +116,14 @@ ON_CPU = [
 
 
 def test_the_parts_of_a_step_on_a_cpu() -> None:
-    found = Trace(ON_CPU, gpu=None)
+    parsed = Trace(ON_CPU, gpu=None)
     parts = {"forward": 16, "backward": 9, "optimizer": 10, "rest": 2, "communication": 25, "input": 20, "idle": 18}
-    assert nanoseconds(found) == {"step": 100, "communication_hidden": 5} | parts
+    assert nanoseconds(parsed) == {"step": 100, "communication_hidden": 5} | parts
     assert sum(parts.values()) == 100
     expected = {"aten::convolution": 12, "aten::conv2d": 4, "aten::convolution_backward": 7, "ConvolutionBackward0": 2}
-    assert expected.items() <= spent(found).items()
-    assert "aten::elsewhere" not in spent(found)
-    assert spent(found)["aten::index_select"] == 14, "reading ahead is not part of the step"
+    assert expected.items() <= spent(parsed).items()
+    assert "aten::elsewhere" not in spent(parsed)
+    assert spent(parsed)["aten::index_select"] == 14, "reading ahead is not part of the step"
 
 
 ON_GPU = [
@@ -141,13 +149,13 @@ ON_GPU = [
 
 
 def test_the_parts_of_a_step_on_a_gpu() -> None:
-    found = Trace(ON_GPU, gpu=0)
+    parsed = Trace(ON_GPU, gpu=0)
     # Input: the host waits, the images are gathered, and the next ones are copied while nothing else is done.
     parts = {"forward": 30, "backward": 25, "optimizer": 4, "rest": 10, "communication": 15, "input": 5 + 10 + 4,
              "idle": 5 + 1 + 1}  # fmt: skip
-    assert nanoseconds(found) == {"step": 110, "communication_hidden": 10} | parts
+    assert nanoseconds(parsed) == {"step": 110, "communication_hidden": 10} | parts
     assert sum(parts.values()) == 110
-    assert spent(found)["aten::conv2d"] == 30, "the time of the operator's kernel"
+    assert spent(parsed)["aten::conv2d"] == 30, "the time of the operator's kernel"
 
 
 OPTIMIZER_IN_BACKWARD = [
@@ -183,10 +191,10 @@ WAITING = [  # an operator that waits for others does no work meanwhile
     ],
 )
 def test_work_is_told_apart_without_its_annotations(events: list[Event], parts: dict[str, int]) -> None:
-    found = Trace([annotation(STEP, 0, 100), annotation(ACCUMULATE, 0, 100), *events], gpu=None)
-    assert parts.items() <= nanoseconds(found).items()
+    parsed = Trace([annotation(STEP, 0, 100), annotation(ACCUMULATE, 0, 100), *events], gpu=None)
+    assert parts.items() <= nanoseconds(parsed).items()
     if events is WAITING:
-        assert spent(found) == {"aten::linear": 20, "aten::clone": 15}
+        assert spent(parsed) == {"aten::linear": 20, "aten::clone": 15}
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
@@ -236,11 +244,11 @@ def test_each_rule_says_what_it_found_and_what_to_do(facts: Facts, rule: str, sh
     assert says in finding.text
 
 
-def test_the_weightiest_finding_comes_first_and_small_ones_are_left_out() -> None:
-    found = findings(facts_of(times_of(idle=20, input=35, optimizer=5)))
-    assert [each.rule for each in found] == ["waits_for_input", "idles"]
+def test_the_weightiest_finding_comes_first() -> None:
+    ranked = findings(facts_of(times_of(idle=20, input=35, optimizer=5)))
+    assert [finding.rule for finding in ranked] == ["waits_for_input", "idles"]
     quiet = facts_of(times_of(input=9, communication=9, idle=14, optimizer=14))
-    assert [each.rule for each in findings(quiet)] == ["computes"]
+    assert [finding.rule for finding in findings(quiet)] == ["computes"]
 
 
 # Real ones.
@@ -257,21 +265,23 @@ def profiled(dataset: Dataset, file: Path, joined: World, wait: float = 0.0, **a
             yield batch
 
     training.batches.epoch = late  # type: ignore[assignment,method-assign]
-    found, plain, under = steps.window(training, 5, file)
+    profile, plain, under = steps.window(training, 5, file)
     assert min(plain, under) > 0
-    return found
+    return profile
 
 
 def test_a_planted_slow_input_is_found(digits: Dataset, tmp_path: Path) -> None:
-    found = profiled(digits, tmp_path / "trace.json", ALONE, 0.1, activation_checkpointing=True)
-    times = found.times()
-    assert found.steps == 5
+    profile = profiled(digits, tmp_path / "trace.json", ALONE, 0.1, activation_checkpointing=True)
+    times = profile.times()
+    assert profile.steps == 5
     assert sum(times.fraction(part) for part in PARTS) == pytest.approx(1)
-    assert times.input_ms >= 100
+    assert times.input_ms > 50, "most of the 100 ms; the profiler's own time is taken off"
     assert times.backward_ms > times.forward_ms > 0, "the backward pass includes the second forward pass"
     assert times.optimizer_ms > times.communication_ms == 0
-    assert {"aten::mkldnn_convolution", "aten::convolution_backward"} <= spent(found).keys()
-    [finding] = [each for each in findings(Facts((times,), False, "streamed", {})) if each.rule == "waits_for_input"]
+    assert {"aten::mkldnn_convolution", "aten::convolution_backward"} <= spent(profile).keys()
+    [finding] = [
+        finding for finding in findings(Facts((times,), False, "streamed", {})) if finding.rule == "waits_for_input"
+    ]
     assert "of the step waits for input: set train.placement: resident" in finding.text
 
 
@@ -281,15 +291,15 @@ def test_a_trace_that_cannot_be_written_is_said(digits: Dataset, tmp_path: Path)
 
 
 def _of_rank(world: World, dataset: Dataset, directory: Path, wait: float) -> tuple[StepTimes, list[str]]:
-    found = profiled(dataset, directory / f"{world.rank}.json", world, wait=wait * world.rank)
-    return found.times(), [each.name for each in found.operators()]
+    profile = profiled(dataset, directory / f"{world.rank}.json", world, wait=wait * world.rank)
+    return profile.times(), [operator.name for operator in profile.operators()]
 
 
-def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, tmp_path: Path) -> None:
+def test_waiting_for_a_rank_shows_as_communication(digits: Dataset, tmp_path: Path) -> None:
     (first, operators), (second, _) = run_ranks(_of_rank, digits, tmp_path, 0.1)
     for times in (first, second):
         assert times.communication_ms + times.communication_hidden_ms > 0
-    assert second.input_ms >= 100, "the slow rank"
+    assert second.input_ms > 50, "the slow rank: most of its 100 ms"
     assert first.communication_ms > second.communication_ms, "the rank that waits"
     assert first.input_ms < second.input_ms
     assert not [name for name in operators if name.startswith("gloo:")]
@@ -297,12 +307,12 @@ def test_a_rank_that_waits_for_another_shows_as_communication(digits: Dataset, t
 
 def _reductions(world: World, dataset: Dataset, directory: Path) -> int:
     """Return the number of all-reduces in the profiled steps of post-local SGD."""
-    found = profiled(dataset, directory / f"{world.rank}.json", world, communication_hook="post_local_sgd")
+    profile = profiled(dataset, directory / f"{world.rank}.json", world, communication_hook="post_local_sgd")
     events = trace.read(directory / f"{world.rank}.json")
-    return sum(each.name == "gloo:all_reduce" and found.first <= each.start < found.last for each in events)
+    return sum(event.name == "gloo:all_reduce" and profile.first <= event.start < profile.last for event in events)
 
 
-def test_what_begins_after_the_warm_up_of_the_rate_is_profiled_too(digits: Dataset, tmp_path: Path) -> None:
+def test_what_begins_after_the_warm_up_is_profiled(digits: Dataset, tmp_path: Path) -> None:
     for reductions in run_ranks(_reductions, digits, tmp_path):
         assert 1 <= reductions <= 2, "one step in four is followed by a reduction, and five steps were profiled"
 
@@ -345,17 +355,14 @@ def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, varian
     assert "The profiler slowed the step down by" in text
     assert "memory.pickle" not in text
     with gzip.open(directory / "trace.json.gz", "rt") as file:
-        assert {STEP, INPUT, FORWARD, BACKWARD, OPTIMIZER} <= {
-            each.get("name") for each in json.load(file)["traceEvents"]
-        }
-    found = Trace(trace.read(directory / "trace.json.gz"), gpu=None)
-    assert found.times().model_dump() == values["ranks"][0], "the table's figures come from the trace"
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {STEP, INPUT, FORWARD, BACKWARD, OPTIMIZER} <= names
+    parsed = Trace(trace.read(directory / "trace.json.gz"), gpu=None)
+    assert parsed.times().model_dump() == values["ranks"][0], "the table's figures come from the trace"
 
 
 @pytest.mark.gpu("the kernels in a trace")
-def test_on_a_gpu_the_kernels_are_told_apart_and_the_memory_is_shown(
-    workspace: Config,
-) -> None:
+def test_gpu_kernels_are_told_apart(workspace: Config) -> None:
     steps.run(workspace.with_train(device="cuda"), "baseline", environment.machine(), PREPARED)
     directory = results.profile_directory("baseline")
     values = json.loads((directory / "profile.json").read_text())

@@ -8,20 +8,19 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 
-from tests.conftest import Clone
+from tests.conftest import SHORT, Clone
 
-PARAMS = {
-    "fetch.dataset": "digits",
-    "train.device": "cpu",
+PARAMS = SHORT | {
     "train.seeds": [0, 1],
-    "train.epochs": 1,
     "train.batch_size": 32,
     "train.learning_rate": 0.05,
-    "bench.max_rounds": 1,
-    "bench.window_seconds": 0.05,
+    "profile.variants": ["baseline"],
+    "publish.live": True,
     "variants.memory.gradient_accumulation": 2,
 }
 RUNS = ["baseline-seed0", "baseline-seed1", "ddp-seed0", "ddp-seed1", "memory-seed0", "memory-seed1"]
@@ -36,11 +35,11 @@ def children(checkout: Clone) -> dict[str, list[str]]:
             "WHERE runs.lifecycle_stage = 'active' AND parents.lifecycle_stage = 'active'"
         ).fetchall()
         (count,) = store.execute("SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active'").fetchone()
-    found: dict[str, list[str]] = {}
+    runs_of: dict[str, list[str]] = {}
     for parent, child in rows:
-        found.setdefault(parent, []).append(child)
-    assert count == len(rows) + len(found), "there are runs beside the comparisons"
-    return {parent: sorted(names) for parent, names in found.items()}
+        runs_of.setdefault(parent, []).append(child)
+    assert count == len(rows) + len(runs_of), "there are runs beside the comparisons"
+    return {parent: sorted(names) for parent, names in runs_of.items()}
 
 
 def trained(output: str) -> list[str]:
@@ -53,9 +52,32 @@ def models(checkout: Clone) -> dict[str, list[str]]:
     return {path.stem: [run["model_sha256"] for run in json.loads(path.read_text())["runs"]] for path in results}
 
 
+def later(bench: dict[str, Any]) -> None:
+    """Move a bench to the next day and another boot, and change its speeds by a thousandth."""
+    session = bench["session"]
+    for key in ("start_utc", "end_utc"):
+        session[key] = (datetime.fromisoformat(session[key]) + timedelta(days=1)).isoformat()
+    session["boot_id"] = "another"
+    for arm in bench["arms"]:
+        for sample in arm["samples"]:
+            if sample["samples_per_second"]:  # None on a busy machine
+                sample["samples_per_second"] *= 1.001
+
+
+def renamed(bench: dict[str, Any]) -> None:
+    """Give a bench arms that no other bench has."""
+    for arm in bench["arms"]:
+        arm["name"] = f"other {arm['name']}"
+
+
+def ended(bench: dict[str, Any]) -> None:
+    """Let a bench end before it starts."""
+    bench["session"]["end_utc"] = "2020-01-01T00:00:00+00:00"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Callable[..., Clone]) -> None:
+def test_repro_again_after_changes_and_without_store(clone: Callable[..., Clone]) -> None:
     checkout = clone(PARAMS)
 
     first = checkout.run("dvc", "repro")
@@ -63,7 +85,7 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     [(comparison, names)] = children(checkout).items()
     assert names == RUNS
     report = json.loads((checkout.path / "reports" / "comparison.json").read_text())
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert 'class="whisker"' in (checkout.path / "reports" / "comparison.html").read_text()
     assert "memory" in (checkout.path / "reports" / "comparison.md").read_text()
     weights = models(checkout)
@@ -91,13 +113,24 @@ def test_repro_from_nothing_again_after_changes_and_without_a_store(clone: Calla
     [session] = (checkout.path / "sessions").glob("*.json")
     would_run = re.findall(r"^Running stage '(\S+)'", checkout.run("dvc", "repro", "--dry"), re.MULTILINE)
     assert would_run == ["environment", "compare", "publish"]
-    session.unlink()
+
+    # A copy from another day and boot, with other speeds, is no further bench, and a foreign bench removes none.
+    for change in (later, renamed, ended):
+        bench = json.loads(session.read_text())
+        change(bench)
+        session.with_name(f"{change.__name__}.json").write_text(json.dumps(bench))
+    compared = checkout.run("python", "-m", "pipeline", "compare")
+    assert "session not used: sessions/ended.json" in compared
+    report = json.loads((checkout.path / "reports" / "comparison.json").read_text())
+    assert [session_["benches"] for session_ in report["sessions"]] == [2]
+    for file in session.parent.glob("*.json"):
+        file.unlink()
 
     # If the version of a tool changes, only the variant that relies on this tool would be trained again.
     fingerprint = checkout.path / "environment.json"
-    found = json.loads(fingerprint.read_text())
-    found["relied_on"]["variants"]["memory"]["compiler"] = "g++ 14.1.0"
-    fingerprint.write_text(json.dumps(found))
+    recorded = json.loads(fingerprint.read_text())
+    recorded["relied_on"]["variants"]["memory"]["compiler"] = "g++ 14.1.0"
+    fingerprint.write_text(json.dumps(recorded))
     assert trained(checkout.run("dvc", "repro", "--dry")) == ["memory"]
 
     # If results and store are deleted, DVC restores the results from its cache, and the store is filled again.

@@ -7,19 +7,23 @@ from typing import Any
 
 import pytest
 
+from pipeline.comparison import verdicts
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Compared, Comparison
-from pipeline.comparison.sessions import combined, distinct, over_sessions, sessions_needed
-from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import THROUGHPUT, Ratio, estimated
+from pipeline.comparison.planning import sessions_needed
+from pipeline.comparison.sessions import combined, distinct
+from pipeline.comparison.stats import Difference, over_sessions
 from pipeline.params import Compare
-from pipeline.report.sentences import banner
-from pipeline.results import Bench, Result, sessions_of
+from pipeline.report.facts import banner
+from pipeline.results import Arm, Bench, Result, sessions_of
+from pipeline.results.figures import THROUGHPUT, Figure
 from pipeline.tracking import promoting
 from tests.factories import (
     ENVIRONMENT,
+    known,
     make_bench,
     make_histories,
+    make_log_ratio,
     make_results,
     make_session,
     with_samples,
@@ -27,46 +31,38 @@ from tests.factories import (
 )
 
 
-def interval(log: float, half: float = 0.01, count: int = 8) -> Interval:
-    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half), count)
-
-
-def bounds(found: Interval) -> list[float]:
-    return [math.log(each) for each in (found.estimate, found.low, found.high)]
-
-
 def test_it_is_the_mean_with_a_t_interval_and_each_counts_the_same() -> None:
-    found = over_sessions([interval(0.0, count=6), interval(0.1, count=20), interval(0.2)])
+    pooled = over_sessions([make_log_ratio(0.0, pairs=6), make_log_ratio(0.1, pairs=20), make_log_ratio(0.2)])
     half = 4.302653 * 0.1 / math.sqrt(3)  # quantile of t with two degrees of freedom, from a table
-    assert bounds(found) == pytest.approx([0.1, 0.1 - half, 0.1 + half], rel=1e-6)
-    assert found.count == 34
+    assert pooled.logs == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-6)
+    assert pooled.pairs == 34
 
 
 def test_sessions_that_agree_are_no_surer_than_one() -> None:
-    found = over_sessions([interval(0.1, 0.02), interval(0.1, 0.03), interval(0.1, 0.05)])
-    assert bounds(found) == pytest.approx([0.1, 0.07, 0.13])
-    assert over_sessions([interval(0.3)]) == interval(0.3)
+    pooled = over_sessions([make_log_ratio(0.1, 0.02), make_log_ratio(0.1, 0.03), make_log_ratio(0.1, 0.05)])
+    assert pooled.logs == pytest.approx((0.1, 0.07, 0.13))
+    assert over_sessions([make_log_ratio(0.3)]) == make_log_ratio(0.3)
 
 
 def test_how_many_more_would_decide() -> None:
     # With n sessions, the half-width is t_n-1 * 0.1 / sqrt(n): 0.0925 for 7 and 0.0836 for 8 sessions. A decision needs
     # less than the mean's distance from the margin, which is 0.09.
     margin = math.expm1(0.01)
-    assert sessions_needed([interval(each) for each in (0.0, 0.1, 0.2)], margin) == 5
-    assert sessions_needed([interval(0.1)], margin) is None
-    assert sessions_needed([interval(0.0), interval(0.02)], margin) is None  # the mean lies on the margin
+    assert sessions_needed([make_log_ratio(log) for log in (0.0, 0.1, 0.2)], margin) == 5
+    assert sessions_needed([make_log_ratio(0.1)], margin) is None
+    assert sessions_needed([make_log_ratio(0.0), make_log_ratio(0.02)], margin) is None  # the mean lies on the margin
 
 
 def test_what_each_session_leaves_open_no_number_of_them_decides() -> None:
-    alike = [interval(0.04, 0.03), interval(0.041, 0.03)]
-    assert over_sessions(alike).low < 1.03 < over_sessions(alike).high
+    alike = [make_log_ratio(0.04, 0.03), make_log_ratio(0.041, 0.03)]
+    low, high = over_sessions(alike).bounds
+    assert low < 1.03 < high
     assert sessions_needed(alike, 0.03) is None
 
 
-def ratio(log: float, decision: Any = "better", refused: int = 0) -> Ratio:
+def ratio(log: float, decision: Any = "better", refused: int = 0) -> Difference:
     why = "noise" if decision == "untrusted" else None
-    told = estimated(interval(log))
-    return Ratio(**told, rejected=refused, margin=0.03, decision=decision, why_untrusted=why)
+    return make_log_ratio(log, rejected=refused, margin=0.03, decision=decision, why_untrusted=why)
 
 
 def at(time: str, day: int = 20) -> str:
@@ -74,34 +70,36 @@ def at(time: str, day: int = 20) -> str:
 
 
 def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
-    told = {
+    by_start = {
         at("08:00"): ratio(3.0, "untrusted"),
         at("10:00"): ratio(0.5),
         at("12:00"): ratio(0.51),
         at("14:00"): ratio(0.52),
     }
-    found = combined(told, ratio(9.0), THROUGHPUT)
-    assert found.estimate == pytest.approx(math.exp(0.51))
-    assert (found.decision, found.pairs) == ("better", 24)
-    assert [(each.start_utc, each.counts) for each in found.sessions] == [(time, time != at("08:00")) for time in told]
+    pooled = combined(by_start, ratio(9.0), THROUGHPUT)
+    assert pooled.estimate == pytest.approx(math.exp(0.51))
+    assert (pooled.decision, pooled.pairs) == ("better", 24)
+    assert {start: part.counts for start, part in pooled.parts.items()} == {
+        time: time != at("08:00") for time in by_start
+    }
 
 
 @pytest.mark.parametrize("others", [{}, {at("10:00"): ratio(0.5, "untrusted")}])
-def test_where_one_is_trusted_it_is_that_one(others: dict[str, Ratio]) -> None:
-    for told in ({at("08:00"): ratio(0.2), **others}, {**others, at("08:00"): ratio(0.2)}):
-        found = combined(told, ratio(9.0, "untrusted"), THROUGHPUT)
-        assert found.model_copy(update={"sessions": ()}) == ratio(0.2)
+def test_where_one_is_trusted_it_is_that_one(others: dict[str, Difference]) -> None:
+    for by_start in ({at("08:00"): ratio(0.2), **others}, {**others, at("08:00"): ratio(0.2)}):
+        pooled = combined(by_start, ratio(9.0, "untrusted"), THROUGHPUT)
+        assert pooled.model_copy(update={"parts": {}}) == ratio(0.2)
 
 
 def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
-    told = {at("08:00"): ratio(0.1), at("10:00"): ratio(0.0, "same"), at("12:00"): ratio(0.2)}
-    found = combined(told, ratio(0.1), THROUGHPUT)
-    assert (found.decision, found.more_pairs) == ("undecided", None)
-    assert found.more_sessions == sessions_needed([interval(each) for each in (0.1, 0.0, 0.2)], 0.03)
+    by_start = {at("08:00"): ratio(0.1), at("10:00"): ratio(0.0, "same"), at("12:00"): ratio(0.2)}
+    pooled = combined(by_start, ratio(0.1), THROUGHPUT)
+    assert (pooled.decision, pooled.more_pairs) == ("undecided", None)
+    assert pooled.more_sessions == sessions_needed([make_log_ratio(log) for log in (0.1, 0.0, 0.2)], 0.03)
 
 
 KEYS = {"baseline": "k", "ddp": "k", "memory": "k"}
-OTHER_DATA = make_results()[0].dataset.model_copy(update={"sha256": "0" * 64})
+OTHER_DATA = known(make_results()[0].dataset).model_copy(update={"sha256": "0" * 64})
 
 
 def session(day: int, faster: float, keys: dict[str, str] = KEYS, **changes: Any) -> Bench:
@@ -115,20 +113,20 @@ def over_all(*sessions: Bench) -> Comparison:
 
 
 def over(*sessions: Bench) -> dict[str, Compared]:
-    return {each.variant: each for each in over_all(*sessions).variants}
+    return {variant.variant: variant for variant in over_all(*sessions).variants}
 
 
-def throughput(compared: Compared) -> Ratio:
+def throughput(compared: Compared) -> Difference:
     assert compared.throughput
     return compared.throughput
 
 
 def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
-    found = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
-    assert found.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
-    assert found.session_count == len(found.sessions) == 3
-    assert found.high is not None
-    assert found.high > 1.8
+    ratio_of_all = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
+    assert ratio_of_all.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
+    assert ratio_of_all.session_count == len(ratio_of_all.parts) == 3
+    assert ratio_of_all.high is not None
+    assert ratio_of_all.high > 1.8
 
 
 def test_the_banner_gives_the_reason_only_if_no_session_is_trusted() -> None:
@@ -139,15 +137,18 @@ def test_the_banner_gives_the_reason_only_if_no_session_is_trusted() -> None:
     assert banner(over_all(first, session(2, 1.5))) == []  # the second session is trusted
 
 
-def test_a_changed_technique_sets_aside_its_variant_s_sessions_alone() -> None:
-    found = over(session(1, 1.5), session(2, 1.6, KEYS | {"ddp": "before"}))
-    assert [len(throughput(found[name]).sessions) for name in ("ddp", "memory")] == [1, 2]
-
-
-@pytest.mark.parametrize("other", [{"keys": KEYS | {"baseline": "before"}}, {"dataset": OTHER_DATA}])
-def test_a_changed_baseline_or_other_data_set_aside_the_session(other: dict[str, Any]) -> None:
-    found = over(session(1, 1.5), session(2, 1.6, **other))
-    assert [len(throughput(found[name]).sessions) for name in ("ddp", "memory")] == [1, 1]
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"keys": KEYS | {"ddp": "before"}}, [1, 2]),
+        ({"keys": KEYS | {"baseline": "before"}}, [1, 1]),
+        ({"dataset": OTHER_DATA}, [1, 1]),
+    ],
+    ids=["one technique", "baseline", "data"],
+)
+def test_a_change_sets_aside_the_sessions_that_it_concerns(changes: dict[str, Any], counts: list[int]) -> None:
+    compared = over(session(1, 1.5), session(2, 1.6, **changes))
+    assert [len(throughput(compared[name]).parts) for name in ("ddp", "memory")] == counts
 
 
 def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_variant() -> None:
@@ -158,7 +159,7 @@ def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_vari
             "arms": tuple(arm for arm in first.arms if arm.variant != "memory"),
         }
     )
-    assert [each.session.start_utc[8:10] for each in distinct([first, copy])] == ["01"]
+    assert [bench.session.start_utc[8:10] for bench in distinct([first, copy])] == ["01"]
 
 
 def test_a_bench_without_a_common_arm_removes_no_session() -> None:
@@ -186,9 +187,9 @@ def jittered(bench: Bench, **changes: Any) -> Bench:
 )
 def test_copies_of_a_session_are_one_session(changes: list[dict[str, Any]]) -> None:
     first = session(20, 1.5, session=make_session(uptime_seconds=3600.0))
-    compared = over_all(first, *(jittered(first, **each) for each in changes))
+    compared = over_all(first, *(jittered(first, **change) for change in changes))
     assert len(compared.sessions) == 1
-    assert promoting.sessions_of(compared.model_dump(mode="json"), "ddp") == 1 < promoting.FEWEST_SESSIONS
+    assert promoting.sessions_of(compared, "ddp") == 1 < promoting.FEWEST_SESSIONS
 
 
 def test_days_without_ids_of_their_boots_are_sessions_of_their_own() -> None:
@@ -199,8 +200,8 @@ def test_days_without_ids_of_their_boots_are_sessions_of_their_own() -> None:
 
 def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) -> Bench:
     """Return a bench of the boot "b", or of another boot, which began at 08:19."""
-    other = {} if boot == "b" else {"boot_id": boot, "uptime_seconds": 60.0 * (int(time[3:]) - 19)}
-    began = make_session(f"2026-11-20T{time}", **other)
+    boot_of = {} if boot == "b" else {"boot_id": boot, "uptime_seconds": 60.0 * (int(time[3:]) - 19)}
+    began = make_session(f"2026-11-20T{time}", **boot_of)
     return session(1, faster, session=began, **changes).model_copy(update={"seconds": 600.0})
 
 
@@ -217,7 +218,7 @@ def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
     starts: list[tuple[str, str]], sizes: list[int]
 ) -> None:
     benches = [bench_at(time, boot=boot) for time, boot in reversed(starts)]
-    assert [len(each) for each in sessions_of(benches)] == sizes
+    assert [len(benches_of_session) for benches_of_session in sessions_of(benches)] == sizes
 
 
 def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
@@ -225,27 +226,43 @@ def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
     measured its present form count."""
     short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, rejected={})
     shorter = shorter.model_copy(update={"keys": KEYS | {"memory": "before"}})
-    alone, both = over(short), over_all(short, shorter)
+    alone, pooled = over(short), over_all(short, shorter)
     assert throughput(alone["ddp"]).decision == "untrusted"
-    found = {each.variant: each for each in both.variants}
-    ratios = [1.5] * 5 + [1.6] * 4
-    assert (throughput(found["ddp"]).pairs, throughput(found["memory"]).pairs) == (9, 5)
-    assert throughput(found["ddp"]).estimate == pytest.approx(sorted(ratios)[4], rel=0.02)
-    assert throughput(found["ddp"]).decision == "better"
-    assert throughput(found["ddp"]).session_count == 1
-    assert [(each.benches, each.rounds, each.variants) for each in both.sessions] == [
+    by_variant = {variant.variant: variant for variant in pooled.variants}
+    assert (throughput(by_variant["ddp"]).pairs, throughput(by_variant["memory"]).pairs) == (9, 5)
+    assert throughput(by_variant["ddp"]).estimate == pytest.approx(math.sqrt(1.5 * 1.6), rel=0.02)
+    assert throughput(by_variant["ddp"]).decision == "better"
+    assert throughput(by_variant["ddp"]).session_count == 1
+    assert [(summary.benches, summary.rounds, summary.variants) for summary in pooled.sessions] == [
         (2, 9, ("baseline", "ddp", "memory"))
     ]
-    assert both.noise_throughput.pairs == 9
+    assert pooled.noise_throughput.pairs == 9
 
 
-def test_more_rounds_in_one_session_narrow_its_interval() -> None:
+def test_more_rounds_in_one_session_narrow_its_make_log_ratio() -> None:
     first, second = (bench_at(time, noise=0.03) for time in ("08:00", "08:30"))
     others = with_samples(second, lambda arm: arm.samples[::-1])
-    alone, both = (throughput(over(*benches)["ddp"]) for benches in ([first], [first, others]))
-    assert both.interval.spread < 0.8 * alone.interval.spread
+    alone, pooled = (throughput(over(*benches)["ddp"]) for benches in ([first], [first, others]))
+    assert pooled.spread < 0.8 * alone.spread
 
 
 def test_a_bench_that_another_one_goes_on_from_is_no_second_one() -> None:
     whole = session(1, 1.5)
     assert distinct([whole, with_samples(whole, lambda arm: arm.samples[:7])]) == [whole]
+
+
+def test_a_session_computes_the_noise_of_its_rounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, noise_between = [], verdicts.noise_between
+
+    def counting(baseline: Arm, control: Arm, quantity: Figure, *settings: Any) -> Difference:
+        asked.append((len(baseline.samples), quantity.noun))
+        return noise_between(baseline, control, quantity, *settings)
+
+    monkeypatch.setattr(verdicts, "noise_between", counting)
+    over(session(1, 1.5), session(2, 1.6, rounds=10))
+    once = [(rounds, noun) for rounds in (10, 12) for noun in ("peak memory", "throughput")]
+    assert sorted(asked) == once
+    asked.clear()
+    early = with_samples(session(1, 1.5), lambda arm: arm.samples[:8] if arm.variant == "ddp" else arm.samples)
+    over(early)
+    assert sorted(asked) == [(rounds, noun) for rounds in (8, 12) for noun in ("peak memory", "throughput")]

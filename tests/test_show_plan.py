@@ -10,7 +10,6 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
 from pipeline.tools import show_plan
-from tests.test_job import workspace  # noqa: F401
 from tests.workspaces import PREPARED
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -29,7 +28,7 @@ Shown = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa: ARG001, F811
+def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa: ARG001
     def show(name: str) -> list[str]:
         show_plan.show(parse(JOB), name, CPU, PREPARED)
         return capfd.readouterr().out.splitlines()

@@ -10,8 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
+from pipeline.comparison.front import pareto_front
 from pipeline.comparison.planning import pairs_needed, seeds_needed
-from pipeline.comparison.stats import Decision, Interval, decide, distrust, equivalence, paired_ratio, widened
+from pipeline.comparison.stats import (
+    Decision,
+    Difference,
+    autocorrelation,
+    confidence_of,
+    confidence_of_tests,
+    decide,
+    distrust,
+    drift_of,
+    equivalence,
+    paired_ratio,
+    step_down,
+    widened,
+)
+from tests.factories import make_ratio
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -19,50 +34,99 @@ positive = st.floats(0.01, 100.0)
 pairs = st.lists(st.tuples(positive, positive), min_size=1, max_size=20)
 
 
-def ratio_of(drawn: list[tuple[float, float]]) -> Interval:
-    return paired_ratio([a for a, _ in drawn], [b for _, b in drawn], resamples=200)
+def ratio_of(drawn: list[tuple[float, float]]) -> Difference:
+    return paired_ratio([a for a, _ in drawn], [b for _, b in drawn])
 
 
-def assert_close(found: Interval, expected: Interval) -> None:
-    assert found.count == expected.count
-    assert (found.estimate, found.low, found.high) == pytest.approx((expected.estimate, expected.low, expected.high))
+def assert_close(actual: Difference, expected: Difference) -> None:
+    assert actual.pairs == expected.pairs
+    assert (actual.estimate, *actual.bounds) == pytest.approx((expected.estimate, *expected.bounds))
+
+
+# Many variants
+
+
+def test_the_confidence_grows_with_the_number_of_undecided_variants() -> None:
+    """Half of an interval's error, times the number of variants, is 5%; a look has a tenth of the error."""
+    assert [confidence_of(number) for number in (0, 1, 2, 4, 10)] == pytest.approx([0.95, 0.95, 0.95, 0.975, 0.99])
+    assert [confidence_of(number, look=True) for number in (1, 10)] == pytest.approx([0.995, 0.999])
+    assert [confidence_of_tests(number) for number in (0, 1, 2, 10)] == pytest.approx([0.95, 0.95, 0.975, 0.995])
+
+
+@pytest.mark.parametrize(
+    ("errors", "rejected"),
+    [  # the classic example of Holm's procedure: each error is compared with 5% / 4, 5% / 3, 5% / 2, 5%
+        ((0.01, 0.04, 0.03, 0.005), 2),
+        ((0.01, 0.02, 0.03, 0.005), 4),
+        ((0.013, 0.013, 0.013, 0.013), 0),
+        ((), 0),
+    ],
+)
+def test_decided_variants_leave_their_allowance_to_the_others(errors: tuple[float, ...], rejected: int) -> None:
+    def undecided(number: int) -> list[str]:
+        return [str(error) for error in errors if error > 1 - confidence_of_tests(number)]
+
+    assert len(errors) - len(undecided(step_down(undecided, len(errors)))) == rejected
 
 
 # Ratios
 
 
-def test_the_estimate_is_the_median_of_the_ratios_or_the_geometric_mean_of_the_middle_two() -> None:
-    a, b = [10.0, 40.0, 90.0, 1000.0, 1.0], [10.0, 20.0, 30.0, 10.0, 10.0]
-    assert paired_ratio(a, b).estimate == pytest.approx(2.0)  # the ratio of the medians is 4
-    assert paired_ratio([1.0, 2.0, 8.0, 100.0], [1.0] * 4).estimate == pytest.approx(4.0)
-    assert_close(paired_ratio([2.0, 4.0, 6.0] * 4, [1.0, 2.0, 3.0] * 4), Interval(2.0, 2.0, 2.0, 12))
+def test_the_estimate_is_the_median_of_all_pairs_means() -> None:
+    """Of the logarithms 0, 1, 2 and 10, the means of two, each with itself included, have the median 1.75."""
+    assert paired_ratio(np.exp([0.0, 1.0, 2.0, 10.0]), np.ones(4)).estimate == pytest.approx(math.exp(1.75))
+    assert_close(paired_ratio([2.0, 4.0, 6.0] * 4, [1.0, 2.0, 3.0] * 4), make_ratio(2.0, 2.0, 2.0, 12))
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(7, (1, 7)), (9, (2, 8)), (15, (4, 12)), (21, (6, 16))])
-def test_the_interval_has_the_exact_bootstrap_distributions_quantiles(count: int, ranks: tuple[int, int]) -> None:
-    """For an odd n, a resample's median is at most the k-th smallest value if most of the n draws are. The number of
-    such draws has a binomial distribution."""
-    tail = scipy_stats.norm.cdf(math.sqrt(count / (count - 1)) * scipy_stats.t.ppf(0.025, count - 1))
-    at_most = scipy_stats.binom.sf(count // 2, count, np.arange(1, count + 1) / count)
-    assert np.flatnonzero(at_most >= tail)[0] + 1 == ranks[0]
-    interval = paired_ratio(np.arange(1.0, count + 1), np.ones(count))
-    assert (interval.low, interval.high) == pytest.approx(ranks)
+LOGS = [-0.03, 0.01, 0.02, -0.02, 0.03, -0.01, 0.0, 0.0]
+"""Their estimate is 0, their deviation 0.02. t_7's 97.5% quantile is 2.364624."""
+
+
+@pytest.mark.parametrize(
+    ("correlation", "half"),
+    [
+        (0.0, 2.364624 * 0.02 * math.sqrt(math.pi / 3 / 8)),
+        (-0.4, 2.364624 * 0.02 * math.sqrt(math.pi / 3 / 8)),
+        (1 / 3, 3.182446 * 0.02 * math.sqrt(math.pi / 3 / 4)),  # 4 of 8 rounds count as independent: t_3
+        (0.95, 4.302653 * 0.02 * math.sqrt(math.pi / 3 / (8 / 9))),  # as 0.8, with the fewest degrees of freedom, 2
+    ],
+)
+def test_the_interval_by_hand(correlation: float, half: float) -> None:
+    interval = paired_ratio(np.exp(LOGS), np.ones(8), correlation=correlation)
+    assert interval.logs == pytest.approx((0.0, -half, half), abs=1e-7)
+
+
+def test_a_correlation_by_hand() -> None:
+    """The products of neighbours sum to -0.0014, the squares to 0.0028; (8 r + 1) / 5 corrects the bias."""
+    assert autocorrelation(np.exp(LOGS), np.ones(8)) == pytest.approx((8 * -0.5 + 1) / 5)
+    assert autocorrelation([2.0] * 8, [1.0] * 8) == autocorrelation([2.0, 1.0, 2.0, 1.0, 2.0], [1.0] * 5) == 0
+
+
+def test_a_drift_by_hand() -> None:
+    """Deviations of -2.5 to 2.5 have the partial sums -2.5, -4, -4.5, -4, -2.5, 0, whose squares sum up to 64.75; their
+    own squares sum up to 17.5."""
+    ones, up = np.ones(6), np.exp(np.arange(6.0))
+    assert drift_of(up, ones) == pytest.approx(6 * 64.75 / (6 * 17.5))
+    assert drift_of(up, ones) == pytest.approx(drift_of(ones, up)) == pytest.approx(drift_of(up[::-1], ones))
+    assert drift_of(np.exp([1.0, -1.0] * 3), ones) == pytest.approx(6 * 3 / (6 * 6))
+    assert drift_of(up[:5], ones[:5]) == drift_of(ones, ones) == 1.0
+    random = np.random.default_rng(0)
+    assert np.mean([drift_of(np.exp(random.normal(size=12)), np.ones(12)) for _ in range(500)]) == pytest.approx(1, 0.1)
 
 
 def test_fewer_than_six_pairs_bound_nothing() -> None:
     five = paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1], [1.0] * 5)
-    assert five.estimate == pytest.approx(2.1)
-    assert (five.low, five.high) == (0.0, math.inf)
-    assert paired_ratio([2.0], [1.0]).high == math.inf
-    assert paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1, 2.0], [1.0] * 6).high == pytest.approx(2.2)
-    assert paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1], [1.0] * 5, confidence=0.9).high == pytest.approx(2.2)
+    assert five.estimate == pytest.approx(2.1, abs=0.02)
+    assert (five.low, five.high, five.bounds) == (None, None, (0.0, math.inf))
+    assert paired_ratio([2.0], [1.0]).high is None
+    assert paired_ratio([2.0, 2.1, 2.2, 2.0, 2.1, 2.0], [1.0] * 6, confidence=0.995).high is not None
 
 
 @given(pairs, st.floats(0.001, 1000.0))
 def test_a_factor_on_one_side_is_a_factor_on_the_ratio(drawn: list[tuple[float, float]], factor: float) -> None:
-    plain = ratio_of(drawn)
-    expected = Interval(plain.estimate * factor, plain.low * factor, plain.high * factor, plain.count)
-    assert_close(ratio_of([(a * factor, b) for a, b in drawn]), expected)
+    plain, scaled = ratio_of(drawn), ratio_of([(a * factor, b) for a, b in drawn])
+    figures = [(difference.estimate or 0.0, *difference.bounds) for difference in (plain, scaled)]
+    assert figures[1] == pytest.approx([bound * factor for bound in figures[0]])
 
 
 @pytest.mark.parametrize(
@@ -78,22 +142,30 @@ NOISE: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "normal": lambda random, count: random.normal(size=count),
     "student_t2": lambda random, count: random.standard_t(2, size=count),
     "contaminated": lambda random, count: random.normal(size=count) * np.where(random.random(count) < 0.15, 12, 1),
-    "exponential": lambda random, count: random.exponential(size=count) - math.log(2),
+    "skewed": lambda random, count: random.exponential(size=count) - random.exponential(size=count) / 3 - 2 / 3,
 }
-"""Distributions of noise in a ratio's logarithm. Their medians are zero."""
+"""Distributions of noise in a ratio's logarithm."""
 
 
-@pytest.mark.parametrize(("confidence", "held"), [(0.95, (0.95, 0.98)), (0.99, (0.987, 0.997))])
-@pytest.mark.parametrize("count", [10, 20])
+def correlated(noise: Array, correlation: float) -> Array:
+    for index in range(1, len(noise)):
+        noise[index] = correlation * noise[index - 1] + math.sqrt(1 - correlation**2) * noise[index]
+    return noise
+
+
+@pytest.mark.parametrize(("confidence", "held"), [(0.95, (0.92, 0.99)), (0.99, (0.98, 1.0))])
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("count", [8, 20])
 @pytest.mark.parametrize("noise", NOISE)
-def test_intervals_cover_the_true_median_as_often_as_they_say(
-    noise: str, count: int, confidence: float, held: tuple[float, float]
+def test_intervals_cover_the_true_ratio_as_often_as_they_say(
+    noise: str, count: int, correlation: float, confidence: float, held: tuple[float, float]
 ) -> None:
     random, trials, covered = np.random.default_rng(7), 500, 0
-    for trial in range(trials):
-        ratios = 1.1 * np.exp(0.05 * NOISE[noise](random, count))
-        interval = paired_ratio(ratios, np.ones(count), confidence=confidence, resamples=500, seed=trial)
-        covered += interval.low <= 1.1 <= interval.high
+    for _ in range(trials):
+        ratios, control = (np.exp(0.05 * correlated(NOISE[noise](random, count), correlation)) for _ in range(2))
+        known = (autocorrelation(ratios, np.ones(count)) + autocorrelation(control, np.ones(count))) / 2
+        low, high = paired_ratio(1.1 * ratios, np.ones(count), confidence=confidence, correlation=known).bounds
+        covered += low <= 1.1 <= high
     least, most = scipy_stats.binom.ppf([0.001, 0.999], trials, held)
     assert least <= covered <= most
 
@@ -114,11 +186,13 @@ MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
         (0.9803, 1.0, "undecided"),
         (0.5, 0.9803, "worse"),
         (0.5, 1.5, "undecided"),
-        (0.0, math.inf, "undecided"),
+        (None, None, "undecided"),
     ],
 )
-def test_a_difference_counts_only_if_all_of_the_interval_says_so(low: float, high: float, decision: Decision) -> None:
-    interval = Interval((low + high) / 2, low, high, 10)
+def test_a_difference_counts_only_if_all_of_the_interval_says_so(
+    low: float | None, high: float | None, decision: Decision
+) -> None:
+    interval = make_ratio(1.0, low, high)
     assert decide(interval, 0.02) == decision
     assert decide(interval, 0.02, higher_is_better=False) == MIRRORED.get(decision, decision)
 
@@ -126,7 +200,7 @@ def test_a_difference_counts_only_if_all_of_the_interval_says_so(low: float, hig
 @given(st.tuples(positive, positive, positive), st.floats(0.001, 1.0))
 def test_a_ratio_and_its_reciprocal_are_decided_alike(values: tuple[float, float, float], margin: float) -> None:
     low, estimate, high = sorted(values)
-    interval, reciprocal = Interval(estimate, low, high, 10), Interval(1 / estimate, 1 / high, 1 / low, 10)
+    interval, reciprocal = make_ratio(estimate, low, high), make_ratio(1 / estimate, 1 / high, 1 / low)
     assert decide(interval, margin) == decide(reciprocal, margin, higher_is_better=False)
     assert pairs_needed(interval, margin) == pytest.approx(pairs_needed(reciprocal, margin), abs=1)
 
@@ -139,34 +213,32 @@ def test_a_ratio_and_its_reciprocal_are_decided_alike(values: tuple[float, float
         ((1.01, 1.03), (1.005, 1.04), "ratio of 1.020 (1.005 to 1.040, 99%), which excludes 1"),
         ((0.96, 0.98), (0.95, 0.99), "which excludes 1"),
         ((0.9, 1.08), (0.85, 1.1), "(0.900 to 1.080), a spread of 20.0%; at most 5.0% is allowed"),
-        ((0.99, 1.01), (0.0, math.inf), None),  # enough pairs for 95%, too few for 99%
-        ((1.01, 1.03), (0.0, math.inf), "ratio of 1.020 (1.010 to 1.030, 95%), which excludes 1"),
-        ((0.0, math.inf), (0.0, math.inf), "in 3 accepted rounds, but at least 6 are needed"),
+        ((0.99, 1.01), (None, None), None),  # enough pairs for 95%, too few for 99%
+        ((1.01, 1.03), (None, None), "ratio of 1.020 (1.010 to 1.030, 95%), which excludes 1"),
+        ((None, None), (None, None), "in 3 accepted rounds, but at least 6 are needed"),
     ],
 )
-def test_a_noisy_machine_is_not_trusted(aa: tuple[float, float], wide: tuple[float, float], reason: str | None) -> None:
-    count = 10 if aa[0] else 3
+def test_a_noisy_machine_is_not_trusted(aa: tuple[Any, Any], wide: tuple[Any, Any], reason: str | None) -> None:
+    pairs = 10 if aa[0] else 3
     estimate = (aa[0] + aa[1]) / 2 if aa[0] else 1.0
-    found = distrust(Interval(estimate, *aa, count), Interval(estimate, *wide, count), 0.05)
-    assert found == reason or (found is not None and reason is not None and reason in found)
+    difference = distrust(make_ratio(estimate, *aa, pairs), make_ratio(estimate, *wide, pairs), 0.05)
+    assert difference == reason or (difference is not None and reason is not None and reason in difference)
 
 
 # Equivalence
 
 
 def test_a_doubt_is_added_in_quadrature_to_each_side_of_the_logarithm() -> None:
-    found = widened(Interval(math.exp(0.5), math.exp(0.47), math.exp(0.58), 8), 0.04)
-    assert [math.log(each) for each in (found.low, found.estimate, found.high)] == pytest.approx(
-        [0.45, 0.5, 0.5 + math.sqrt(0.08**2 + 0.04**2)]
-    )
-    bounds_nothing = Interval(1.2, 0.0, math.inf, 3)
+    difference = widened(make_ratio(math.exp(0.5), math.exp(0.47), math.exp(0.58), 8), 0.04)
+    assert difference.logs == pytest.approx((0.5, 0.45, 0.5 + math.sqrt(0.08**2 + 0.04**2)))
+    bounds_nothing = make_ratio(1.2, pairs=3)
     assert widened(bounds_nothing, 0.04) == bounds_nothing
 
 
 def test_equivalence_by_hand() -> None:
     """Mean 2, deviation 1, three values: half the 90% interval is 2.919986 (t_2's 95% quantile) / sqrt(3)."""
     result = equivalence([1.0, 2.0, 3.0], 4.0)
-    assert (result.mean, result.deviation, result.count) == (2.0, 1.0, 3)
+    assert (result.estimate, result.deviation, result.pairs) == (2.0, 1.0, 3)
     assert (result.low, result.high) == pytest.approx((2 - 1.685855, 2 + 1.685855), abs=1e-6)
     assert (result.decision, equivalence([1.0, 2.0, 3.0], 3.6).decision) == ("same", "undecided")
 
@@ -180,13 +252,13 @@ def test_it_is_the_same_where_two_one_sided_t_tests_reject(values: list[float], 
     lower = scipy_stats.ttest_1samp(values, -margin, alternative="greater").pvalue
     upper = scipy_stats.ttest_1samp(values, margin, alternative="less").pvalue
     if min(abs(lower - 0.05), abs(upper - 0.05)) > 1e-9:
-        assert (result.low > -margin) == (lower < 0.05)
+        assert (result.bounds[0] > -margin) == (lower < 0.05)
         assert (result.decision == "same") == (max(lower, upper) < 0.05)
 
 
 def test_one_seed_supports_nothing() -> None:
     result = equivalence([0.5], 0.01)
-    assert (result.low, result.high, result.decision) == (-math.inf, math.inf, "undecided")
+    assert (result.bounds, result.decision) == ((-math.inf, math.inf), "undecided")
     assert seeds_needed(result) is None
 
 
@@ -202,3 +274,17 @@ def test_differences_that_are_all_the_same_leave_no_doubt(difference: float, dec
 def test_differences_that_are_no_numbers_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="differences: expected a finite number per seed"):
         equivalence(values, 0.01)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=12), st.tuples(*[st.booleans()] * 3))
+def test_every_point_off_the_front_is_beaten_by_one_on_it(
+    points: list[tuple[int, int, int]], higher_is_better: tuple[bool, bool, bool]
+) -> None:
+    def beats(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+        gains = [(a - b) * (1 if higher else -1) for a, b, higher in zip(first, second, higher_is_better, strict=True)]
+        return min(gains) >= 0 and max(gains) > 0
+
+    front = pareto_front(points, higher_is_better)
+    for index, point in enumerate(points):
+        beaten = any(beats(points[best], point) for best in front)
+        assert beaten == (index not in front)

@@ -29,7 +29,7 @@ from pipeline.distributed import World
 from pipeline.environment import code
 from pipeline.errors import PipelineError
 from pipeline.models import ModelError
-from pipeline.params import Augment, Config, Machine, Train, parse
+from pipeline.params import Augment, Config, Machine, parse
 from pipeline.plans import plan
 from pipeline.profiling import flops, ledger
 from pipeline.results import Unit
@@ -38,73 +38,33 @@ from pipeline.tasks.batches import TrainBatches, evaluation_batches
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
-from pipeline.training.evaluation import Score
-from pipeline.training.loop import Training
-from tests import chaos
+from pipeline.training.outcomes import Score
+from tests import chaos, trainings
 from tests.commands import Command
 from tests.conftest import ROOT
-from tests.nets import ALONE, batches_of, make_plan, stopped, task_of, training_of
+from tests.nets import ALONE, make_plan, stopped, task_of
 from tests.pages import blocks
 from tests.ranks import run_ranks
+from tests.trainings import (
+    DATA,
+    KNOWN,
+    LENGTH,
+    OF_TASK,
+    OWN,
+    OWN_TASK,
+    VOCABULARY,
+    ledgers,
+    settings_of,
+    table,
+    tokens,
+    training_on,
+)
 from tests.workspaces import PREPARED, enter
 
 CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False, installed=frozenset({"torchao"}))
-LENGTH, VOCABULARY, FEATURES = 12, 32, 5
-OWN = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "Autoencoding" in code)
-exec(OWN)  # the docs' task and its model, by the names of this module
-OWN_TASK = "tests.test_tasks:Autoencoding"
-TRAIN: dict[str, dict[str, Any]] = {
-    "language_model": {"model": "gpt", "model_options": {"width": 16, "depth": 2, "heads": 2}, "optimizer": "adamw"},
-    "regression": {"model": "mlp", "model_options": {"width": 8}, "learning_rate": 0.1},
-    OWN_TASK: {"model": "tests.test_tasks:net", "optimizer": "adamw"},
-}
 
 
-def tokens(count: int) -> Split:
-    """Return windows that start at random tokens; each further token is its predecessor plus one."""
-    start = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(count))
-    return Split({"inputs": ((start + torch.arange(LENGTH + 1)) % VOCABULARY).to(torch.uint16)})
-
-
-def table(count: int) -> Split:
-    """Return random rows of a table. The targets are a linear function of the rows, with a mean of about 100."""
-    inputs = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(count))
-    return Split({"inputs": inputs, "targets": 100 + 3 * inputs.sum(1)})
-
-
-def images(count: int) -> Split:
-    """Return images without targets. All pixels of an image are equal."""
-    shades = torch.randint(256, (count, 1, 1, 1), generator=torch.Generator().manual_seed(count))
-    return Split({"inputs": shades.expand(-1, 1, 16, 16).to(torch.uint8)})
-
-
-KNOWN = Statistics(mean=(0.0,) * FEATURES, std=(1.0,) * FEATURES)
-DATA = {
-    "language_model": Dataset("steps", "0" * 64, (), VOCABULARY, {}, tokens(200), tokens(37)),
-    "regression": Dataset(
-        "table", "0" * 64, (), None, {"inputs": KNOWN, "targets": Statistics(mean=(100.0,), std=(6.7,))}, table(200),
-        table(37),
-    ),
-    OWN_TASK: Dataset(
-        "shades", "0" * 64, (), None, {"inputs": Statistics(mean=(0.5,), std=(0.3,))}, images(200), images(37)
-    ),
-}  # fmt: skip
-
-
-def settings_of(name: str, **changes: Any) -> Train:
-    own: dict[str, Any] = {"task": name, "batch_size": 16, "epochs": 2, "learning_rate": 0.01, "seeds": [0]}
-    return Train(**own | TRAIN[name] | changes)
-
-
-def training_on(name: str, joined: World = ALONE, **applied: Any) -> Training:
-    train = settings_of(name)
-    made = make_plan(train=train, batch_size=16, processes=joined.size, **applied)
-    torch.manual_seed(0)
-    task = task_of(DATA[name], train, joined.device)
-    return training_of(made, task.model(), task, batches_of(DATA[name], made, joined), joined, 0)
-
-
-each_task = pytest.mark.parametrize("name", TRAIN)
+each_task = pytest.mark.parametrize("name", OF_TASK)
 
 
 @given(
@@ -122,7 +82,7 @@ each_task = pytest.mark.parametrize("name", TRAIN)
     seed=st.integers(0, 9),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_arrays_make_the_same_global_batches_for_any_world(
+def test_any_arrays_make_the_same_global_batches(
     shape: list[int], dtype: torch.dtype, split_into: tuple[int, int, int], left_over: int, steps: tuple[int, int],
     placement: Any, seed: int,
 ) -> None:  # fmt: skip
@@ -142,14 +102,14 @@ def test_any_arrays_make_the_same_global_batches_for_any_world(
         )
         for rank in range(world_size)
     ]  # fmt: skip
-    found = [list(each.epoch(3, start)) for each in made]
-    for each in made:
-        each.close()
-    assert {len(rank) for rank in found} == {steps[1] * micro_batches}
+    epochs = [list(batches.epoch(3, start)) for batches in made]
+    for batches in made:
+        batches.close()
+    assert {len(rank) for rank in epochs} == {steps[1] * micro_batches}
     order = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint64)
     expected = torch.randperm(count, generator=torch.Generator().manual_seed(int(order[0])))
     for step in range(steps[1]):
-        micros = [micro for rank in found for micro in rank[step * micro_batches :][:micro_batches]]
+        micros = [micro for rank in epochs for micro in rank[step * micro_batches :][:micro_batches]]
         for inputs, weighted in micros:
             assert inputs.dtype == dtype
             targets, weights = weighted.unbind(1)
@@ -181,12 +141,12 @@ def test_a_language_model_predicts_the_next_token() -> None:
 @pytest.mark.parametrize(
     ("name", "figure"), [("language_model", "perplexity"), ("regression", "explained_variance_fraction")]
 )
-def test_a_figure_of_the_tasks_own_loss_is_not_computed_from_another_loss(name: str, figure: str) -> None:
+def test_another_loss_gives_no_figure(name: str, figure: str) -> None:
     assert task_of(DATA[name], settings_of(name)).findings(0.5).keys() == {figure}
     assert task_of(DATA[name], settings_of(name, loss="losses:absolute")).findings(0.5) == {}
 
 
-def test_regression_counts_in_standard_deviations_of_the_training_targets() -> None:
+def test_regression_counts_in_standard_deviations() -> None:
     task = task_of(DATA["regression"], settings_of("regression", task_options={"tolerance": 0.25}))
     split = DATA["regression"].test
     _, targets = task.batch([split.inputs, split.targets])
@@ -197,7 +157,7 @@ def test_regression_counts_in_standard_deviations_of_the_training_targets() -> N
     torch.testing.assert_close(task.postprocess(targets).squeeze(1), split.targets)
 
 
-def test_targets_of_several_channels_are_standardised_by_channel_and_restored() -> None:
+def test_targets_are_standardised_by_channel() -> None:
     rows = torch.randn(20, 2, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([[5.0], [0.1]]) + 7
     split = Split({"inputs": table(20).inputs, "targets": rows})
     known = Statistics(mean=(7.0, 6.9), std=(5.0, 0.1))
@@ -210,52 +170,46 @@ def test_targets_of_several_channels_are_standardised_by_channel_and_restored() 
 
 
 @each_task
-def test_a_model_learns_and_its_flops_and_memory_are_known(name: str) -> None:
+def test_a_model_learns_with_known_flops_and_memory(name: str) -> None:
     training = training_on(name)
     rows = [row for row in training.run() if row]
     assert rows[-1].train_loss < 0.8 * rows[0].train_loss
-    measured = ledger.measured(training, 10**9)
-    assert measured is not None
-    found = ledger.predicted(training.plan, task_of(DATA[name], training.train))
-    assert found.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
-    assert found.activations_bytes > 0
+    measured, foreseen = ledgers(training)
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert foreseen.activations_bytes > 0
     counted = flops.counted(training.plan, task_of(DATA[name], training.train), "Some CPU")
     assert counted.model_per_sample == counted.executed_per_sample > 0
 
 
 def squashed(**shape: int) -> torch.nn.Module:
     """The docs' model with outputs from 0 to 1."""
-    return torch.nn.Sequential(net(**shape), torch.nn.Sigmoid())  # type: ignore[name-defined]  # noqa: F821
+    return torch.nn.Sequential(trainings.net(**shape), torch.nn.Sigmoid())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("loss", ["MSELoss", "SmoothL1Loss", "SoftMarginLoss", "BCELoss", "HuberLoss"])
 def test_the_memory_that_a_loss_keeps_is_foreseen(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"model": "tests.test_tasks:squashed", "loss": f"torch.nn:{loss}"}
-    monkeypatch.setitem(TRAIN, OWN_TASK, TRAIN[OWN_TASK] | changes)
+    monkeypatch.setitem(OF_TASK, OWN_TASK, OF_TASK[OWN_TASK] | changes)
     training = training_on(OWN_TASK)
     training.advance(1)
-    measured = ledger.measured(training, 10**9)
-    assert measured is not None
-    foreseen = ledger.predicted(training.plan, task_of(DATA[OWN_TASK], training.train))
+    measured, foreseen = ledgers(training)
     assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("asked", "repeats"), [(True, True), ("selective", False), (0.5, True)])
 def test_a_checkpointed_language_model_s_memory_is_foreseen(asked: Any, repeats: bool) -> None:
     counted, kept = [], []
-    for each in (False, asked):
-        training = training_on("language_model", activation_checkpointing=each)
+    for checkpointing in (False, asked):
+        training = training_on("language_model", activation_checkpointing=checkpointing)
         training.advance(1)
         with FlopCounterMode(display=False) as counter:
             training.step(training.batches.epoch(0))
         counted.append(counter.get_total_flops())
-        measured = ledger.measured(training, 10**9)
-        assert measured is not None
-        kept.append(measured)
+        measured, foreseen = ledgers(training)
+        kept.append(measured.activations_bytes)
     assert (counted[1] > counted[0]) is repeats  # selective repeats no product and no attention
-    assert kept[1].activations_bytes < kept[0].activations_bytes
-    foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
-    assert foreseen.peak_bytes == pytest.approx(kept[1].tensors_bytes, rel=0.05)
+    assert kept[1] < kept[0]
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("attention", ["auto", "math"])
@@ -267,9 +221,7 @@ def test_the_memory_of_longer_sequences_is_foreseen(attention: str, monkeypatch:
         monkeypatch.setitem(DATA, "language_model", replace(DATA["language_model"], train=windows, test=windows))
         training = training_on("language_model", attention=attention)
         training.advance(2)
-        measured = ledger.measured(training, 10**9)
-        assert measured is not None
-        foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
+        measured, foreseen = ledgers(training)
         assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
         kept.append(foreseen.activations_bytes)
     pairs = 64**2 - 4 * 16**2 if attention == "math" else 0
@@ -291,14 +243,14 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         values = {"model_type": family, **own, **FAMILIES.get(family, {}), **changes}
         (tmp_path / "config.json").write_text(json.dumps(values))
         options = {"config": str(tmp_path / "config.json")}
-        model = TRAIN["language_model"] | {"model": "transformers", "model_options": options}
-        monkeypatch.setitem(TRAIN, "language_model", model)
+        model = OF_TASK["language_model"] | {"model": "transformers", "model_options": options}
+        monkeypatch.setitem(OF_TASK, "language_model", model)
 
     return use
 
 
 @pytest.mark.slow
-def test_a_configuration_of_transformers_is_a_model_as_any_other(configured: Callable[..., None]) -> None:
+def test_a_configuration_of_transformers_is_a_model(configured: Callable[..., None]) -> None:
     configured("llama")
     losses, kept = [], []
     for applied in ({}, {"activation_checkpointing": True}, {"loss_chunks": 4}):
@@ -306,10 +258,8 @@ def test_a_configuration_of_transformers_is_a_model_as_any_other(configured: Cal
         rows = [row for row in training.run() if row]
         assert rows[-1].train_loss < 0.8 * rows[0].train_loss
         losses.append(rows[-1].train_loss)
-        measured = ledger.measured(training, 10**9)
-        assert measured is not None
+        measured, foreseen = ledgers(training)
         kept.append(measured.activations_bytes)
-        foreseen = ledger.predicted(training.plan, task_of(DATA["language_model"], training.train))
         assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
     assert max(kept[1:]) < kept[0]
@@ -322,13 +272,13 @@ def test_no_token_sees_one_that_follows(configured: Callable[..., None], family:
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
     tokens[1, -1] = 5
     with torch.no_grad():
-        one, other = training_on("language_model").model(tokens)
-    torch.testing.assert_close(one[:-1], other[:-1])
-    assert not torch.equal(one[-1], other[-1])
+        usual, changed = training_on("language_model").model(tokens)
+    torch.testing.assert_close(usual[:-1], changed[:-1])
+    assert not torch.equal(usual[-1], changed[-1])
 
 
 @pytest.mark.slow
-def test_what_transformers_cannot_make_of_a_configuration_is_said(
+def test_a_configuration_without_model_is_refused(
     configured: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for family, changes, message in (
@@ -348,13 +298,13 @@ def test_what_transformers_cannot_make_of_a_configuration_is_said(
 
 
 def test_a_change_of_the_configuration_trains_again(configured: Callable[..., None]) -> None:
-    found = []
+    digests = []
     for layers in (1, 2):
         configured("llama", num_hidden_layers=layers)
         train = settings_of("language_model")
-        found.append(code.of_variant(make_plan(train=train)))
-    assert set(found[0]) == set(found[1]) == {train.model_options["config"]}
-    assert found[0] != found[1]
+        digests.append(code.of_variant(make_plan(train=train)))
+    assert set(digests[0]) == set(digests[1]) == {train.model_options["config"]}
+    assert digests[0] != digests[1]
     config = parse({"train": train.model_dump(), "variants": {"baseline": {}, "other": {"model": "gpt"}}})
     assert plans.relied_on(config)["variants"] == {"baseline": {"transformers"}, "other": set()}
 
@@ -366,7 +316,7 @@ def _trained(joined: World, name: str) -> tuple[dict[str, torch.Tensor], Score |
     return {key: value.clone() for key, value in training.model_state.read().items()}, training.score
 
 
-def test_a_model_that_changes_its_tokens_does_not_change_the_targets() -> None:
+def test_changed_tokens_do_not_change_targets() -> None:
     task = task_of(DATA["language_model"], settings_of("language_model"))
     inputs, targets = task.batch([task.dataset.train.inputs[:4]])
     assert inputs.is_contiguous()
@@ -379,23 +329,23 @@ def test_a_model_that_changes_its_tokens_does_not_change_the_targets() -> None:
 @each_task
 def test_two_processes_train_and_evaluate_as_one(name: str) -> None:
     alone, score = _trained(ALONE, name)
-    (found, theirs), (_, others) = run_ranks(_trained, name, size=2)
+    (evaluated, theirs), (_, others) = run_ranks(_trained, name, size=2)
     assert theirs == others
     assert score is not None
     assert theirs is not None
     assert theirs.count == score.count == 37
     assert theirs.loss == pytest.approx(score.loss, rel=1e-3)
     for key, value in alone.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(evaluated[key], value, rtol=1e-3, atol=1e-4)
 
 
 def _resumed_and_whole(joined: World, name: str, parallelism: str) -> list[tuple[str, Score | None]]:
     whole, resumed, interrupted = (training_on(name, joined, parallelism=parallelism) for _ in range(3))
     resumed.restore(stopped(interrupted, after=15))
-    for each in (whole, resumed):
-        for _ in each.run():
+    for training in (whole, resumed):
+        for _ in training.run():
             pass
-    return [(state_sha256(each.model_state.read()), each.score) for each in (whole, resumed)]
+    return [(state_sha256(training.model_state.read()), training.score) for training in (whole, resumed)]
 
 
 @each_task
@@ -406,7 +356,7 @@ def test_a_resumed_training_ends_with_the_same_bits(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp", "tensor"])
-def test_tied_weights_are_resumed_to_the_bit_by_ranks_together(parallelism: str) -> None:
+def test_tied_weights_are_resumed_exactly_by_ranks(parallelism: str) -> None:
     model = training_on("language_model").model
     assert model[0].weight is model[-1].weight  # type: ignore[index]
     for whole, resumed in run_ranks(_resumed_and_whole, "language_model", parallelism):
@@ -446,27 +396,26 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "my_tasks.py").write_text(OWN)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
-    own = TRAIN.get(name, {"model": "my_tasks:net"})
+    own = OF_TASK.get(name, {"model": "my_tasks:net"})
     train = {
         "task": name, "device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 16, "without_native": "run",
         "checkpoint_every_steps": 2,
     }  # fmt: skip
     variants = VARIANTS | (OF_GPT if name == "language_model" else {})
-    return enter(
-        tmp_path, monkeypatch, JOBS[name] | {"train": train | own, "publish": {"live": False}, "variants": variants}
-    )
+    sections = {"train": train | own, "publish": {"live": False}, "variants": variants}
+    return enter(tmp_path, monkeypatch, JOBS[name] | sections)
 
 
 @pytest.mark.slow
 def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.CaptureFixture[str]) -> None:
     for variant in VARIANTS:
         job.run(config, variant, CPU_ONLY, PREPARED)
-        found = results.read(results.result_file(variant), config)
-        assert found.score.name == config.train.metric
-        (run,) = found.runs
-        assert run.test_count == found.dataset.test_count > 0
-        assert (found.unit, found.directions) == UNITS.get(config.train.task, (Unit(), {}))
-        assert found.directions.keys() <= run.findings.keys()
+        result = results.read(results.result_file(variant), config)
+        assert result.score.name == config.train.metric
+        (run,) = result.runs
+        assert run.test_count == (result.dataset and result.dataset.test_count)
+        assert (result.unit, result.directions) == UNITS.get(config.train.task, (Unit(), {}))
+        assert result.directions.keys() <= run.findings.keys()
     assert 0 <= run.test_accuracy <= 1
     if "perplexity" in run.findings:
         assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss))
@@ -481,19 +430,20 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_killed_job_of_each_task_ends_with_the_same_weights(config: Config) -> None:
+@pytest.mark.parametrize("config", ["my_tasks:Autoencoding"], indirect=True)
+def test_a_killed_job_with_a_task_of_its_own_ends_alike(config: Config) -> None:
     """The job is killed when it would write its third checkpoint."""
     paths = os.pathsep.join(map(str, (ROOT, Path.cwd())))
     kill = chaos.Kill("launcher", "pipeline.training.checkpoints.keep", nth=3, rank="0", delay_seconds=0.0)
-    found = list[results.Run]()
+    runs = list[results.Run]()
     for first in (None, functools.partial(chaos.watch, kill), None):
         command = Command("train", "baseline", variables=os.environ | {"PYTHONPATH": paths}, first=first)
         output = command.communicate(chaos.JOB_SECONDS)
         assert command.returncode == (-signal.SIGKILL if first else 0), output
         if not first:
-            found += results.read(results.result_file("baseline"), config).runs
+            runs += results.read(results.result_file("baseline"), config).runs
             results.result_file("baseline").unlink()
-    whole, resumed = found
+    whole, resumed = runs
     assert (whole.resumes, resumed.resumes) == (0, 1)
     assert resumed.model_sha256 == whole.model_sha256
     assert (resumed.test_loss, resumed.test_correct) == (whole.test_loss, whole.test_correct)
@@ -514,13 +464,13 @@ def test_verify_holds_for_each_task(config: Config, tmp_path: Path) -> None:
         assert any(claim.holds for claim in claims if claim.variant == name), (name, claims)
 
 
-def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
-    for name, other, message in (
+def test_an_unfit_task_is_refused() -> None:
+    for name, data_of, message in (
         ("language_model", "regression", "language_model needs tokens, and table has none; allowed: regression, mod"),
         ("regression", "language_model", "regression needs float targets, and steps has none; allowed: language_model"),
     ):
         with pytest.raises(TaskError, match=message):
-            task_of(DATA[other], settings_of(name))
+            task_of(DATA[data_of], settings_of(name))
     with pytest.raises(TaskError, match="classification needs labels, and table has none; allowed: regression"):
         task_of(DATA["regression"])
     split = Split({**DATA["regression"].train.arrays, "weight": torch.ones(1)})
@@ -532,11 +482,11 @@ def test_a_task_that_does_not_fit_its_data_or_model_is_refused() -> None:
         task_of(DATA["regression"], settings_of("regression", model="gpt", model_options={})).model()
 
 
-def test_the_docs_task_of_one_s_own_takes_at_most_30_lines() -> None:
+def test_the_docs_task_takes_at_most_30_lines() -> None:
     assert len([line for line in OWN.splitlines() if line.strip()]) <= 30
 
 
-def test_the_docs_task_of_weighted_samples_takes_a_third_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_weighted_task_takes_a_third_array(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "class Weighted" in code)
     module = ModuleType("my_weights")
     exec(shown, module.__dict__)

@@ -29,13 +29,15 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from pipeline import environment, models, report, results, tracking
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.stats import Decision
 from pipeline.environment import hash_of
 from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
-from pipeline.tracking import comparisons, labels, live, logged_models, promoting, stamps, stores
+from pipeline.tracking import comparisons, labels, live, logged_models, promoting, publishing, stores
 from pipeline.tracking.comparisons import COMPLETE, LIVE, PARENT, Wanted
-from pipeline.tracking.reconciliation import reconcile
+from pipeline.tracking.publishing import reconcile
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 from tests import workspaces
@@ -48,9 +50,11 @@ from tests.factories import (
     make_comparison,
     make_history,
     make_params,
+    make_ratio,
     make_result,
     make_results,
     make_run,
+    with_changes,
 )
 from tests.pages import blocks
 from tests.servers import Reply, answers, free_port, hang, serving
@@ -63,6 +67,8 @@ pytestmark = [  # warnings of MLflow's own modules during their import
 PROJECT = Path(__file__).parents[1]
 SEEDS = (0, 1)
 VARIANTS = ("baseline", "ddp")
+DECISIONS: tuple[Decision, ...] = ("better", "worse", "untrusted")
+"""Of the ratios in three sessions; two sessions count."""
 SIDE = 8
 """Side of the images of ``DESCRIBED``."""
 
@@ -104,22 +110,28 @@ def write_result(root: Path, variant: str, speed: float = 20_000.0, **changes: A
 
 
 def write_report(root: Path, note: str = "# Compared") -> None:
+    """Write the pages of a report, but no comparison."""
     write_text(root / "reports/comparison.md", note)
-    write_text(root / "reports/comparison.json", "{}")
     write_text(root / "reports/comparison.html", "<h1>Compared</h1>")
-    write_text(root / "reports/metrics/ddp.json", '{"throughput_ratio": 1.5, "peak_memory_ratio": null}')
 
 
-def write_comparison(root: Path, rejected: int = 0) -> None:
-    """Write a report in which ddp pays. If most of its 12 samples are ``rejected``, ddp is untrusted."""
+def comparison_of(root: Path, rejected: int = 0) -> Comparison:
+    """Return a comparison of the results, in which ddp pays. If most of its 12 samples are ``rejected``, ddp is
+    untrusted."""
     measured = [results.read(results.result_file(variant, root / "results"), config_of()) for variant in VARIANTS]
     reason = "other processes took 31% of the CPU's time"
     bench = make_bench(measured, throughput={"ddp": 1.6}, rejected={"ddp": dict.fromkeys(range(rejected), reason)})
-    comparison = make_comparison(measured, bench)
+    return make_comparison(measured, bench)
+
+
+def write_comparison(root: Path, comparison: Comparison | None = None) -> Comparison:
+    """Write the report of ``comparison`` (default: ``comparison_of(root)``), and return the comparison."""
+    comparison = comparison or comparison_of(root)
     write_report(root)
     write_text(root / "reports/comparison.json", comparison.to_json())
-    for each in comparison.variants:
-        write_text(root / f"reports/metrics/{each.variant}.json", json.dumps(report.metrics(each)))
+    for compared in comparison.variants:
+        write_text(root / f"reports/metrics/{compared.variant}.json", json.dumps(report.metrics(compared)))
+    return comparison
 
 
 def write_models(root: Path) -> None:
@@ -194,7 +206,7 @@ def agrees(root: Path, config: Config) -> bool:
 
 
 def stamp_agrees(root: Path) -> bool:
-    return stamps.agreeing(stores.address(root), "training-performance", wanted_of(root)) is not None
+    return publishing.agreeing(stores.address(root), "training-performance", wanted_of(root)) is not None
 
 
 def start(root: Path, call: str, *arguments: Any, yielding: bool = False, **keywords: Any) -> subprocess.Popen[str]:
@@ -223,6 +235,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
+    comparison = write_comparison(root)
     done = tracking.publish(config_of(), root)
     assert done == tracking.Published(children=4, written=4)
     parent, children = family(root)
@@ -245,8 +258,8 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert [point.timestamp for point in losses] == [began_ms + round(row.train_seconds * 1000) for row in rows]
     assert len(client.get_metric_history(run_id, "history/test_accuracy")) == 3
     power = client.get_metric_history(run_id, "system/gpu_0_power_usage_watts")
-    told = [(point.step, point.timestamp, point.value) for point in power]
-    assert told == [(n, began_ms + 1000 * n, 200 + n) for n in range(3)]
+    watts = [(point.step, point.timestamp, point.value) for point in power]
+    assert watts == [(n, began_ms + 1000 * n, 200 + n) for n in range(3)]
     assert child.inputs
     [given] = child.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.digest) == ("fashion_mnist", DESCRIBED.sha256[:16])
@@ -256,7 +269,12 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
 
     # The tag is spelled out here, because older stores contain it under this name.
     assert parent.info.run_name == f"comparison-{parent.data.tags['pipeline.comparison'][:8]}"
-    assert parent.data.metrics == {"ddp/throughput_ratio": 1.5}
+    assert parent.data.metrics == {
+        f"{compared.variant}/{name}": value
+        for compared in comparison.variants
+        for name, value in report.metrics(compared).items()
+        if isinstance(value, int | float)
+    }
     assert parent.data.tags[labels.NOTE] == "# Compared"
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
@@ -319,12 +337,13 @@ def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monk
 
 
 def test_nothing_new_is_found_out_without_importing_mlflow(root: Path) -> None:
+    write_comparison(root)
     tracking.publish(config_of(), root)
     before = {run.info.run_id: run.to_dictionary() for run in runs_of(root)}
     code = (
         "import sys\nfrom pathlib import Path\nfrom pipeline import params, tracking\n"
         f"done = tracking.publish(params.parse({config_of().model_dump(mode='json')!r}), Path({str(root)!r}))\n"
-        "heavy = {'mlflow', 'sqlalchemy', 'torch', 'numpy', 'requests'} & set(sys.modules)\n"
+        "heavy = {'mlflow', 'sqlalchemy', 'torch', 'numpy', 'scipy', 'requests'} & set(sys.modules)\n"
         "sys.exit(f'{done} {heavy}' if heavy or done.children != 4 else 0)"
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
@@ -362,7 +381,7 @@ def test_the_stamp_counts_only_while_nothing_has_changed(root: Path, change: Cal
     (root / "mlartifacts/a run").mkdir(parents=True)
     experiment: Any = SimpleNamespace(experiment_id="1", artifact_location=str(root / "mlartifacts"))
     client: Any = None
-    stamps.write(Store(client, stores.address(root), root, experiment), "training-performance", wanted_of(root))
+    publishing.record(Store(client, stores.address(root), root, experiment), "training-performance", wanted_of(root))
     assert stamp_agrees(root)
     change(root)
     assert not stamp_agrees(root)
@@ -417,8 +436,8 @@ def test_what_sqlite_refuses_is_said_without_its_statement(said: str, remedy: st
         f"(raised as a result of Query-invoked autoflush) (sqlite3.OperationalError) {said}\n{statement}"
     )
     assert stores.describe("sqlite:///mlflow.db", error) == f"MLflow at sqlite:///mlflow.db: {said}. {remedy}"
-    other = MlflowException("(psycopg2.OperationalError) gone")
-    assert stores.describe("postgresql:", other).endswith(": MlflowException: (psycopg2.OperationalError) gone")
+    statementless = MlflowException("(psycopg2.OperationalError) gone")
+    assert stores.describe("postgresql:", statementless).endswith(": MlflowException: (psycopg2.OperationalError) gone")
 
 
 @pytest.mark.slow
@@ -543,34 +562,30 @@ def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
     def said() -> str:
         return labels.parent_tags(config_of(), wanted_of(root), root)["sessions"]
 
-    write_comparison(root)
+    comparison = write_comparison(root)
     assert said() == "1; in other sessions these ratios may differ by an unknown amount"
-    path = root / "reports/comparison.json"
-    comparison = json.loads(path.read_text(encoding="utf-8"))
-    for each, trusted in zip(comparison["variants"][1]["throughput"]["sessions"] * 3, (True, True, False), strict=True):
-        comparison["variants"][1]["memory"]["sessions"].append(each | {"trusted": trusted})
-    del comparison["variants"][1]["memory"]["sessions"][0]
-    write_text(path, json.dumps(comparison))
+    parts = {str(day): make_ratio(1.0, 0.9, 1.1, decision=decision) for day, decision in enumerate(DECISIONS)}
+    write_comparison(root, with_changes(comparison, "ddp", memory=make_ratio(1.0, parts=parts)))
     assert said() == "2"
-    write_comparison(root, rejected=8)
+    write_comparison(root, comparison_of(root, rejected=8))
     assert said() == "1; in other sessions these ratios may differ by an unknown amount"  # its memory is trusted
 
 
 def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path) -> None:
-    write_comparison(root)
+    comparison = write_comparison(root)
     tracking.publish(config_of(), root)
     old, children = family(root)
     assert children["ddp-seed1"].data.tags["verdict"] == "pays"
     low, ratio, high = (old.data.metrics[f"ddp/throughput_ratio{end}"] for end in ("_low", "", "_high"))
     assert 1.5 < low < ratio < high < 1.7
     assert old.data.metrics["ddp/throughput_pairs"] == 12
-    measured = {each["variant"]: each for each in labels.compared(wanted_of(root), root)["variants"]}
+    measured = {compared.variant: compared.figures for compared in comparison.variants}
     for name, child in children.items():
         for figure in ("samples_per_second", "peak_memory_bytes"):
             value = child.data.metrics[f"bench/{figure}"]
             assert value == measured[name.partition("-")[0]][figure] != child.data.metrics[figure]
-        assert child.data.metrics["median/train_seconds"] == measured[name.partition("-")[0]]["train_seconds"]
-    write_comparison(root, rejected=8)
+        assert child.data.metrics["median/train_seconds"] == 9.0
+    write_comparison(root, comparison_of(root, rejected=8))
     os.utime(root / "reports/comparison.json", (0, 0))  # as from a cache
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     new, children = family(root)
@@ -798,7 +813,7 @@ def test_secrets_of_the_environment_do_not_reach_the_store(root: Path, monkeypat
         write_result(root, variant, environment=digest)
     tracking.publish(config_of(), root)
     tags = [run.data.tags for run in client_of(root).search_runs(["1"])]
-    assert {each["image"] for each in tags} == {"https://***@registry.example/pipeline?***"}
+    assert {tag["image"] for tag in tags} == {"https://***@registry.example/pipeline?***"}
     files = [path for path in root.rglob("*") if path.is_file()]
     assert any(path.name == "environment.json" and "mlartifacts" in path.parts for path in files)
     assert not [(path, secret) for path in files for secret in SECRETS if secret.encode() in path.read_bytes()]
@@ -980,9 +995,12 @@ def test_promote_switches_telemetry_off_before_it_imports_mlflow(root: Path) -> 
 def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
     promotable: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = promotable / "reports/comparison.json"
-    best = json.loads(path.read_text(encoding="utf-8"))["champion"]
-    forge(path, champion=best | {"among": 2, "ratio": best["ratio"] | {"decision": "undecided"}})
+    comparison = comparison_of(promotable)
+    assert comparison.champion
+    assert comparison.champion.ratio
+    gain = comparison.champion.ratio.model_copy(update={"decision": "undecided"})
+    best = comparison.champion.model_copy(update={"among": 2, "ratio": gain})
+    write_comparison(promotable, comparison.model_copy(update={"champion": best}))
     assert tracking.promote(config_of(), COMMIT, promotable) == promoting.TOO_FEW
     assert "2 variants pay by throughput. If some sessions choose the best variant" in capsys.readouterr().err
 
@@ -1003,11 +1021,10 @@ def test_a_gate_that_compared_nothing_is_no_reason_to_promote(
 
 
 def test_a_session_counts_if_it_is_trusted_and_has_enough_pairs() -> None:
-    sessions = [
-        {"trusted": trusted, "low": low} for trusted, low in ((True, 0.9), (True, 0.8), (False, 1), (True, None))
-    ]
-    ratio = {"decision": "better", "sessions": sessions}
-    assert promoting.sessions_of({"variants": [{"variant": "fast", "throughput": ratio, "memory": None}]}, "fast") == 2
+    parts = {str(day): make_ratio(1.0, 0.9, 1.1, decision=decision) for day, decision in enumerate(DECISIONS)}
+    ratio = make_ratio(1.0, decision="better", parts=parts | {"too few pairs": make_ratio(1.0)})
+    comparison = make_comparison().model_copy(update={"champion": None})
+    assert promoting.sessions_of(with_changes(comparison, "ddp", throughput=ratio, memory=None), "ddp") == 2
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
@@ -1082,8 +1099,8 @@ def test_the_champion_carries_its_evidence(root: Path, capsys: pytest.CaptureFix
     assert version.tags["gate.base_commit"] == "b" * 40
     assert version.tags["verdict"] == "pays"
     assert version.tags["champion.gain"].endswith(" the throughput")
-    for each in (run, parent):
-        assert f"/runs/{each.info.run_id})" in str(version.description)
+    for run_ in (run, parent):
+        assert f"/runs/{run_.info.run_id})" in str(version.description)
     assert [file.path for file in client.list_artifacts(parent.info.run_id, "gate")] == [
         "gate/gate.json",
         "gate/gate.md",
@@ -1092,7 +1109,7 @@ def test_the_champion_carries_its_evidence(root: Path, capsys: pytest.CaptureFix
 
     for variant in VARIANTS:  # trained again, ddp no longer pays: the baseline becomes champion
         write_result(root, variant, speed=21_000)
-    write_comparison(root, rejected=12)
+    write_comparison(root, comparison_of(root, rejected=12))
     tracking.publish(config, root)
     tracking.promote(config, COMMIT, root)
     champion_now = client.get_model_version_by_alias("training-performance", "champion")
@@ -1171,19 +1188,29 @@ def test_the_record_of_another_variant_is_refused(root: Path) -> None:
         tracking.publish(config_of(infer={"variants": ["ddp"]}), root)
 
 
-def test_a_comparison_names_no_file_to_read(root: Path) -> None:
+def test_a_comparison_of_an_older_version_is_not_read(root: Path) -> None:
     write_comparison(root)
-    wanted, file = wanted_of(root), root / "reports/comparison.json"
-    compared = json.loads(file.read_text())["variants"]
-    assert labels.compared(wanted, root)
+    forge(root / "reports/comparison.json", schema=1)
+    with pytest.raises(ResultError, match=r"comparison\.json is not .* this version can read; run `dvc repro compare`"):
+        wanted_of(root)
+
+
+def test_a_comparison_names_no_file_to_read(root: Path) -> None:
+    comparison = write_comparison(root)
+    assert wanted_of(root).comparison == comparison
     shutil.copy(root / "results/ddp.json", root / "x.json")
-    forge(file, variants=[compared[0], compared[1] | {"variant": "../x"}])
-    assert labels.compared(wanted, root) == {}
     write_gate(root)
-    forge(file, variants=[])  # this comparison still names a champion
+    for forged in (
+        with_changes(comparison, "ddp", variant="../x"),
+        comparison.model_copy(update={"baseline": "../x", "champion": None}),
+    ):
+        write_comparison(root, forged)
+        with pytest.raises(ResultError, match=r"comparison\.json is not .* this version can read"):
+            tracking.promote(config_of(models=True), COMMIT, root)
+    write_comparison(root, comparison.model_copy(update={"variants": ()}))  # still names a champion
     assert tracking.promote(config_of(models=True), COMMIT, root) == promoting.TOO_FEW
-    forge(file, baseline="../x", champion=None)
-    with pytest.raises(tracking.PromotionError, match=r"names '\.\./x', which is not under variants"):
+    write_comparison(root, comparison.model_copy(update={"baseline": "other", "champion": None}))
+    with pytest.raises(tracking.PromotionError, match="names 'other', which is not under variants"):
         tracking.promote(config_of(models=True), COMMIT, root)
 
 
@@ -1229,11 +1256,11 @@ def test_the_champion_is_made_from_the_weights_here_whatever_a_tag_names(
 def test_a_run_says_where_it_came_from(root: Path) -> None:
     software = ENVIRONMENT["software"] | {"image": "registry.example.org/pipeline:1"}
     relied_on = {"variants": {"ddp": {"compiler": "g++ 14.1.0"}}, "forms": {}}
-    here = ENVIRONMENT | {"software": software, "relied_on": relied_on}
-    here["hash"] = hash_of(here, "variants")
-    (root / "environment.json").write_text(json.dumps(here))
+    content = ENVIRONMENT | {"software": software, "relied_on": relied_on}
+    content["hash"] = hash_of(content, "variants")
+    (root / "environment.json").write_text(json.dumps(content))
     for variant in VARIANTS:
-        write_result(root, variant, environment=hash_of(here, "variants", variant))
+        write_result(root, variant, environment=hash_of(content, "variants", variant))
     locked = "schema: '2.0'\nstages:\n  compare:\n    cmd: python -m pipeline compare\n"
     (root / "dvc.lock").write_text(locked)
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
@@ -1246,7 +1273,7 @@ def test_a_run_says_where_it_came_from(root: Path) -> None:
         "mlflow.source.git.commit": commit.stdout.strip(),
         "image": "registry.example.org/pipeline:1",
         "device": "Example CPU @ 2.0 GHz",
-        "environment": here["hash"],
+        "environment": content["hash"],
         "dvc_lock_sha256": hashlib.sha256(locked.encode()).hexdigest(),
     }
     assert shared.items() <= parent.data.tags.items()
@@ -1279,10 +1306,10 @@ def test_a_run_s_tags_are_the_verdict_s_figures_in_a_person_s_units(
     tags = children["ddp-seed0"].data.tags
     assert tags["verdict"] == "pays"
     assert re.fullmatch(r"[\d,]{6} samples/s, .1\.\d+ \(1\.\d+ to 1\.\d+\)", tags["speed"])
-    assert re.match(r"\d+\.\d MiB, .1\.0", tags["memory"])
+    assert re.match(r"\d+ MiB, .1\.0", tags["memory"])
     assert re.fullmatch(r"\d\d\.\d\d%, [+-]\d\.\d\d points", tags["accuracy"])
     assert re.fullmatch(r"[\d,]+ samples/s", children["baseline-seed0"].data.tags["speed"])
-    write_comparison(root, rejected=12)
+    write_comparison(root, comparison_of(root, rejected=12))
     tracking.publish(config_of(), root)
     _, children = family(root)
     assert children["ddp-seed1"].data.tags["speed"] == "unknown"
@@ -1302,9 +1329,9 @@ def test_a_link_holds_no_password(uri: str, page: str) -> None:
 
 @pytest.mark.slow
 def test_the_searches_of_the_docs_find_what_they_say(tmp_path: Path, empty_database: Path) -> None:
-    measured = [each.model_copy(update={"device": "AMD EPYC 7B13"}) for each in make_results()]
-    for each in measured:
-        results.write(each, results.result_file(each.variant, tmp_path / "results"))
+    measured = [result.model_copy(update={"device": "AMD EPYC 7B13"}) for result in make_results()]
+    for result in measured:
+        results.write(result, results.result_file(result.variant, tmp_path / "results"))
     write_text(tmp_path / "reports/comparison.json", make_comparison(measured).to_json())
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     tracking.publish(make_params(measured), tmp_path)
@@ -1315,10 +1342,10 @@ def test_the_searches_of_the_docs_find_what_they_say(tmp_path: Path, empty_datab
     program = f"{preparation}\nfound = [{', '.join(searches)}]\n"
     program += "import json\nprint(json.dumps([list(each['tags.mlflow.runName']) for each in found]))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
-    found = [set(names) for names in json.loads(done.stdout)]
+    names_of = [set(names) for names in json.loads(done.stdout)]
     everything = {f"{variant}-seed{seed}" for variant in ("baseline", "ddp", "memory") for seed in (0, 1, 2)}
-    comparison = {name for each in found for name in each if name.startswith("comparison-")}
-    assert found == [
+    comparison = {name for names in names_of for name in names if name.startswith("comparison-")}
+    assert names_of == [
         {"ddp-seed0", "ddp-seed1", "ddp-seed2"},
         {"memory-seed0"},
         everything,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,114 +14,151 @@ from hypothesis import strategies as st
 from pipeline.comparison import verdicts
 from pipeline.comparison.advice import accuracy_reasons
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.stats import Decision
-from pipeline.comparison.verdicts import ANY, MEMORY, THROUGHPUT, Noise, Outcomes, Quantity, Ratio, verdict
+from pipeline.comparison.stats import ANY, Decision, Difference, Outcomes
+from pipeline.comparison.verdicts import verdict
+from pipeline.params import Compare, Margins
 from pipeline.results import Arm
-from tests.factories import make_arm, make_window
-
-TEN_IN_TEN_MINUTES = RoundCost("bench.max_minutes", 10, 600.0)
-CALM = Noise(estimate=1.0, low=0.99, high=1.01, pairs=12, max_spread=0.15, why_untrusted=None)
-
-
-def arm(figures: Sequence[float | str | None], quantity: Quantity = THROUGHPUT) -> Arm:
-    """Return an arm with one figure per round. A text is the reason for a rejection; None is an unknown figure."""
-    samples = []
-    for figure in figures:
-        known: dict[str, Any] = {quantity.field: figure}
-        if isinstance(figure, str):
-            known = {quantity.field: None, "rejections": (figure,)}
-        samples.append(make_window().model_copy(update=known))
-    return make_arm(samples=tuple(samples))
+from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
+from pipeline.results.rejections import rejection
+from tests.factories import (
+    CALM,
+    TEN_IN_TEN_MINUTES,
+    arm_with,
+    make_accuracy,
+    make_arm,
+    make_ratio,
+    make_window,
+    ratio_of,
+)
 
 
-def ratio(over: Sequence[Any], under: Sequence[Any], quantity: Quantity = THROUGHPUT, margin: float = 0.03) -> Ratio:
-    return verdicts.ratio(arm(over, quantity), arm(under, quantity), quantity, margin, CALM)
+def test_a_ratio_is_paired_by_round() -> None:
+    ratio = ratio_of([20.0, 40.0, 90.0, 66.0, 63.0, 40.0, 22.0], [10.0, 20.0, 30.0, 33.0, 30.0, 20.0, 10.0])
+    assert ratio.estimate == pytest.approx(2.073, abs=1e-3)  # the ratio of the means is 2.23
+    assert (ratio.pairs, ratio.rejected, ratio.decision, ratio.margin) == (7, 0, "better", 0.03)
+    assert (ratio.more_pairs, ratio.why_untrusted) == (None, None)
 
 
-def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
-    found = ratio([20.0, 40.0, 90.0, 66.0, 63.0, 40.0, 22.0], [10.0, 20.0, 30.0, 33.0, 30.0, 20.0, 10.0])
-    assert found.estimate == pytest.approx(2.0)  # the ratio of the medians is 2, too; the ratio of the means is 2.23
-    assert (found.low, found.high) == pytest.approx((2.0, 3.0))
-    assert (found.pairs, found.rejected, found.decision, found.margin) == (7, 0, "better", 0.03)
-    assert (found.more_pairs, found.why_untrusted) == (None, None)
+def test_the_reference_is_the_geometric_mean_of_equal_arms() -> None:
+    baseline, control = arm_with([1000.0] * 6), arm_with([1210.0] * 5 + [THROTTLED])
+    ratio = verdicts.ratio(arm_with([1100.0] * 6), [baseline, control], THROUGHPUT, 0.03, CALM)
+    assert ratio.estimate == pytest.approx(1.0)
+    assert (ratio.pairs, ratio.rejected) == (6, 0)
+    alone = verdicts.ratio(
+        arm_with([1100.0] * 6), [arm_with([1000.0] * 5 + [THROTTLED]), control], THROUGHPUT, 0.03, CALM
+    )
+    assert (alone.pairs, alone.rejected) == (5, 1)
+
+
+def test_rounds_that_follow_each_other_count_for_fewer() -> None:
+    """A slow drift of one arm: each round tells little that the one before did not."""
+    drift = [1000.0 * math.exp(0.02 * math.sin(number / 4)) for number in range(24)]
+    mixed = [drift[place] for place in np.random.default_rng(0).permutation(24)]
+    wide, narrow = (ratio_of(speeds, [1000.0] * 24) for speeds in (drift, mixed))
+    assert wide.estimate == pytest.approx(narrow.estimate)
+    assert (wide.correlation > 0.4, narrow.correlation < 0.1) == (True, True)
+    assert wide.widths[0] > 1.3 * narrow.widths[0]
+
+
+@pytest.mark.parametrize(
+    ("speed", "decision"), [(1.0, "untrusted"), (0.98, "untrusted"), (1.2, "better"), (0.8, "worse")]
+)
+def test_rounds_that_drift_decide_only_if_each_of_them_agrees(speed: float, decision: Decision) -> None:
+    """One arm gets faster by 8%, round by round. Scattered in any other order, the same rounds have an interval."""
+    drift = [1000 * speed * math.exp(0.08 * number / 15) for number in range(16)]
+    ratio = ratio_of(drift, [1000.0] * 16)
+    assert ratio.decision == decision
+    assert (ratio.low, ratio.high) == pytest.approx((drift[0] / 1000, drift[-1] / 1000))
+    assert ("throughput: the ratio drifted between" in (ratio.why_untrusted or "")) is (decision == "untrusted")
+    mixed = [drift[place] for place in np.random.default_rng(0).permutation(16)]
+    narrow = ratio_of(mixed, [1000.0] * 16)
+    assert narrow.decision != "untrusted"
+    assert narrow.spread < ratio.spread / 2
 
 
 def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
-    """Half of the A/A interval's width and the A/A ratio's distance from 1 are added in quadrature. So if the A/A ratio
-    is 1.03 (1.0 to 1.08), a ratio of 1.05 is undecided."""
-    half, offset = math.log(1.08) / 2, math.log(1.03)
-    noise = CALM.model_copy(update={"estimate": 1.03, "low": 1.0, "high": 1.08})
-    assert noise.doubt == pytest.approx(math.sqrt(half**2 + offset**2))
-    assert CALM.model_copy(update={"low": None, "high": None}).doubt == 0
-    faster = arm([1050.0] * 8), arm([1000.0] * 8), THROUGHPUT, 0.03, noise
-    assert verdicts.ratio(*faster).decision == "better"
-    found = verdicts.ratio(*faster, widen=True)
-    assert (found.low, found.high) == pytest.approx((1.05 / math.exp(noise.doubt), 1.05 * math.exp(noise.doubt)))
-    assert found.decision == "undecided"
+    """If the A/A ratio is 1.03 and its standard error 1%, a bias of sqrt(log(1.03)^2 - 0.01^2) is added in quadrature.
+    So a ratio of 1.05 is undecided."""
+    half = 0.01 * 2.364624  # t_7's 97.5% quantile
+    noise = CALM.model_copy(
+        update={"estimate": 1.03, "low": 1.03 * math.exp(-half), "high": 1.03 * math.exp(half), "pairs": 8}
+    )
+    assert noise.bias == pytest.approx(math.sqrt(math.log(1.03) ** 2 - 0.01**2), abs=1e-6)
+    assert CALM.bias == CALM.model_copy(update={"low": None, "high": None}).bias == 0, "no more than chance gives"
+    faster = arm_with([1050.0] * 8), [arm_with([1000.0] * 8)], THROUGHPUT, 0.03
+    assert verdicts.ratio(*faster, CALM).decision == "better"
+    ratio = verdicts.ratio(*faster, noise)
+    assert ratio.widths == pytest.approx((noise.bias, noise.bias))
+    assert ratio.decision == "undecided"
 
 
 def test_two_processes_may_differ_by_two_heaps_and_on_a_gpu_there_is_none() -> None:
-    one = arm([2.0**25] * 8, MEMORY)
-    two = one.model_copy(update={"world_size": 2})
-    doubts = [verdicts.doubt_of(CALM, MEMORY, each, one) for each in (one, two)]
-    assert doubts == pytest.approx([math.hypot(CALM.doubt, math.log1p(heaps / 64)) for heaps in (1, 2)])
-    found = verdicts.ratio(one, one, MEMORY, 0.03, CALM, widen=True)
-    assert math.log(found.interval.high) == pytest.approx(doubts[0])
-    on_gpu = [each.model_copy(update={"peak_reserved_bytes": 1}) for each in one.samples]
-    assert verdicts.doubt_of(CALM, MEMORY, one.model_copy(update={"samples": tuple(on_gpu)})) == CALM.doubt
-    assert verdicts.doubt_of(CALM, THROUGHPUT, two) == CALM.doubt
+    alone = arm_with([2.0**25] * 8, MEMORY)
+    two = alone.model_copy(update={"world_size": 2})
+    assert verdicts.heap_doubt(MEMORY, alone, alone) == pytest.approx(math.log1p(1 / 64))
+    assert verdicts.heap_doubt(MEMORY, two, alone) == pytest.approx(math.log1p(2 / 64))
+    assert verdicts.ratio(alone, [alone], MEMORY, 0.03, CALM).logs[2] == pytest.approx(math.log1p(1 / 64))
+    assert verdicts.ratio(alone, [alone], MEMORY, 0.03, CALM, heaps_differ=False).logs[2] == 0
+    on_gpu = [sample.model_copy(update={"peak_reserved_bytes": 1}) for sample in alone.samples]
+    assert verdicts.heap_doubt(MEMORY, alone.model_copy(update={"samples": tuple(on_gpu)})) == 0
+    assert verdicts.heap_doubt(THROUGHPUT, two) == 0
 
 
 def test_more_memory_is_worse_and_more_throughput_better() -> None:
-    more, less = [1100.0] * 6, [1000.0] * 6
-    assert ratio(more, less, THROUGHPUT).decision == "better"
-    assert ratio(more, less, MEMORY).decision == "worse"
-    assert ratio(less, more, MEMORY).decision == "better"
+    more, less = [1100.0 * 2**20] * 6, [1000.0 * 2**20] * 6
+    assert ratio_of(more, less, THROUGHPUT).decision == "better"
+    assert ratio_of(more, less, MEMORY).decision == "worse"
+    assert ratio_of(less, more, MEMORY).decision == "better"
 
 
 def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() -> None:
-    bad = ["1 other process held the GPU", *[f"the GPU throttled in {looks} of 20 looks" for looks in (7, 3, 11)]]
-    found = ratio([*bad, *[12.0] * 3], [10.0] * 7)
-    assert (found.decision, found.pairs, found.rejected) == ("untrusted", 3, 4)
-    assert found.why_untrusted == (
-        "throughput: 4 of 7 rounds had to be rejected, most often because the GPU throttled in 7 of 20 looks"
+    load = {"taken_seconds": 1.0, "due_seconds": 2.0, "share": 0.5, "limit": 0.1}
+    bad = [
+        rejection("foreign_load", **load),
+        *(rejection("gpu_shared", others=others, gpu="it") for others in (1, 2, 3)),
+    ]
+    diff = ratio_of([*bad, *[12.0] * 3], [10.0] * 7)
+    assert (diff.decision, diff.pairs, diff.rejected) == ("untrusted", 3, 4)
+    assert diff.why_untrusted == (
+        "throughput: 4 of 7 rounds had to be rejected, most often because 1 other process used it; end all other "
+        "processes (nvidia-smi lists them) and measure again"
     )
-    assert ratio([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of the rounds are not most of them
+    assert ratio_of([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of the rounds are not most of them
 
 
 def test_what_no_round_knows_has_no_ratio() -> None:
-    found = ratio([None] * 8, [None] * 8, MEMORY)
-    assert (found.estimate, found.low, found.high, found.pairs, found.rejected) == (None, None, None, 0, 8)
-    assert found.decision == "untrusted"
-    assert found.why_untrusted is not None
-    assert "peak memory: 8 of 8 rounds" in found.why_untrusted
-    assert "this machine does not report the figure" in found.why_untrusted
-    assert ratio([], []).why_untrusted == "throughput: no round was measured"
+    diff = ratio_of([None] * 8, [None] * 8, MEMORY)
+    assert (diff.estimate, diff.low, diff.high, diff.pairs, diff.rejected) == (None, None, None, 0, 8)
+    assert diff.decision == "untrusted"
+    assert diff.why_untrusted is not None
+    assert "peak memory: 8 of 8 rounds" in diff.why_untrusted
+    assert "this machine does not report the figure" in diff.why_untrusted
+    assert ratio_of([], []).why_untrusted == "throughput: no round was measured"
 
 
 def test_too_few_pairs_have_an_estimate_and_no_interval() -> None:
-    found = ratio([12.0] * 5, [10.0] * 5)
-    assert found.estimate == pytest.approx(1.2)
-    assert (found.low, found.high, found.decision, found.more_pairs) == (None, None, "undecided", None)
+    diff = ratio_of([12.0] * 5, [10.0] * 5)
+    assert diff.estimate == pytest.approx(1.2)
+    assert (diff.low, diff.high, diff.decision, diff.more_pairs) == (None, None, "undecided", None)
 
 
 # The baseline against itself
 
 
-def noise(control: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Noise:
-    return verdicts.noise_between(arm(baseline), arm(control), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
+def noise(control: Sequence[Any], baseline: Sequence[Any], max_spread: float = 0.15) -> Difference:
+    return verdicts.noise_between(arm_with(baseline), arm_with(control), THROUGHPUT, max_spread, TEN_IN_TEN_MINUTES)
 
 
 STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
 
 
 def test_a_calm_machine_is_trusted() -> None:
-    found = noise(STEADY[::-1], STEADY)
-    assert found.why_untrusted is None
-    assert found.pairs == 10
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < 1 < found.high
+    between = noise(STEADY[::-1], STEADY)
+    assert between.why_untrusted is None
+    assert between.pairs == 10
+    assert between.low is not None
+    assert between.high is not None
+    assert between.low < 1 < between.high
     assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as in a GPU's memory
 
 
@@ -131,16 +169,16 @@ QUIET = "let nothing else run here"
 @pytest.mark.parametrize(
     ("control", "baseline", "why", "remedy"),
     [
-        ([1.05 * each for each in STEADY], STEADY, "which excludes 1", QUIET),
+        ([1.05 * speed for speed in STEADY], STEADY, "which excludes 1", QUIET),
         (
-            [each * (1.1 if index % 2 else 0.92) for index, each in enumerate(STEADY)],
+            [speed * (1.12 if index % 2 else 0.9) for index, speed in enumerate(STEADY)],
             STEADY,
             "at most 15.0%",
-            # (log(1.1 / 0.92) / log(1.15))^2 = 1.63, so 17 rounds instead of ten, and one more.
-            f"set bench.max_minutes: 18; or {QUIET}",
+            # (log(1.184) / log(1.15))^2 = 1.46, so 15 rounds instead of ten, and one more.
+            f"set bench.max_minutes: 16; or {QUIET}",
         ),
         (
-            [each * (1.3 if index % 2 else 0.75) for index, each in enumerate(STEADY)],
+            [speed * (1.3 if index % 2 else 0.75) for index, speed in enumerate(STEADY)],
             STEADY,
             "at most 15.0%",
             QUIET,  # 155 rounds would take more than an hour
@@ -159,13 +197,13 @@ QUIET = "let nothing else run here"
 def test_a_noisy_machine_makes_every_ratio_untrusted(
     control: list[Any], baseline: list[Any], why: str, remedy: str
 ) -> None:
-    found = noise(control, baseline)
-    assert found.why_untrusted is not None
-    assert found.why_untrusted.startswith("throughput: ")
-    assert why in found.why_untrusted
-    assert found.why_untrusted.endswith(remedy)
-    clear = verdicts.ratio(arm([20.0] * 10), arm([10.0] * 10), THROUGHPUT, 0.03, found)
-    assert (clear.decision, clear.why_untrusted, clear.more_pairs) == ("untrusted", found.why_untrusted, None)
+    between = noise(control, baseline)
+    assert between.why_untrusted is not None
+    assert why in between.why_untrusted
+    assert between.why_untrusted.endswith(remedy)
+    clear = verdicts.ratio(arm_with([20.0] * 10), [arm_with([10.0] * 10)], THROUGHPUT, 0.03, between)
+    assert (clear.decision, clear.more_pairs) == ("untrusted", None)
+    assert clear.why_untrusted == f"throughput: {between.why_untrusted}"
     assert clear.estimate == pytest.approx(2.0)
 
 
@@ -180,11 +218,108 @@ def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
 
     def of(peaks_mib: Sequence[float]) -> Arm:
         held = {"peak_reserved_bytes": 2**26} if on_gpu else {}
-        samples = (make_window(peak_memory_bytes=round(each * 2**20)).model_copy(update=held) for each in peaks_mib)
+        samples = (make_window(peak_memory_bytes=round(peak * 2**20)).model_copy(update=held) for peak in peaks_mib)
         return make_arm(samples=tuple(samples))
 
-    found = verdicts.noise_between(of(peaks), of([each + more_mib for each in peaks]), MEMORY, 0.15, TEN_IN_TEN_MINUTES)
-    assert (found.why_untrusted is None) is trusted
+    between = verdicts.noise_between(
+        of(peaks), of([peak + more_mib for peak in peaks]), MEMORY, 0.15, TEN_IN_TEN_MINUTES
+    )
+    assert (between.why_untrusted is None) is trusted
+
+
+# Settled variants
+
+
+def windows(speed: float, mib: float = 200.0, **changes: Any) -> Arm:
+    """Return an arm with ten rounds that scatter by 1%."""
+    scatter = np.random.default_rng(round(speed + mib)).normal(0, 0.01, 10)
+    samples = [
+        make_window(samples_per_second=speed * math.exp(noise), peak_memory_bytes=round(mib * 2**20))
+        for noise in scatter
+    ]
+    return make_arm(samples=tuple(samples)).model_copy(update=changes)
+
+
+def settled(*arms: Arm, control: float = 1001.0, max_spread: float = 0.15, **changes: Any) -> set[str]:
+    machine = windows(1000.0, variant="base"), windows(control, variant="base", role="aa_control", **changes)
+    settings = Compare(baseline="base", max_spread=max_spread, margins=Margins(memory=0.05))
+    return verdicts.settled([*machine, *arms], settings)
+
+
+@pytest.mark.parametrize(
+    ("speed", "mib", "is_settled"),
+    [
+        pytest.param(1500, 200, True, id="better, and the same memory"),
+        pytest.param(700, 100, True, id="worse, and better memory"),
+        pytest.param(1030, 200, False, id="the margin is in the interval"),
+        pytest.param(1500, 210, True, id="on the margin of memory, whose heaps more rounds do not make more alike"),
+    ],
+)
+def test_a_variant_is_settled_when_looks_decide_all_its_figures(speed: float, mib: float, is_settled: bool) -> None:
+    assert settled(windows(speed, mib, variant="v")) == ({"v"} if is_settled else set())
+
+
+def test_a_variant_that_is_settled_alone_may_be_open_among_many() -> None:
+    """A look at ten undecided variants has a confidence of 99.9% instead of 99.5%."""
+    alike = [windows(1050 + 0.01 * number, variant=f"v{number}") for number in range(10)]
+    assert settled(alike[0]) == {"v0"}
+    assert settled(*alike) == set()
+    assert settled(alike[0], windows(1500, variant="fast")) == {"v0", "fast"}
+
+
+def test_nothing_is_settled_on_a_machine_that_is_not_trusted() -> None:
+    fast = windows(1500, variant="v")
+    assert settled(fast) == {"v"}
+    assert settled(fast, control=1050.0) == settled(fast, max_spread=0.001) == set()
+
+
+def test_unknown_memory_keeps_no_variant_open() -> None:
+    unknown = [
+        arm.model_copy(
+            update={"samples": tuple(sample.model_copy(update={"peak_memory_bytes": None}) for sample in arm.samples)}
+        )
+        for arm in (
+            windows(1000, variant="b"),
+            windows(1001, variant="b", role="aa_control"),
+            windows(1500, variant="v"),
+        )
+    ]
+    assert verdicts.settled(unknown, Compare(baseline="b")) == {"v"}
+
+
+def test_rounds_without_a_measurement_of_memory_reject_nothing() -> None:
+    """Three peaks are enough for an interval, because they scatter little."""
+
+    def first(arm: Arm, peaks: int) -> Arm:
+        left_out = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
+        later = [sample.model_copy(update=left_out) for sample in arm.samples[peaks:]]
+        return arm.model_copy(update={"samples": (*arm.samples[:peaks], *later)})
+
+    machine = windows(1000.0, variant="b"), windows(1001.0, variant="b", role="aa_control")
+    variant, settings = windows(1500.0, 100.0, variant="v"), Compare(baseline="b")
+    for peaks, known in ((2, False), (3, True), (10, True)):
+        arms = [first(arm, peaks) for arm in (*machine, variant)]
+        assert verdicts.memory_known(arms, settings) is known
+        assert verdicts.settled(arms, settings) == ({"v"} if known else set())
+        noise = verdicts.noise_between(arms[0], arms[1], MEMORY, 0.15, RoundCost("bench.max_minutes", 10, 1.0))
+        ratio = verdicts.ratio(arms[2], arms[:2], MEMORY, 0.03, noise)
+        assert (ratio.pairs, ratio.rejected, ratio.low is not None) == (peaks, 0, known)
+    small = windows(1500.0, 206.5, variant="v")  # on the margin; more rounds would make the interval narrower
+    scattered = [
+        sample.model_copy(update={"peak_memory_bytes": round((203 + 3 * (number % 3)) * 2**20)})
+        for number, sample in enumerate(small.samples)
+    ]
+    arms = [*machine, small.model_copy(update={"samples": tuple(scattered)})]
+    assert not verdicts.memory_known(arms, settings)
+
+
+@pytest.mark.parametrize(("without", "is_settled"), [(1200.0, True), (1460.0, False)])
+def test_an_ablated_variant_is_settled_with_its_techniques(without: float, is_settled: bool) -> None:
+    """The arm without the technique is compared with the whole variant: the ratio is 1.25 or 1.027."""
+    arms = [windows(1500, variant="v")]
+    arms += [windows(1300, variant="v", role="with", technique="compile", name="with")]
+    arms += [windows(without, variant="v", role="without", technique="compile", name="without")]
+    assert settled(*arms) == ({"v"} if is_settled else set())
 
 
 # Properties
@@ -195,45 +330,51 @@ quantities = st.sampled_from([THROUGHPUT, MEMORY])
 MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
 
 
-def of(drawn: Sequence[tuple[float, float]], quantity: Quantity) -> Ratio:
+def of(drawn: Sequence[tuple[float, float]], quantity: Figure) -> Difference:
     whole = round if quantity is MEMORY else float  # bytes are whole numbers
-    over, under = ([whole(1e6 * each) for each in side] for side in zip(*drawn, strict=True))
-    return ratio(over, under, quantity, margin=0.1)
+    over, under = ([whole(1e6 * value) for value in side] for side in zip(*drawn, strict=True))
+    return ratio_of(over, under, quantity, margin=0.1)
 
 
-@given(rounds, quantities, st.randoms(use_true_random=False))
-def test_the_order_of_the_rounds_does_not_matter(drawn: list[Any], quantity: Quantity, random: Any) -> None:
-    shuffled = list(drawn)
-    random.shuffle(shuffled)
-    assert of(shuffled, quantity) == of(drawn, quantity)
+@given(rounds, quantities)
+def test_the_direction_of_time_does_not_matter(drawn: list[Any], quantity: Figure) -> None:
+    forward, backward = of(drawn, quantity), of(drawn[::-1], quantity)
+    assert backward.bounds == pytest.approx(forward.bounds)
+    assert backward.estimate == pytest.approx(forward.estimate)
+    assert backward.decision == forward.decision
 
 
 @given(rounds, quantities, st.data())
-def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Quantity, data: Any) -> None:
+def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Figure, data: Any) -> None:
     sides = data.draw(st.lists(st.sampled_from(["", "", "", "arm", "reference", "both"]), max_size=len(drawn)))
     sides += [""] * (len(drawn) - len(sides))
-    over = ["rejected" if side in ("arm", "both") else round(a) for side, (a, _) in zip(sides, drawn, strict=True)]
-    under = [
-        "rejected" if side in ("reference", "both") else round(b) for side, (_, b) in zip(sides, drawn, strict=True)
-    ]
-    found = ratio(over, under, quantity)
+    scale = 2**40  # bytes of memory beside which heaps are nothing
+    over, under = (
+        ["rejected" if side in (arm, "both") else round(scale * pair[place])
+         for side, pair in zip(sides, drawn, strict=True)]
+        for place, arm in enumerate(("arm", "reference"))
+    )  # fmt: skip
+    diff = ratio_of(over, under, quantity)
     kept = [index for index, side in enumerate(sides) if not side]
-    alone = ratio([over[index] for index in kept], [under[index] for index in kept], quantity)
-    assert (found.estimate, found.low, found.high, found.pairs) == (alone.estimate, alone.low, alone.high, alone.pairs)
-    assert found.rejected == len(drawn) - len(kept)
-    if found.rejected <= len(kept):
-        assert found.decision == alone.decision
+    alone = ratio_of([over[index] for index in kept], [under[index] for index in kept], quantity)
+    assert diff.estimate == alone.estimate
+    assert diff.bounds == pytest.approx(alone.bounds, rel=1e-6)
+    assert diff.pairs == alone.pairs
+    assert diff.rejected == len(drawn) - len(kept)
+    if diff.rejected <= len(kept):
+        assert diff.decision == alone.decision
     else:
-        assert found.decision == "untrusted"
+        assert diff.decision == "untrusted"
 
 
 def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
-    noisy = CALM.model_copy(update={"why_untrusted": "throughput: noise"})
-    throttled = arm([*["it throttled"] * 5, 9.0])
-    found = [
-        verdicts.ratio(throttled, arm([9.0] * 6), THROUGHPUT, 0.03, each).why_untrusted or "" for each in (CALM, noisy)
+    noisy = CALM.model_copy(update={"why_untrusted": "noise"})
+    throttled = arm_with([*["it throttled"] * 5, 9.0])
+    reasons = [
+        verdicts.ratio(throttled, [arm_with([9.0] * 6)], THROUGHPUT, 0.03, machine).why_untrusted or ""
+        for machine in (CALM, noisy)
     ]
-    assert (found[0].partition(",")[0], found[1]) == (
+    assert (reasons[0].partition(",")[0], reasons[1]) == (
         "throughput: 5 of 6 rounds had to be rejected",
         "throughput: noise",
     )
@@ -254,27 +395,27 @@ def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
     ],
 )
 def test_accuracy_is_decided_at_the_margin(differences: list[float], decision: Decision) -> None:
-    found, one = verdicts.accuracy(differences, 0.01, 0.9), len(differences) == 1
-    assert (found.decision, found.seeds) == (decision, len(differences))
-    assert found.mean_fraction == pytest.approx(statistics.fmean(differences))
-    assert (found.more_seeds is None) == (decision != "undecided" or one)
-    assert ((found.low_fraction, found.high_fraction) == (None, None)) == one
+    diff, single = make_accuracy(differences), len(differences) == 1
+    assert (diff.decision, diff.pairs) == (decision, len(differences))
+    assert diff.estimate == pytest.approx(statistics.fmean(differences))
+    assert (diff.more_pairs is None) == (decision != "undecided" or single)
+    assert ((diff.low, diff.high) == (None, None)) == single
 
 
 def test_the_baselines_weights_have_its_accuracy_whatever_the_number_of_seeds() -> None:
     for seeds in (1, 2, 3):
-        found = verdicts.accuracy([0.0] * seeds, 0.01, 0.9, 0.02, identical=True)
-        assert (found.decision, found.low_fraction, found.high_fraction, found.seeds) == ("same", 0.0, 0.0, seeds)
-        assert accuracy_reasons(found) == []
+        diff = make_accuracy([0.0] * seeds, resolution=0.02, identical=True)
+        assert (diff.decision, diff.low, diff.high, diff.pairs) == ("same", 0.0, 0.0, seeds)
+        assert accuracy_reasons(diff) == []
 
 
 def test_no_bound_lies_beyond_what_is_possible() -> None:
-    found = verdicts.accuracy([0.25, -0.05, 0.0, 0.3], 0.01, 0.7)
+    diff = make_accuracy([0.25, -0.05, 0.0, 0.3], base=0.7)
     half = 2.353363 * statistics.stdev([0.25, -0.05, 0.0, 0.3]) / 2  # t's 95% quantile with three degrees of freedom
-    assert (found.low_fraction, found.high_fraction) == pytest.approx((0.125 - half, 0.3))
-    mirrored = verdicts.accuracy([-0.25, 0.05, 0.0, -0.3], 0.01, 0.3)
-    assert (mirrored.low_fraction, mirrored.high_fraction) == pytest.approx((-0.3, half - 0.125))
-    advice = (accuracy_reasons(each.model_copy(update={"more_seeds": None})) for each in (found, mirrored))
+    assert (diff.low, diff.high) == pytest.approx((0.125 - half, 0.3))
+    mirrored = make_accuracy([-0.25, 0.05, 0.0, -0.3], base=0.3)
+    assert (mirrored.low, mirrored.high) == pytest.approx((-0.3, half - 0.125))
+    advice = (accuracy_reasons(diff.model_copy(update={"more_pairs": None})) for diff in (diff, mirrored))
     assert len({text for (text,) in advice}) == 1  # the advice uses the whole interval, not the part that is shown
 
 
@@ -288,16 +429,16 @@ OUTCOMES: tuple[Outcomes, ...] = (
 @pytest.mark.parametrize("quantities", list(product(OUTCOMES, repeat=3)))
 def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outcomes, ...]) -> None:
     """Derive the verdict of all 343 combinations in another way: from the certain and the possible decisions."""
-    found = verdict(quantities)
+    combined = verdict(quantities)
     can = ["better" in sum(quantities, ()), "worse" in sum(quantities, ())]
     must = [("better",) in quantities, ("worse",) in quantities]
     words = {(True, True): "trades", (True, False): "pays", (False, True): "costs", (False, False): "neutral"}
     if ("untrusted",) in quantities:
-        assert found == "untrusted"
+        assert combined == "untrusted"
     elif all(must) or can == must:
-        assert found == words[must[0], must[1]]
+        assert combined == words[must[0], must[1]]
     else:
-        assert found == "undecided"
+        assert combined == "undecided"
 
 
 @pytest.mark.parametrize(
@@ -312,15 +453,15 @@ def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outco
 def test_an_undecided_ratio_can_turn_out_as_its_interval_allows(
     low: float | None, high: float | None, faster: Outcomes, smaller: Outcomes
 ) -> None:
-    found = verdicts.Ratio(estimate=1.0, low=low, high=high, pairs=6, margin=0.02, decision="undecided")
-    assert set(found.outcomes(verdicts.THROUGHPUT)) == set(faster)
-    assert set(found.outcomes(verdicts.MEMORY)) == set(smaller)
+    diff = make_ratio(1.0, low, high, margin=0.02)
+    assert set(diff.outcomes()) == set(faster)
+    assert set(diff.outcomes(higher_is_better=False)) == set(smaller)
 
 
 def test_an_undecided_accuracy_can_turn_out_as_its_interval_allows() -> None:
-    lost = verdicts.accuracy([-0.02, -0.01, 0.0], 0.01, 0.9)
-    assert (lost.decision, lost.outcomes) == ("undecided", ("same", "worse"))
-    assert verdicts.accuracy([-0.02, -0.01], 0.01, 0.9).outcomes == ANY  # too few seeds to say
-    assert verdicts.accuracy([-0.02, -0.021, -0.022], 0.01, 0.9).outcomes == ("worse",)
-    on_the_margin = verdicts.accuracy([-0.01] * 3, 0.01, 0.9)
-    assert (on_the_margin.decision, on_the_margin.outcomes) == ("undecided", ("same", "worse"))
+    lost = make_accuracy([-0.02, -0.01, 0.0])
+    assert (lost.decision, lost.outcomes()) == ("undecided", ("same", "worse"))
+    assert make_accuracy([-0.02, -0.01]).outcomes() == ANY  # too few seeds to say
+    assert make_accuracy([-0.02, -0.021, -0.022]).outcomes() == ("worse",)
+    on_the_margin = make_accuracy([-0.01] * 3)
+    assert (on_the_margin.decision, on_the_margin.outcomes()) == ("undecided", ("same", "worse"))

@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 from pipeline import cli, params
 from pipeline.data.prepared import Dataset, Split, read
 from pipeline.distributed import World
-from pipeline.params import Config, Machine, Train, Variant, outside, parse
+from pipeline.params import Config, Machine, Train, Variant, parse
 from pipeline.plans import plan as plan_of
 from pipeline.tasks.batches import evaluation_batches
 from pipeline.tools import verification
-from pipeline.tools.verification import words
 from pipeline.tools.verification.claims import (
     LEAST,
     UNMEASURABLE,
@@ -36,13 +35,23 @@ from pipeline.tools.verification.claims import (
     loss_difference,
     way_difference,
 )
-from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
-from pipeline.tools.verification.observing import PLAIN_SGD, Observed, Task, _spoilt, miniature, observe
-from pipeline.training import evaluation
+from pipeline.tools.verification.observing import (
+    PLAIN_SGD,
+    Nature,
+    Observed,
+    Trial,
+    _spoilt,
+    make_per_sample,
+    miniature,
+    nature,
+    observe,
+    statistics,
+)
+from pipeline.training import outcomes
 from tests.nets import assembly_of, batch, conv_net, task_of
-from tests.outside import on_path, write_metadata
+from tests.outside import on_path, write_techniques
 from tests.ranks import run_ranks
-from tests.test_training import make_training
+from tests.trainings import make_training
 
 MACHINE = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=True)
 
@@ -121,17 +130,14 @@ NAMES = {
 
 FAULTS = """
 import os
-from dataclasses import replace
 
 from pipeline.params import Entry
 from pipeline.techniques import Technique
 
 def entry(name, changes):
-    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(),
-                 does="", pays="", costs="", source="",
-                 changes=changes, requested_if=lambda variant: name in variant.extra)
+    return Entry(name=name, does="", pays="", costs="", source="", changes=changes)
 
-rough = replace(entry("rough", "rounding"), roundoff=2.0**20)
+rough = entry("rough", "rounding").model_copy(update={"roundoff": 2.0**20})
 
 class Rough(Technique):
     name = "rough"
@@ -158,41 +164,17 @@ class Scales(Technique):
             backward(loss * self.factor())
         step.backward = scaled
 
-class DoublesGradients(Scales):
-    name = "doubles_gradients"
-
-    def factor(self):
-        return 2
-
-class LosesARank(Scales):
-    name = "loses_a_rank"
-
-    def factor(self):
-        return os.environ["RANK"] != "1"
-
-class SkipsAMicroBatch(Scales):
-    name = "skips_a_micro_batch"
-
-    def factor(self):
-        return self.taken % 2
-
-class Explodes(Scales):
-    name = "explodes"
-
-    def factor(self):
-        return 1e30
-
-class NearlyNothing(Scales):
-    name = "nearly_nothing"
-
-    def factor(self):
-        return 1 + 2.0 ** -22
-
-class DiffersByProcess(Scales):
-    name = "differs_by_process"
-
-    def factor(self):
-        return 1 + 1e-5 * (os.getpid() % 1000)
+FACTORS = {
+    "doubles_gradients": lambda self: 2,
+    "loses_a_rank": lambda self: os.environ["RANK"] != "1",
+    "skips_a_micro_batch": lambda self: self.taken % 2,
+    "explodes": lambda self: 1e30,
+    "nearly_nothing": lambda self: 1 + 2.0 ** -22,
+    "differs_by_process": lambda self: 1 + 1e-5 * (os.getpid() % 1000),
+}
+for name, factor in FACTORS.items():
+    kind = name.title().replace("_", "")
+    globals()[kind] = type(kind, (Scales,), {"name": name, "factor": factor, "__module__": __name__})
 
 class ForgetsDecay(Technique):
     name = "forgets_decay"
@@ -217,13 +199,7 @@ def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Make a directory with a user's own models and faulty techniques, from which they can be imported."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_nets.py").write_text(OWN_NETS)
-    (folder / "faulty.py").write_text(FAULTS)
-    names = [*NAMES, "rough"]
-    points = {
-        outside.CATALOGUE: {name: f"faulty:{name}" for name in names},
-        outside.TECHNIQUES: {name: f"faulty:{name.title().replace('_', '')}" for name in names},
-    }
-    write_metadata(folder, "faulty", "1.0", points)
+    write_techniques(folder, "faulty", FAULTS, [*NAMES, "rough"])
     with on_path(folder):
         yield folder
 
@@ -246,8 +222,8 @@ def claimed(digits_folder: Path, digits: Dataset, tmp_path: Path) -> Claimed:
 
 
 def of(claims: list[Claim], variant: str, beginning: str) -> Claim:
-    (found,) = [each for each in claims if each.variant == variant and each.claim.startswith(beginning)]
-    return found
+    (claim_found,) = [claim for claim in claims if claim.variant == variant and claim.claim.startswith(beginning)]
+    return claim_found
 
 
 def test_the_claims_of_sound_variants_hold(claimed: Claimed) -> None:
@@ -257,9 +233,9 @@ def test_the_claims_of_sound_variants_hold(claimed: Claimed) -> None:
     }
     claims = claimed({"baseline": {}} | variants)
     # In 20 steps, rounding to 16 bits can hide a fault, and a few steps at a small rate hardly change the losses.
-    undecided = [each for each in claims if not each.holds]
-    assert {(each.variant, each.undecided) for each in undecided} <= {("bf16", UNMEASURABLE)}, undecided
-    assert {(each.variant, each.claim.split(":")[0]) for each in claims if each not in undecided} >= {
+    undecided = [claim for claim in claims if not claim.holds]
+    assert {(claim.variant, claim.undecided) for claim in undecided} <= {("bf16", UNMEASURABLE)}, undecided
+    assert {(claim.variant, claim.claim.split(":")[0]) for claim in claims if claim not in undecided} >= {
         ("baseline", "the same seed in new processes"),
         ("baseline", "evaluation by one process"),
         ("bf16", "gradients of a step"),
@@ -270,14 +246,14 @@ def test_the_claims_of_sound_variants_hold(claimed: Claimed) -> None:
     }
     for claim in claims:
         if claim.unit == "relative" and claim.holds:
-            measured, bound, fault = (each or 0.0 for each in (claim.measured, claim.bound, claim.fault))
+            measured, bound, fault = (figure or 0.0 for figure in (claim.measured, claim.bound, claim.fault))
             assert 0 < measured <= bound <= fault / 2  # compared with itself, it would differ by 0
             assert bound < (0.3 if claim.variant == "bf16" else 5e-3)
     assert of(claims, "stack", "weights after 20 steps: equal to those without activation_checkpointing").bound == 0
     assert of(claims, "bf16", "gradients").measured > 1e-4, "bf16 is in effect"  # type: ignore[operator]
 
 
-def test_dropout_and_batchnorm_raise_no_false_alarm_and_the_note_says_why(claimed: Claimed) -> None:
+def test_dropout_and_batchnorm_raise_no_false_alarm(claimed: Claimed) -> None:
     variants = {"both": {"parallelism": "ddp", "activation_checkpointing": True}, "parts": {"gradient_accumulation": 2}}
     claims = claimed(variants, model="own_nets:noisy")
     assert all(claim.holds for claim in claims), claims
@@ -287,7 +263,7 @@ def test_dropout_and_batchnorm_raise_no_false_alarm_and_the_note_says_why(claime
     assert of(claims, "both", "weights after 20 steps: equal to those without activation_checkpointing").note == ""
 
 
-def test_samples_that_look_at_each_other_otherwise_are_measured_and_promise_nothing(claimed: Claimed) -> None:
+def test_samples_that_mix_promise_nothing(claimed: Claimed) -> None:
     claims = claimed({"parts": {"gradient_accumulation": 2}}, model="own_nets:mixing")
     claim = of(claims, "parts", "gradients")
     assert (claim.bound, claim.holds, claim.undecided) == (None, None, UNPROMISED)
@@ -311,7 +287,7 @@ def test_planted_faults_are_found(claimed: Claimed) -> None:
     variants["loses-a-rank"]["parallelism"] = "ddp"
     variants["skips-a-micro-batch"]["gradient_accumulation"] = 2
     claims = claimed(variants, model="own_nets:noisy")
-    broken = {(each.variant, each.claim.split(":")[0]) for each in claims if each.holds is False}
+    broken = {(claim.variant, claim.claim.split(":")[0]) for claim in claims if claim.holds is False}
     assert broken == {
         *(
             (name, claim)
@@ -331,13 +307,13 @@ def test_planted_faults_are_found(claimed: Claimed) -> None:
 
 def test_a_bound_that_a_fault_does_not_exceed_answers_nothing(claimed: Claimed) -> None:
     claims = claimed({"rough": {"extra": {"rough": {}}}})
-    assert [(each.holds, each.undecided) for each in claims] == [(None, UNMEASURABLE)] * 3 + [(True, "")] * 3
+    assert [(claim.holds, claim.undecided) for claim in claims] == [(None, UNMEASURABLE)] * 3 + [(True, "")] * 3
     claim = of(claims, "rough", "gradients")
     assert claim.measured == 0
     assert (claim.fault or 0.0) < (claim.bound or 0.0)
 
 
-def test_where_the_job_s_rate_diverges_a_smaller_one_is_tried(claimed: Claimed) -> None:
+def test_a_smaller_rate_is_tried_where_training_diverges(claimed: Claimed) -> None:
     variants: dict[str, Any] = {"parts": {"gradient_accumulation": 2}, "doubled": {"extra": {"doubles_gradients": {}}}}
     train = {"model": "own_nets:noisy", "learning_rate": 2.0}
     claims = claimed(variants, **train)
@@ -350,7 +326,7 @@ def test_where_the_job_s_rate_diverges_a_smaller_one_is_tried(claimed: Claimed) 
 
 def test_what_diverges_everywhere_could_not_be_tried(claimed: Claimed) -> None:
     claims = claimed({"ddp": {"parallelism": "ddp"}}, learning_rate=1e30)
-    assert [(each.claim.split(":")[0], each.holds, each.undecided) for each in claims] == [
+    assert [(claim.claim.split(":")[0], claim.holds, claim.undecided) for claim in claims] == [
         ("the variant trains", None, UNTRIED),
         ("gradients of a step", True, ""),
         ("losses of 3 steps", None, UNTRIED),
@@ -359,21 +335,21 @@ def test_what_diverges_everywhere_could_not_be_tried(claimed: Claimed) -> None:
     assert "the loss became" in claims[0].note
 
 
-def test_a_model_whose_weights_no_gradient_reaches_does_not_train(claimed: Claimed) -> None:
+def test_a_model_without_gradients_does_not_train(claimed: Claimed) -> None:
     (claim,) = claimed({"baseline": {}}, model="own_nets:detached")
     assert (claim.claim, claim.holds) == ("the variant trains", False)
     assert "no weight changed" in claim.note
 
 
-def test_a_diverging_reference_is_not_blamed_on_the_variant_that_trained_it_first(claimed: Claimed) -> None:
+def test_a_diverging_reference_blames_no_variant(claimed: Claimed) -> None:
     variants: dict[str, Any] = {"first": {"precision": "bf16"}, "second": {"precision": "bf16", "channels_last": True}}
     claims = claimed(variants, learning_rate=1e9)
-    notes = [each.note for each in claims if each.variant == "second" and "the reference" in each.note]
+    notes = [claim.note for claim in claims if claim.variant == "second" and "the reference" in claim.note]
     assert notes
     assert all(note.startswith("the reference, seed 0, epoch ") for note in notes)
 
 
-def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_verified(claimed: Claimed) -> None:
+def test_a_failing_reference_is_told(claimed: Claimed) -> None:
     variants: dict[str, Any] = {
         "parts": {"gradient_accumulation": 2},
         "both": {"gradient_accumulation": 2, "activation_checkpointing": True},
@@ -391,7 +367,7 @@ def test_a_reference_that_does_not_train_is_told_and_the_other_variants_are_veri
     assert of(claims, "both", "weights after 20 steps: equal to those without activation_checkpointing").holds
 
 
-def test_memory_that_is_out_beside_the_steps_is_no_fault(claimed: Claimed) -> None:
+def test_lack_of_memory_is_no_fault(claimed: Claimed) -> None:
     (claim,) = claimed({"baseline": {}}, model="own_nets:hungry")
     assert (claim.holds, claim.undecided) == (None, UNTRIED)
     assert "can't allocate memory" in claim.note
@@ -413,9 +389,9 @@ def _padded(joined: World, config: Config, folder: Path, file: Path) -> Observed
             batches[-1] = torch.cat([images, images[-1:]]), torch.cat([labels, labels[-1:]])
         return iter(batches)
 
-    vars(evaluation)["evaluation_batches"] = padded  # this process ends with the test
+    vars(outcomes)["evaluation_batches"] = padded  # this process ends with the test
     plan = plan_of(config, "ddp", MACHINE)
-    return observe(Task("run"), file, assembly_of(plan, joined, read(folder)))
+    return observe(Trial("run"), file, assembly_of(plan, joined, read(folder)))
 
 
 def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -> None:
@@ -426,14 +402,14 @@ def test_an_evaluation_that_pads_is_found(digits_folder: Path, tmp_path: Path) -
     assert claim.note == f"{seen.expected_count + 1} samples were counted"
 
 
-def test_the_miniature_is_whole_batches_and_a_prime_number_of_tests(digits: Dataset) -> None:
+def test_the_miniature_is_whole_batches(digits: Dataset) -> None:
     small = miniature(digits, 32)
     assert len(small.train) == 320
     assert all(len(small.test) % ranks for ranks in range(2, 20))
     assert len(miniature(digits, 1000).train) == 1000
 
 
-def test_the_miniature_of_a_sorted_data_set_has_every_class(digits: Dataset) -> None:
+def test_a_sorted_miniature_has_every_class(digits: Dataset) -> None:
     splits = {name: getattr(digits, name) for name in ("train", "test")}
     ordered = {name: split[split.targets.argsort()] for name, split in splits.items()}
     small = miniature(replace(digits, **ordered), 16)
@@ -446,7 +422,7 @@ def test_the_miniature_of_a_sorted_data_set_has_every_class(digits: Dataset) -> 
         assert part.inputs.data_ptr() == split.inputs.data_ptr(), "no copy of mixed data"
 
 
-def test_the_miniature_of_sorted_numbers_has_all_quarters_of_them(digits: Dataset) -> None:
+def test_a_sorted_miniature_has_all_quarters(digits: Dataset) -> None:
     numbers = torch.linspace(-1, 1, len(digits.train))[:, None]
     for order, is_drawn in ((numbers, True), (numbers[torch.randperm(len(numbers))], False)):
         train = Split({"inputs": digits.train.inputs, "targets": order})
@@ -464,34 +440,34 @@ def write(path: Path, **values: torch.Tensor) -> Path:
 
 def test_a_gradient_s_difference_is_relative_to_its_norm(tmp_path: Path) -> None:
     def seen(weight: Sequence[float], **bias: torch.Tensor) -> Observed:
-        found = Observed(tmp_path / f"{len(list(tmp_path.iterdir()))}.pt")
-        write(found.way, weight=torch.tensor(weight), **bias)
-        return found
+        observed = Observed(tmp_path / f"{len(list(tmp_path.iterdir()))}.pt")
+        write(observed.way, weight=torch.tensor(weight), **bias)
+        return observed
 
     none = {"bias": torch.tensor([0.0])}
     expected = seen([3.0, 4.0], **none)
     # The root mean square is sqrt(25 / 3). A tenth of it, per value, is added to each norm.
     assert way_difference(seen([3.0, 4.5], **none), expected) == pytest.approx(0.5 / (5 + 0.1 * math.sqrt(25 * 2 / 3)))
-    found = seen([3.0, 4.0], bias=torch.tensor([0.1]))
-    assert way_difference(found, expected) == pytest.approx(0.1 / (0.1 * math.sqrt(25 / 3)))
+    shifted = seen([3.0, 4.0], bias=torch.tensor([0.1]))
+    assert way_difference(shifted, expected) == pytest.approx(0.1 / (0.1 * math.sqrt(25 / 3)))
     assert way_difference(expected, expected) == 0
     for wrong in (seen([math.nan, 4.0], **none), seen([math.inf, 4.0], **none), seen([3.0, 4.0])):
         assert way_difference(wrong, expected) == math.inf
 
 
-def test_a_curve_s_difference_is_the_largest_relative_to_the_mean() -> None:
-    found, expected, short = (Observed(Path(), each) for each in ((2.0, 1.5, 0.5), (2.0, 1.0, 0.0), (1.0,)))
-    assert loss_difference(found, expected) == pytest.approx(0.5)
+def test_a_curve_s_difference_is_the_largest() -> None:
+    curve, expected, short = (Observed(Path(), losses) for losses in ((2.0, 1.5, 0.5), (2.0, 1.0, 0.0), (1.0,)))
+    assert loss_difference(curve, expected) == pytest.approx(0.5)
     assert loss_difference(short, expected) == math.inf
 
 
 def test_differing_values_are_counted_by_their_bits(tmp_path: Path) -> None:
-    one = write(tmp_path / "a", weight=torch.tensor([[0.0, 1.0], [math.nan, 3.0]]), steps=torch.tensor(3))
-    assert differing_values(one, one) == 0, "equal NaN values do not differ"
-    other = write(tmp_path / "b", weight=torch.tensor([[-0.0, 1.0], [math.nan, 3.0000002]]), steps=torch.tensor(4))
-    assert differing_values(one, other) == 3
+    first = write(tmp_path / "a", weight=torch.tensor([[0.0, 1.0], [math.nan, 3.0]]), steps=torch.tensor(3))
+    assert differing_values(first, first) == 0, "equal NaN values do not differ"
+    second = write(tmp_path / "b", weight=torch.tensor([[-0.0, 1.0], [math.nan, 3.0000002]]), steps=torch.tensor(4))
+    assert differing_values(first, second) == 3
     half = write(tmp_path / "c", weight=torch.zeros(2, 2, dtype=torch.float16), other=torch.zeros(5))
-    assert differing_values(one, half) == 4 + 1 + 5
+    assert differing_values(first, half) == 4 + 1 + 5
 
 
 @pytest.mark.parametrize(
@@ -503,7 +479,7 @@ def test_differing_values_are_counted_by_their_bits(tmp_path: Path) -> None:
         ({"norm": True, "dropout": True}, Nature(True, False)),
     ],
 )
-def test_a_model_s_nature_is_seen_and_it_can_be_made_per_sample(parts: dict[str, bool], expected: Nature) -> None:
+def test_a_model_can_be_made_per_sample(parts: dict[str, bool], expected: Nature) -> None:
     images, _ = batch()
     model = conv_net(**parts)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -517,7 +493,7 @@ def test_a_model_s_nature_is_seen_and_it_can_be_made_per_sample(parts: dict[str,
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_a_norm_in_evaluation_mode_is_per_sample_already_and_keeps_its_statistics() -> None:
+def test_a_norm_in_evaluation_is_per_sample() -> None:
     images, _ = batch()
     model = conv_net(norm=True).eval()
     model[2].train()
@@ -527,7 +503,7 @@ def test_a_norm_in_evaluation_mode_is_per_sample_already_and_keeps_its_statistic
     assert model.get_buffer("0.1.running_mean").eq(0).all()
 
 
-def test_a_norm_that_is_made_per_sample_starts_with_the_batch_s_statistics() -> None:
+def test_a_norm_starts_with_the_batch_s_statistics() -> None:
     images, _ = batch()
     plain, kept = conv_net(norm=True), make_per_sample(conv_net(norm=True), statistics(conv_net(norm=True), [images]))
     torch.testing.assert_close(kept.train()(images), plain.train()(images), rtol=1e-2, atol=1e-2)  # n / (n - 1)
@@ -535,7 +511,7 @@ def test_a_norm_that_is_made_per_sample_starts_with_the_batch_s_statistics() -> 
     assert kept.get_parameter("0.1.weight").grad is not None
 
 
-def test_dropout_inside_attention_is_switched_off_and_no_other_number() -> None:
+def test_dropout_inside_attention_is_switched_off() -> None:
     images, _ = batch()
     attention = nn.TransformerEncoderLayer(64, 2, 8, dropout=0.5, batch_first=True, layer_norm_eps=0.25)
     model = nn.Sequential(nn.Flatten(2), attention)
@@ -548,7 +524,7 @@ def test_noise_reaches_layers_that_return_tuples(digits: Dataset) -> None:
     layers: list[nn.Module] = [nn.GRU(8, 4), nn.LSTM(8, 4), nn.MultiheadAttention(8, 2)]
     images = batch()[0].flatten(0, 1)
     training = make_training(digits, model=nn.ModuleList(layers))
-    with _spoilt(training, Task("step", noise=1e-3)):
+    with _spoilt(training, Trial("step", noise=1e-3)):
         for layer in layers:
             inputs = (images,) * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
             for plain, noisy in zip(tree_leaves(layer.forward(*inputs)), tree_leaves(layer(*inputs)), strict=True):
@@ -559,28 +535,27 @@ def test_what_a_technique_leaves_behind_goes_with_it() -> None:
     assert params.without(Variant(parallelism="ddp", processes=2), [params.entry("ddp")]) == Variant()
 
 
-def test_a_step_of_plain_sgd_shows_the_gradients_beside_all_but_other_optimizers() -> None:
+def test_plain_sgd_shows_gradients_but_for_other_optimizers() -> None:
     plain = Train().model_copy(update=PLAIN_SGD)
-    refused = {each.name for each in params.CATALOGUE if each.why_not_with(plain)}
+    refused = {technique.name for technique in params.CATALOGUE if technique.why_not_with(plain)}
     assert refused == {"low_bit_optimizer", "factored_optimizer"}
 
 
-def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
+def test_the_command_s_exit_code_is_the_answer(
     digits_folder: Path,
     own_code: Path,
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/prepared").symlink_to(digits_folder)
+    (here / "data").mkdir()
+    (here / "data/prepared").symlink_to(digits_folder)
     params = {
         "train": {"batch_size": 32, "learning_rate": 0.05, "model": "own_nets:mixing"},
         "variants": {"baseline": {}, "nearly": {"extra": {"nearly_nothing": {}}}},
     }
-    (tmp_path / "params.yaml").write_text(json.dumps(params))
-    (tmp_path / "own_nets.py").write_text(OWN_NETS + "\nprint('a word of mine')\n")
-    monkeypatch.chdir(tmp_path)
+    (here / "params.yaml").write_text(json.dumps(params))
+    (here / "own_nets.py").write_text(OWN_NETS + "\nprint('a word of mine')\n")
     monkeypatch.setattr(sys, "path", [str(own_code), *sys.path])
     monkeypatch.delitem(sys.modules, "own_nets", raising=False)
 
@@ -601,10 +576,10 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_answer(
     assert line.endswith("NO")
     assert ", 1 false. " in out
 
-    (tmp_path / "params.yaml").write_text(json.dumps({**params, "train": {"batch_size": 5000}}))
+    (here / "params.yaml").write_text(json.dumps({**params, "train": {"batch_size": 5000}}))
     assert cli.main(["verify"]) == 2
     assert "train.batch_size: found 5000, but digits has" in capfd.readouterr().err
-    (tmp_path / "params.yaml").write_text(json.dumps(params))
+    (here / "params.yaml").write_text(json.dumps(params))
 
     assert cli.main(["verify", "there-is-none"]) == 2
     assert "variants.there-is-none: no such variant" in capfd.readouterr().err
@@ -624,29 +599,31 @@ def test_words() -> None:
         Claim("b", "three", math.inf, None, None, "relative", "why not", UNPROMISED),
         Claim("b", "four", 1e-3, 0.3, None, "relative", "", UNMEASURABLE, 0.4),
     ]
-    assert list(words.lines(claims[0], 8)) == [f"a         {'one':62}    1.2e-07    1.0e-04          -  yes"]
-    assert list(words.lines(claims[3], 8)) == [
+    assert list(verification.claim_lines(claims[0], 8)) == [
+        f"a         {'one':62}    1.2e-07    1.0e-04          -  yes"
+    ]
+    assert list(verification.claim_lines(claims[3], 8)) == [
         f"b         {'four':62}    1.0e-03    3.0e-01    4.0e-01  {UNMEASURABLE}"
     ]
-    first, *rest = words.lines(claims[1], 8)
+    first, *rest = verification.claim_lines(claims[1], 8)
     assert first.split()[-4:] == ["12", "0", "-", "NO"]
     assert " ".join(rest).split() == ["two"] * 15 + ["because"]
     frames = ('File "/my/nets.py", line 7, in forward', f'File "{torch.__file__}", line 9, in conv2d')
-    trace = "\n".join(["Traceback (most recent call last):", *(f"  {each}\n    code" for each in frames)])
+    trace = "\n".join(["Traceback (most recent call last):", *(f"  {frame}\n    code" for frame in frames)])
     failed = Claim("a", "one", note=f"nothing to hold it against: rank 1: {trace}\nKeyError: 1\nand more")
-    _, *noted = words.lines(failed, 8)
+    _, *noted = verification.claim_lines(failed, 8)
     assert [line.strip() for line in noted] == [
         "nothing to hold it against: rank 1:", "in /my/nets.py, line 7, in forward", "KeyError: 1", "and more",
     ]  # fmt: skip
-    assert words.summary(claims, 3.4) == (
+    assert verification.summary(claims, 3.4) == (
         "4 claims: 1 true, 1 false, 1 not promised, 1 undecidable here. No claim of b was decided. This took 3 s."
     )
-    assert not words.hold(claims)
-    assert words.hold(claims[:1])
-    assert not words.hold([claims[0], claims[3]])  # no claim of b is decided
-    assert words.hold([claims[0], Claim("a", "left out", undecided=UNTRIED)])
-    answer = json.loads(words.as_json(claims, {}))
+    assert not verification.hold(claims)
+    assert verification.hold(claims[:1])
+    assert not verification.hold([claims[0], claims[3]])  # no claim of b is decided
+    assert verification.hold([claims[0], Claim("a", "left out", undecided=UNTRIED)])
+    answer = json.loads(verification.claims_as_json(claims, {}))
     assert answer["holds"] is False
     assert answer["claims"][2]["measured"] == "infinite"
     assert [claim["undecided"] for claim in answer["claims"]] == ["", "", UNPROMISED, UNMEASURABLE]
-    assert words.progress(2, 5, 10.0) == "verify: 2 of 5 claims, 10 s; about 15 s more"
+    assert verification.progress(2, 5, 10.0) == "verify: 2 of 5 claims, 10 s; about 15 s more"

@@ -16,21 +16,23 @@ from pipeline import cli
 from pipeline.benchmark.server import Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.detectors import compiler
-from pipeline.measurement.detectors.figures import of_turns
+from pipeline.measurement import detectors
+from pipeline.measurement.plausibility import of_turns
 from pipeline.measurement.windows import Clock
-from pipeline.params import Machine, Variant, outside, parse, requested
+from pipeline.params import Variant, parse, requested
 from pipeline.plans import plan
 from pipeline.results import Window
+from pipeline.results.rejections import rejection
 from pipeline.tools.verification.claims import Verifier
 from pipeline.tools.verification.observing import Observed
-from pipeline.training.counting import Counted, Work, work_of
+from pipeline.training.outcomes import Counted, Work, work_of
 from tests.conftest import ROOT
+from tests.factories import of_the_job
 from tests.nets import ALONE, task_of
-from tests.outside import on_path, write_metadata
+from tests.outside import on_path, write_techniques
 from tests.ranks import run_ranks
-from tests.test_training import make_training, weights
-from tests.workspaces import furnish
+from tests.trainings import make_training, weights
+from tests.workspaces import CPU_ONLY, furnish
 
 TECHNIQUES = """
 import threading
@@ -45,13 +47,12 @@ from pipeline.techniques import Technique
 
 
 def entry(name):
-    return Entry(name=name, setting=f"extra: {{{name}: {{}}}}", searched_for=(), does="", pays="", costs="", source="",
-                 changes="statistics", requested_if=lambda variant: name in variant.extra)
+    return Entry(name=name, does="", pays="", costs="", source="", changes="statistics")
 
 
 half, later, padded, whole, busy, replayed, misrecorded, repeats = map(entry, (
     "half", "later", "padded", "whole", "busy", "replayed", "misrecorded", "repeats"))
-inside = replace(entry("inside"), layer="model")
+inside = entry("inside").model_copy(update={"layer": "model"})
 
 
 class Forward(Technique):
@@ -157,12 +158,7 @@ NAMES = ("half", "later", "inside", "padded", "whole", "busy", "replayed", "misr
 def own_techniques(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with techniques of a user's own."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "own_techniques.py").write_text(TECHNIQUES)
-    points = {
-        outside.CATALOGUE: {name: f"own_techniques:{name}" for name in NAMES},
-        outside.TECHNIQUES: {name: f"own_techniques:{name.capitalize()}" for name in NAMES},
-    }
-    write_metadata(folder, "own-techniques", "1.0", points)
+    write_techniques(folder, "own_techniques", TECHNIQUES, NAMES)
     with pytest.MonkeyPatch.context() as patch, on_path(folder):
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, folder))))
         yield folder
@@ -183,7 +179,7 @@ def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tup
 
 
 @pytest.mark.parametrize(
-    ("variant", "found"),
+    ("variant", "samples"),
     [
         ({}, 32),
         ({"compile": "default"}, 32),
@@ -192,35 +188,35 @@ def _first_step(joined: World, dataset: Dataset, variant: dict[str, Any]) -> tup
     ],
     ids=str,
 )
-def test_a_later_step_that_is_counted_trains_as_others_do_and_is_not_measured(
-    variant: dict[str, Any], found: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+def test_a_counted_step_trains_and_is_not_measured(
+    variant: dict[str, Any], samples: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", _without_kernels)
     plain, counted = (make_training(digits, **variant) for _ in range(2))
     plain.advance(11)
     assert plain.work() == Work(32, 32, 32)
     counted.advance(7)
-    compiled = compiler._compile_seconds()
+    compiled = detectors._compile_seconds()
     counted.advance_counted()
-    assert compiler._compile_seconds() == compiled
+    assert detectors._compile_seconds() == compiled
     counted.advance(3)
-    assert counted.work() == Work(32, found, found)
+    assert counted.work() == Work(32, samples, samples)
     assert weights(counted) == weights(plain)
     assert len(counted.clock.step_seconds) == len(plain.clock.step_seconds) - 1 == 7
 
 
 def _drawn(joined: World, dataset: Dataset, before: int) -> list[set[int]]:
-    found = []
+    drawn = []
     for _ in range(20):
         training = make_training(dataset, joined)
         training.steps = before
         training.count_later()
-        found.append(training.counted_steps - {0})
-    return found
+        drawn.append(training.counted_steps - {0})
+    return drawn
 
 
-def test_any_later_step_is_drawn_and_of_a_resumed_training_one_that_is_left(digits: Dataset) -> None:
-    assert {len(each) for each in _drawn(ALONE, digits, 0)} == {1}
+def test_any_later_step_is_drawn(digits: Dataset) -> None:
+    assert {len(draws) for draws in _drawn(ALONE, digits, 0)} == {1}
     last = make_training(digits).total_steps - 1
     assert {*map(frozenset, _drawn(ALONE, digits, last))} == {frozenset({last})}
     assert _drawn(ALONE, digits, last + 1)[0] == set()
@@ -229,21 +225,21 @@ def test_any_later_step_is_drawn_and_of_a_resumed_training_one_that_is_left(digi
     assert first == second
 
 
-def test_of_steps_that_are_replayed_the_one_that_is_recorded_counts(digits: Dataset) -> None:
-    for name, found in (("replayed", 32), ("misrecorded", 16)):
+def test_the_recorded_step_counts_for_replays(digits: Dataset) -> None:
+    for name, counted in (("replayed", 32), ("misrecorded", 16)):
         training = make_training(digits, extra={name: {}})
         training.counted_steps.update(range(6, 9))
         training.advance(9)
-        assert training.work() == Work(32, found, found)
+        assert training.work() == Work(32, counted, counted)
 
 
-def test_a_step_that_takes_the_samples_of_another_is_found(digits: Dataset) -> None:
+def test_a_step_with_foreign_samples_is_found(digits: Dataset) -> None:
     repeating, plain = make_training(digits, extra={"repeats": {}}), make_training(digits)
     repeating.advance(3)
     repeating.advance_counted()
     work = repeating.work()
     assert work == Work(32, 32, 32, repeated=True)
-    assert (work.missing, str(work)) == (32, "two steps took the same 32 samples")
+    assert (work.missing, work.rejection.happened) == (32, "two steps took the same 32 samples")
     plain.counted_steps.update(range(100))
     plain.advance(100)  # more than two epochs
     assert plain.work() == Work(32, 32, 32)
@@ -269,9 +265,9 @@ def test_samples_are_counted_where_they_enter(
     variant: dict[str, Any], model: int, loss: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", _without_kernels)
-    found = Work(32, model, loss)
-    assert _first_step(ALONE, digits, variant) == (found, None)
-    assert found.missing == max(0, 32 - min(model, loss))
+    work = Work(32, model, loss)
+    assert _first_step(ALONE, digits, variant) == (work, None)
+    assert work.missing == max(0, 32 - min(model, loss))
 
 
 _compile = torch.compile
@@ -294,7 +290,7 @@ def test_and_added_up_over_replicas(variant: dict[str, Any], digits: Dataset) ->
         assert [work for work, _ in run_ranks(_first_step, digits, halved)] == [Work(32, 16, 16)] * 2
 
 
-def test_of_ranks_that_hold_a_model_together_the_first_has_its_input_and_the_last_its_loss() -> None:
+def test_stages_have_the_input_and_the_loss() -> None:
     ranks = [Counted() for _ in range(4)]
     for rank, model, loss in zip(ranks, (8, 9, 8, 9), (0, 8, 0, 7), strict=True):
         rank.model, rank.loss = [model], [loss]
@@ -304,7 +300,6 @@ def test_of_ranks_that_hold_a_model_together_the_first_has_its_input_and_the_las
     assert (Work(16, 16, None).missing, Work(16, 12, None).missing, Work(16, 32, 32).missing) == (0, 4, 0)
 
 
-CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "epochs": 1, "batch_size": 128, "warmup_steps": 2},
@@ -315,11 +310,10 @@ PARAMS: dict[str, Any] = {
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def workspace(here: Path) -> Path:
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS), encoding="utf-8")
     furnish(parse(PARAMS))
-    return tmp_path
+    return here
 
 
 def values_of(name: str) -> dict[str, Any]:
@@ -342,19 +336,17 @@ def test_and_by_the_bench(workspace: Path) -> None:  # noqa: ARG001
             Window.model_validate(server.measure(name, server.plan(name, values_of(name)), 4)["window"])
             for name in ("baseline", "half", "later")
         )
-    assert plain.rejections == ()
-    assert plain.samples_per_second
+    assert of_the_job(plain.rejections) == ()
+    assert bool(plain.samples_per_second) is not bool(plain.rejections)
     assert plain.measured_steps == 4
-    for each in halved:
-        (reason,) = each.rejections
-        assert "64 entered the model and 64 entered the loss" in reason
-        assert (each.samples_per_second, each.step_p50_ms, each.peak_memory_bytes) == (None, None, None)
+    for sample in halved:
+        left_out = rejection("samples_left_out_of_loss", credited=128, model=64, loss=64)
+        assert of_the_job(sample.rejections) == (left_out,)
+        assert (sample.samples_per_second, sample.step_p50_ms, sample.peak_memory_bytes) == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["half", "later", "inside"])
-def test_and_by_verify_which_looks_into_what_is_compiled(
-    name: str, digits_folder: Path, digits: Dataset, tmp_path: Path
-) -> None:
+def test_verify_looks_into_what_is_compiled(name: str, digits_folder: Path, digits: Dataset, tmp_path: Path) -> None:
     variant: dict[str, Any] = {"extra": {name: {}}} | ({"compile": "default"} if name == "inside" else {})
     variants = {"baseline": {}, "tried": variant}
     job = parse(PARAMS | {"train": PARAMS["train"] | {"batch_size": 32}, "variants": variants})
@@ -366,11 +358,11 @@ def test_and_by_verify_which_looks_into_what_is_compiled(
     else:
         claims = list(verifier.claims(made))
         assert len(claims) == verifier.count(made)
-        (claim,) = [each for each in claims if each.claim == "the model and the loss take 32 samples a step"]
+        (claim,) = [claim for claim in claims if claim.claim == "the model and the loss take 32 samples a step"]
     assert (claim.measured, claim.bound, claim.holds) == (16, 0, False)
 
 
-def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> None:  # noqa: ARG001
+def test_work_between_turns_is_rejected(workspace: Path) -> None:  # noqa: ARG001
     with Server() as server:
         for name in ("baseline", "busy"):
             server.open(name, server.plan(name, values_of(name)), 8)
@@ -379,13 +371,18 @@ def test_work_between_an_arm_s_turns_is_seen_and_rejected(workspace: Path) -> No
                 server.turn(name, 4)
             threading.Event().wait(0.2)  # while others are measured
         plain, busy = (Window.model_validate(server.close(name)["window"]) for name in ("baseline", "busy"))
-    assert ["between its turns" in " ".join(each.rejections) for each in (plain, busy)] == [False, True]
+    codes = [[rejection.code for rejection in sample.rejections] for sample in (plain, busy)]
+    assert ["worked_between_turns" in code for code in codes] == [False, True]
     assert busy.samples_per_second is None
 
 
-def test_a_twentieth_of_its_window_and_what_idle_threads_take_are_nothing() -> None:
+def test_a_twentieth_and_idle_threads_are_nothing() -> None:
     clock = Clock(torch.device("cpu"))
     clock.measured_seconds = 2.0
     assert not [*of_turns(0.1, 0.0, clock), *of_turns(0.2, 10.0, clock)]
     (rejection,) = of_turns(0.11, 0.5, clock)
-    assert "0.11 s of CPU time between its turns; the limit on this time is 5% of the arm's" in rejection.reason
+    assert (rejection.code, rejection.facts["aside_seconds"], rejection.facts["of_measured"]) == (
+        "worked_between_turns",
+        0.11,
+        0.05,
+    )

@@ -14,10 +14,33 @@ import yaml
 
 from pipeline import environment
 from pipeline.data import packing, sources
-from pipeline.params import Config, parse
+from pipeline.params import Config, Machine, parse
+from tests.commands import Command
 from tests.conftest import ROOT
 
 RAW, PREPARED = Path("data/raw"), Path("data/prepared")
+CPU_ONLY = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
+SERVER = Machine(
+    gpus=4, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, installed=frozenset({"bitsandbytes"})
+)
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0, 1], "epochs": 2, "batch_size": 32, "learning_rate": 0.05},
+    "variants": {
+        "baseline": {},
+        "ddp": {"parallelism": "ddp"},
+        "pipeline": {"parallelism": "pipeline"},
+        "fsdp": {"parallelism": "fsdp"},
+        "tensor": {"parallelism": "tensor"},
+        "memory": {
+            "precision": "bf16",
+            "channels_last": True,
+            "activation_checkpointing": True,
+            "gradient_accumulation": 4,
+        },
+    },
+}
+"""The settings of the fixture ``workspace``."""
 
 
 def furnish(config: Config) -> None:
@@ -37,6 +60,15 @@ def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any])
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     furnish(config := parse(params))
     return config
+
+
+def variables() -> dict[str, str]:
+    """The environment of a command that finds modules in the current directory."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
+
+
+def command(variant: str) -> Command:
+    return Command("train", variant, variables=variables())
 
 
 @contextmanager

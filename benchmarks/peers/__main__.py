@@ -26,9 +26,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.processes import let_threads_sleep
+from pipeline.processes import set_openmp_spins
 
-let_threads_sleep()  # as in `python -m pipeline`; all arms inherit this
+set_openmp_spins(measures=True)  # as in `python -m pipeline`; all arms inherit this
 
 from benchmarks import machines
 from benchmarks.pairs import ROOT, Checkout
@@ -105,13 +105,13 @@ def one_round(job: Job, packed: Path, folder: Path, names: Iterable[str] = ()) -
     ours = [sys.executable, "-m", "pipeline", "train", "ddp" if job.processes > 1 else "baseline"]
     order = list(names or arms)
     random.Random(job.seed).shuffle(order)
-    found = {}
+    speeds = {}
     for name in order:
         module, changes = arms[name]
         command = replace(job, **changes).command(module) if module else ours
-        found[name] = timed(command, ROOT if module else home, job.epochs)
-        print(f"  {name}: {', '.join(f'{key} {value:.5g}' for key, value in found[name].items())}", flush=True)
-    return {name: found[name] for name in arms if name in found}
+        speeds[name] = timed(command, ROOT if module else home, job.epochs)
+        print(f"  {name}: {', '.join(f'{key} {value:.5g}' for key, value in speeds[name].items())}", flush=True)
+    return {name: speeds[name] for name in arms if name in speeds}
 
 
 def timed(command: Sequence[str], where: Path, epochs: int) -> dict[str, float]:
@@ -134,10 +134,10 @@ def measured(lines: Iterable[tuple[float, str]], seconds: float, epochs: int) ->
     """
     ends: dict[int, tuple[float, float]] = {}
     for at, line in lines:
-        if found := STEP_TOLD.search(line):
-            return {STEP: float(found[1])}
-        if found := EPOCH_TOLD.search(line):
-            ends[int(found[1])] = at, float(found[2]) / 100
+        if match := STEP_TOLD.search(line):
+            return {STEP: float(match[1])}
+        if match := EPOCH_TOLD.search(line):
+            ends[int(match[1])] = at, float(match[2]) / 100
     assert set(ends) == set(range(1, epochs + 1)), f"expected lines on {epochs} epochs, found epochs {sorted(ends)}"
     later = (ends[epochs][0] - ends[1][0]) / (epochs - 1)
     return {SECONDS: seconds, EPOCH: later, ACCURACY: ends[epochs][1]}
@@ -153,7 +153,9 @@ def measure(name: str, minutes: float, figures: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job, packed, prepare_seconds = laid_out(JOBS[name], Path(folder))
         samples = len(prepared.read(packed).train) // job.batch_size * job.batch_size
-        versions = {each: importlib.metadata.version(each) for each in ("torchvision", "accelerate", "lightning")}
+        versions = {
+            package: importlib.metadata.version(package) for package in ("torchvision", "accelerate", "lightning")
+        }
         facts = {"job": asdict(JOBS[name]), "samples": samples, "versions": versions}
         facts = json.loads(json.dumps(facts | {"environment": environment.fingerprint()["hash"]}))
         old = kept(figures)["peers"].get(name, {})
@@ -178,8 +180,8 @@ def file_of(figures: Path) -> Path:
 def kept(figures: Path) -> dict[str, Any]:
     """Return the content of this machine's file; if there is no file, ``{"peers": {}}``."""
     path = file_of(figures)
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
-    return found
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8") if path.exists() else '{"peers": {}}')
+    return record
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
     A ratio is a median with its 95% interval. ``packed``: a prepared data set of 28x28x1, whose epoch has more steps
     than all turns together; None: Fashion-MNIST.
     """
-    found: dict[str, list[float]] = {"Lightning's Throughput": [], "torch.utils.benchmark": []}
+    ratios: dict[str, list[float]] = {"Lightning's Throughput": [], "torch.utils.benchmark": []}
     with tempfile.TemporaryDirectory() as folder:
         history = Path(folder, "history.csv")
         training = Steady(packed or fashion_mnist(Path(folder))[1], history, BATCH_SIZE)
@@ -46,13 +46,13 @@ def measured(packed: Path | None = None, turns: int = TURNS) -> dict[str, Any]:
 
         for _ in range(turns):
             timer = Timer("turn()", globals={"turn": turn}, num_threads=torch.get_num_threads())
-            found["torch.utils.benchmark"].append(STEPS * BATCH_SIZE / timer.timeit(1).mean)
-            found["Lightning's Throughput"].append(rates[0])
+            ratios["torch.utils.benchmark"].append(STEPS * BATCH_SIZE / timer.timeit(1).mean)
+            ratios["Lightning's Throughput"].append(rates[0])
         rows = [row.samples_per_second for row in results.read_history(history)]
     ours = [float(rate or 0) for rate in rows[CALLS - 1 :: CALLS]]
     assert len(ours) == turns, f"{len(rows)} rows of {turns} turns"
-    intervals = {name: stats.paired_ratio(ours, values) for name, values in found.items()}
+    intervals = {name: stats.paired_ratio(ours, values) for name, values in ratios.items()}
     return {
-        "samples_per_second": {"ours": ours, **found},
-        "ours_over": {name: [each.estimate, each.low, each.high] for name, each in intervals.items()},
+        "samples_per_second": {"ours": ours, **ratios},
+        "ours_over": {name: [interval.estimate, interval.low, interval.high] for name, interval in intervals.items()},
     }

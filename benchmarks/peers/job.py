@@ -156,7 +156,7 @@ class Ready:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.images, self.labels = split.inputs.to(self.device), split.targets.to(self.device)
         self.batch_size = job.batch_size
-        self.mean, self.std = (torch.tensor(each, device=self.device).view(-1, 1, 1) for each in (job.mean, job.std))
+        self.mean, self.std = (torch.tensor(value, device=self.device).view(-1, 1, 1) for value in (job.mean, job.std))
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.comparison import stats
-from pipeline.comparison.verdicts import Noise
 from pipeline.errors import count
+from pipeline.pages.formats import JOINED, points
 from pipeline.params import Compare
-from pipeline.report.formats import JOINED, points
 
 OURS, CONTROL, BAREST = "ours", "ours, again", "the barest loop"
 LATER = "later epochs with evaluation (Lightning: and checkpoint)"
@@ -33,29 +32,22 @@ def page(figures: Mapping[str, Any]) -> str:
     return "\n\n".join(parts).replace(JOINED, " ") + "\n"
 
 
-def noise(rounds: Rounds, key: str) -> Noise:
+def noise(rounds: Rounds, key: str) -> stats.Difference:
     """Return the noise of the figure ``key``: the ratio of ours to itself, paired by round."""
     aa, wide = (_paired(rounds, key, CONTROL, OURS, confidence) for confidence in (0.95, 0.99))
     most = Compare().max_spread
-    return Noise(
-        estimate=aa.estimate,
-        low=aa.low or None,
-        high=aa.high if aa.low else None,
-        pairs=aa.count,
-        max_spread=most,
-        why_untrusted=stats.distrust(aa, wide, most),
-    )
+    return aa.model_copy(update={"margin": most, "why_untrusted": stats.distrust(aa, wide, most)})
 
 
-def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Interval:
+def ratio(rounds: Rounds, key: str, arm: str, reference: str) -> stats.Difference:
     """Return the ratio of an arm's figure to the reference's, paired by round. The noise widens the interval, as in the
     comparison of variants, unless the ratio is that of ours to itself."""
-    doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).doubt
+    doubt = 0.0 if (arm, reference) == (CONTROL, OURS) else noise(rounds, key).bias
     return stats.widened(_paired(rounds, key, arm, reference), doubt)
 
 
-def _paired(rounds: Rounds, key: str, arm: str, reference: str, confidence: float = 0.95) -> stats.Interval:
-    mine, base = ([each[name][key] for each in rounds] for name in (arm, reference))
+def _paired(rounds: Rounds, key: str, arm: str, reference: str, confidence: float = 0.95) -> stats.Difference:
+    mine, base = ([round_[name][key] for round_ in rounds] for name in (arm, reference))
     return stats.paired_ratio(mine, base, confidence=confidence)
 
 
@@ -75,18 +67,19 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
     for arm in rounds[0]:
         row = [arm]
         for key in [STEP] if steps else [SECONDS, EPOCH]:
-            middle, found = statistics.median(each[arm][key] for each in rounds), ratio(rounds, key, arm, reference)
+            middle, speed = statistics.median(round_[arm][key] for round_ in rounds), ratio(rounds, key, arm, reference)
             row.append(f"{figure['samples'] / middle:,.0f}" if key == EPOCH else f"{middle:.1f}")
-            row.append("1" if arm == reference else _interval(found))
-            if arm not in (OURS, CONTROL) and 0 < ratio(rounds, key, arm, OURS).high < 1:
+            row.append("1" if arm == reference else _interval(speed))
+            if arm not in (OURS, CONTROL) and ratio(rounds, key, arm, OURS).bounds[1] < 1:
                 row[-1] = f"**{row[-1]}**"
                 notes.append(
                     f"{arm} is faster than ours ({heads[len(row) - 3]}): {why.get(arm, 'the reason is not known')}."
                 )
         if not steps and arm != OURS:
             accuracy = accuracy_over_ours(rounds, arm)
-            row.append(f"{points(accuracy.mean)} ({points(accuracy.low)} to {points(accuracy.high)})")
-            if accuracy.low > 0 or accuracy.high < 0:
+            row.append(f"{points(accuracy.estimate)} ({points(accuracy.low)} to {points(accuracy.high)})")
+            low, high = accuracy.bounds
+            if low > 0 or high < 0:
                 notes.append(f"{arm}: the accuracy differs from ours by more than noise explains.")
         rows.append(row + [""] * (len(heads) + 1 - len(row)))
     for key in [STEP] if steps else [SECONDS, EPOCH]:
@@ -103,10 +96,10 @@ def _job(figure: Mapping[str, Any]) -> Iterator[str]:
         yield "\n".join(f"* {note}" for note in notes)
 
 
-def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Equivalence:
+def accuracy_over_ours(rounds: Rounds, arm: str) -> stats.Difference:
     """Return the arm's accuracy minus ours. The differences are paired by round, because a round's arms share a seed.
     ``low`` and ``high`` are the ends of the 95% interval."""
-    differences = [each[arm][ACCURACY] - each[OURS][ACCURACY] for each in rounds]
+    differences = [round_[arm][ACCURACY] - round_[OURS][ACCURACY] for round_ in rounds]
     return stats.equivalence(differences, Compare().margins.accuracy, confidence=0.975)
 
 
@@ -119,7 +112,7 @@ def _agreement(figure: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(rows)
 
 
-def _interval(found: stats.Interval) -> str:
-    if found.low <= 0:
-        return f"{found.estimate:.2f} (too few rounds for an interval: {found.count})"
-    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"
+def _interval(difference: stats.Difference) -> str:
+    if difference.low is None:
+        return f"{difference.estimate:.2f} (too few rounds for an interval: {difference.pairs})"
+    return f"{difference.estimate:.2f} ({difference.low:.2f} to {difference.high:.2f})"

@@ -1,9 +1,9 @@
 """The arms of a measurement. An arm is a variant in fresh processes, which train as many steps as a request says.
 
 ``python -m pipeline arms`` serves the checkout in which it is started. It reads one JSON request per line from stdin
-and writes one JSON answer per line to stdout. There are five requests: describe the checkout, plan a variant, open an
-arm from a plan and warm it up, let an arm take a turn, and close an arm. The answer to "close" holds the measurement.
-Two checkouts, each with its own server, can be measured side by side.
+and writes one JSON answer per line to stdout. There are six requests: describe the checkout, plan a variant, open an
+arm from a plan and warm it up, open an arm that need not measure memory, let an arm take a turn, and close an arm. The
+answer to "close" holds the measurement. Two checkouts, each with its own server, can be measured side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ from pipeline import environment
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
-from pipeline.measurement.detectors import detectors
-from pipeline.measurement.detectors.figures import of_turns
-from pipeline.measurement.detectors.processes import children_seconds
+from pipeline.measurement.detectors import children_seconds, detectors
 from pipeline.measurement.energy import Energy, per_sample
+from pipeline.measurement.plausibility import of_turns
 from pipeline.measurement.windows import Memory
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
@@ -35,6 +35,7 @@ from pipeline.plans import plan as plan_of
 from pipeline.processes import terminate_with_parent
 from pipeline.processes.malloc import keep_freed_memory, return_freed_memory
 from pipeline.results import Flops, Ledgers, RunConditions, Window
+from pipeline.results.figures import MEMORY
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
@@ -82,9 +83,11 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         alone = config.model_copy(update={"variants": {name: Variant.model_validate(values)}})
         return planned(alone, name, machine, prepared).model_dump(mode="json")
 
-    def open_(name: str, plan: dict[str, Any], steps: int, ledgers: bool = False) -> dict[str, Any]:
+    def open_(
+        name: str, plan: dict[str, Any], steps: int, ledgers: bool = False, memory: bool = True
+    ) -> dict[str, Any]:
         made = Plan.model_validate(plan)
-        arguments = (config, made, prepared, environment.read(), steps, ledgers)
+        arguments = (config, made, prepared, environment.read(), steps, ledgers, memory)
         with ExitStack() as processes:
             ask = processes.enter_context(forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD))
             ask(None)
@@ -104,7 +107,8 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
     arms: dict[str, tuple[Callable[[int | None], list[Any]], ExitStack]] = {}
     commands: dict[str, Callable[..., dict[str, Any]]] = {
-        "describe": describe, "plan": plan_, "open": open_, "turn": turn, "close": close,
+        "describe": describe, "plan": plan_, "open": open_, "open_for_speed": partial(open_, memory=False),
+        "turn": turn, "close": close,
     }  # fmt: skip
     with ExitStack() as every_arm:
         for line in sys.stdin:
@@ -117,14 +121,21 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
 
 
 def _rank_of_arm(
-    config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any], steps: int, ledgers: bool
+    config: Config,
+    plan: Plan,
+    prepared: Path,
+    fingerprint: dict[str, Any],
+    steps: int,
+    ledgers: bool,
+    memory: bool = True,
 ) -> Generator[Measured | None, int | None, None]:
     """Run one process of an arm. The first request (None) warms up the arm. Each later request is the number of steps
     of a turn (``steps`` in all). The last request (None) yields the record.
 
     On a CPU, memory and speed cannot be measured together. The allocator is fast only if it keeps freed blocks, but the
     process's resident memory shows the needed memory only if the allocator returns these blocks to the system. So the
-    memory is measured first, in ``MEMORY_STEPS``, and then the speed.
+    memory is measured first, in ``MEMORY_STEPS``, and then the speed. Without ``memory``, as many steps of the warm-up
+    take the place of these steps, unless fewer suffice for ``train.warmup_steps``; a GPU's memory is measured anyway.
 
     After a turn drawn at random, an extra step runs outside the window, and its samples are counted. This step does
     not reveal a technique that leaves out samples only inside the window. In a training, the step that
@@ -135,10 +146,12 @@ def _rank_of_arm(
         return_freed_memory()
     with assembled(plan, prepared) as assembly:
         world, warmup = assembly.world, plan.train.warmup_steps
-        wanted = [warmup + steps + 1]
-        if on_cpu:
+        memory_steps = MEMORY_STEPS if on_cpu and memory else ()
+        if memory_steps:
             warmup = max(FEWEST_WARMUP_STEPS, warmup - MEMORY_STEPS[0])
-            wanted = [sum(MEMORY_STEPS), warmup + steps + 1]
+        elif on_cpu:
+            warmup = max(sum(MEMORY_STEPS), warmup)
+        wanted = [sum(memory_steps), warmup + steps + 1]
         epochs = -(-sum(wanted) // max(1, len(assembly.task.dataset.train) // plan.train.batch_size))
         plan = plan.with_train(epochs=max(epochs, plan.train.epochs))
         seed = plan.train.seeds[0]
@@ -149,16 +162,17 @@ def _rank_of_arm(
             max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
         )
         with replace(assembly, plan=plan).training(seed, steady=True) as training:
-            memory = None
-            if on_cpu:
-                training.restart_measuring(MEMORY_STEPS[0])
+            peaks = None
+            if memory_steps:
+                training.restart_measuring(memory_steps[0])
                 training.advance(wanted[0])
-                memory = training.memory
+                peaks = training.memory
+            if on_cpu:
                 keep_freed_memory()
             energy = Energy(devices if config.bench.energy else (), LONGER_WINDOWS)
             training.restart_measuring(warmup, active_detectors, energy)
             training.advance(warmup)
-            memory = memory or training.memory
+            peaks = peaks or training.memory
             aside = waited = 0.0
             counted_after = training.steps + world.broadcast(secrets.randbelow(steps))  # no code can foresee it
             turn = yield None
@@ -173,19 +187,21 @@ def _rank_of_arm(
                 aside += children_seconds(os.getpid()) - children
             window = window_of(
                 training,
-                memory=memory,
+                memory=peaks,
                 requested_steps=steps,
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),
             )
+            if on_cpu and not memory:
+                window = window.model_copy(update={MEMORY.field: None, "peak_memory_rank_bytes": ()})
             if config.bench.energy and not window.rejections:  # equal on all ranks, so either all ranks gather or none
                 samples = window.measured_steps * training.train.batch_size
                 window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
             device_name = device_name_of(world, fingerprint)
-            found = _ledgers(training, window, memory) if ledgers else None
+            made = _ledgers(training, window, peaks) if ledgers else None
             flops = _flops(training, device_name) if ledgers else None
             conditions = conditions_of(training, device_name)
-        yield Measured(**dict(conditions), window=window, ledgers=found, flops=flops)
+        yield Measured(**dict(conditions), window=window, ledgers=made, flops=flops)
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:
@@ -196,7 +212,7 @@ def _allowed_wait(training: Training, config: Config) -> float | None:
     prepare the input, and this preparation can take almost as long as a small model's step.
     """
     resident = training.batches.placement == "resident"
-    chosen = any(each.placement for each in catalogue.in_effect(training.plan.applied))
+    chosen = any(entry.placement for entry in catalogue.in_effect(training.plan.applied))
     replayed = resident and training.setup.replays
     return None if chosen or replayed else config.bench.max_input_wait
 
@@ -208,9 +224,9 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
     """
     from pipeline.profiling import ledger  # most arms need no ledger
 
-    own_peak = None if window.peak_memory_bytes is None else memory.peak_bytes
+    own_peak = None if MEMORY.of(window) is None else memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
-    known = [each for each in ranks if each is not None]
+    known = [ledger for ledger in ranks if ledger is not None]
     if not known or not training.world.is_main:  # all ranks would predict the same
         return None
     predicted, why_not = None, None
@@ -219,7 +235,7 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
     except ledger.PredictionError as error:
         why_not = str(error)
     return Ledgers(
-        measured=max(known, key=lambda each: each.peak_bytes), predicted=predicted, why_not_predicted=why_not
+        measured=max(known, key=lambda ledger: ledger.peak_bytes), predicted=predicted, why_not_predicted=why_not
     )
 
 

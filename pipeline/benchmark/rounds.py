@@ -3,31 +3,34 @@
 Three kinds of processes take part. The process of the bench, which runs this module, sends requests. One server per
 checkout (``server.Server``, which runs ``arm.serve``) answers them. It lets a fork server
 (``distributed.launching.forked``) fork the ranks of each arm. The ranks (``arm._rank_of_arm``) train and measure.
+
+Before the rounds, short samples show how many steps fill a window, and how long a round takes (``steps_of``). Later
+rounds leave out settled variants, so the others get more rounds (``comparison.verdicts.settled``). On a CPU, they also
+leave out the steps that measure memory, once memory is known (``comparison.verdicts.memory_known``).
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from pipeline.benchmark.server import ArmSpec, BenchError
-from pipeline.benchmark.settling import unsettled
 from pipeline.errors import count, say
 from pipeline.params import Bench as BenchSettings
 from pipeline.results import Arm, RunConditions, Window
+from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.figures import MEMORY
 
 TOLD_SECONDS = 30
 """Shortest time between progress lines, which replace the progress bar if the output is not a terminal."""
-FEWEST_ROUNDS = 6
-"""Fewest rounds that give a ratio an interval. Equal to ``stats.FEWEST_PAIRS``, but not imported: otherwise DVC would
-repeat the bench when ``stats`` changes."""
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt} of {total_fmt} s{postfix}"
 
 
@@ -55,8 +58,8 @@ def measure(
     leaves_open: Callable[[Rounds], bool] = lambda _: False,
     decided: Callable[[Rounds], bool] = lambda _: False,
     keep: Callable[[Rounds], object] = lambda _: None,
-    margins: Mapping[str, float] | None = None,
-    max_spread: float = math.inf,
+    settled: Callable[[Rounds], Collection[str]] = lambda _: (),
+    memory_known: Callable[[Rounds], bool] = lambda _: False,
     earlier: Sequence[Arm] = (),
 ) -> Rounds:
     """Measure at least one round of all arms, and further rounds if they are expected to end within ``seconds``.
@@ -64,15 +67,17 @@ def measure(
     Rounds go on beyond ``seconds`` until ``fewest`` rounds have no rejected sample, or there are 2 * ``fewest`` rounds
     in all. For this rule, an arm whose samples were rejected in every round does not count. When no further round fits
     into the time, ``leaves_open`` is called once with the rounds; if it returns True, the time is doubled. From round
-    ``FEWEST_ROUNDS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
+    ``FEWEST_PAIRS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
     after ``max_rounds`` rounds. ``keep`` is called after each round.
 
-    ``margins``: field of ``Window`` -> margin. With margins, a variant whose ratios are all settled (``unsettled``)
-    takes no part in later rounds, and the measurement ends when only the baseline is left. No variant is settled while
-    the A/A control differs from the baseline, or their ratios spread by more than ``max_spread`` (``settling.equal``).
+    ``settled``: returns the variants that are settled; it is called after every second round from ``FEWEST_PAIRS`` on.
+    Their arms take no part in later rounds, and the measurement ends when only the baseline is left.
+
+    ``memory_known``: called after each round until it returns True; later rounds then measure no memory, if every
+    server can leave it out.
 
     ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. Earlier rounds
-    count for ``fewest``, ``max_rounds`` and the margins, and are returned too; ``seconds`` limits only the new rounds.
+    count for ``fewest`` and ``max_rounds``, and are returned too; ``seconds`` limits only the new rounds.
 
     With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started first.
     Each arm then takes its ``steps`` in ``turns`` short turns while the other arms wait, so that a disturbance of some
@@ -90,7 +95,8 @@ def measure(
     done = {arm.name for arm in earlier if arm.settled}
     started, longest, interrupted, limit, extended = time.monotonic(), 0.0, False, seconds, False
     running = [spec for spec in arms if spec.name not in done]
-    told, overdue = started, False
+    reported, overdue = started, False
+    measures_memory = True
 
     def so_far() -> Rounds:
         return Rounds(
@@ -122,6 +128,8 @@ def measure(
         try:
             while len(rounds) != max_rounds:
                 began, missing = time.monotonic(), _missing(rounds, fewest)
+                may_know_memory = measures_memory and len(rounds) >= MEMORY.fewest_pairs
+                measures_memory &= not (may_know_memory and memory_known(so_far()) and _can_leave_out_memory(arms))
                 if rounds and began - started + longest > limit and not missing:
                     if extended or not leaves_open(so_far()):
                         break
@@ -135,20 +143,21 @@ def measure(
                 order = order_of(running, len(rounds))
                 answers: dict[str, dict[str, Any]] = {}
                 for group in [order] if turns > 1 else [[spec] for spec in order]:
-                    answers |= _in_turns(group, steps, turns, show)
-                rounds.append({name: _accepted(name, each, steps, conditions) for name, each in answers.items()})
+                    answers |= _in_turns(group, steps, turns, show, {} if measures_memory else {"memory": False})
+                rounds.append({name: _accepted(name, answer, steps, conditions) for name, answer in answers.items()})
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
-                    why = f"every sample of round 1 was rejected; the first reason: {reasons[0][0]}"
+                    why = f"every sample of round 1 was rejected; the first reason: {reasons[0][0].text}"
                     bar.write(f"bench: {why}. If this continues, no ratio is trusted", sys.stdout)
                 now = time.monotonic()
-                if bar.disable and now - told >= TOLD_SECONDS:
-                    told = now
+                if bar.disable and now - reported >= TOLD_SECONDS:
+                    reported = now
                     say(f"bench: {count(len(rounds), 'round')} after {now - started:.0f} s")
                 longest = max(longest, now - began)
-                if len(rounds) >= FEWEST_ROUNDS and decided(so_far()):
+                if len(rounds) >= FEWEST_PAIRS and decided(so_far()):
                     break
-                if margins and len(still := unsettled(running, rounds, margins, max_spread)) < len(running):
+                if len(rounds) >= FEWEST_PAIRS and len(rounds) % 2 == 0 and (closed := settled(so_far())):
+                    still = [spec for spec in running if spec.variant not in closed]
                     longest *= len(still) / len(running)
                     running = still
                     if len({spec.variant for spec in running}) == 1:  # only the baseline's arms are left
@@ -158,6 +167,10 @@ def measure(
                 raise
             interrupted = True
     return so_far()
+
+
+def _can_leave_out_memory(arms: Sequence[ArmSpec]) -> bool:
+    return all("open_for_speed" in spec.server.requests for spec in arms)
 
 
 def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
@@ -173,10 +186,10 @@ def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
 def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
     """Return the window in an arm's answer. Raises BenchError if the arm's ``conditions`` differ from those of earlier
     rounds, or if the arm measured too few steps and reports no reason."""
-    found = RunConditions(**{key: answer[key] for key in RunConditions.model_fields})
-    if conditions.setdefault(name, found) != found:
+    now_run = RunConditions(**{key: answer[key] for key in RunConditions.model_fields if key in answer})
+    if conditions.setdefault(name, now_run) != now_run:
         raise BenchError(
-            f"{name} ran differently from round to round: {conditions[name]}, then {found}. "
+            f"{name} ran differently from round to round: {conditions[name]}, then {now_run}. "
             "If the placement differs, set train.placement; otherwise, do not edit the job's code during the bench."
         )
     window = Window.model_validate(answer["window"])
@@ -191,17 +204,17 @@ def _missing(rounds: Sequence[dict[str, Window]], fewest: int) -> int:
     ``fewest`` rounds without a rejected sample are needed, but no more than twice as many rounds in all. Arms that were
     rejected in every round do not count.
     """
-    rejected = [{name for name, window in each.items() if window.rejections} for each in rounds]
+    rejected = [{name for name, window in windows.items() if window.rejections} for windows in rounds]
     always = set.intersection(*rejected) if rejected else set()
-    return max(0, min(fewest - sum(each <= always for each in rejected), 2 * fewest - len(rounds)))
+    return max(0, min(fewest - sum(names <= always for names in rejected), 2 * fewest - len(rounds)))
 
 
 def _in_turns(
-    arms: Sequence[ArmSpec], steps: int, turns: int, show: Callable[[str], None]
+    arms: Sequence[ArmSpec], steps: int, turns: int, show: Callable[[str], None], options: Mapping[str, bool]
 ) -> dict[str, dict[str, Any]]:
     for spec in arms:
         show(f"starting {spec.name}")
-        spec.server.open(spec.name, spec.plan, steps)
+        spec.server.open(spec.name, spec.plan, steps, **options)
     for turn in range(turns):
         show(f"turn {turn + 1} of {turns}")
         share = steps * (turn + 1) // turns - steps * turn // turns
@@ -213,7 +226,7 @@ def _in_turns(
 
 def fewest_rounds(settings: BenchSettings) -> int:
     """Return the number of rounds that are measured even if they take longer than allowed."""
-    return 0 if settings.hard_limit else FEWEST_ROUNDS
+    return 0 if settings.hard_limit else FEWEST_PAIRS
 
 
 def turns_on(device: str, settings: BenchSettings) -> int:
@@ -233,6 +246,60 @@ def outlook(
     if max_rounds is not None:
         rounds = min(rounds, max_rounds - before)
     ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
-    remark = f" (a decision would need at least {FEWEST_ROUNDS})" if before + rounds < FEWEST_ROUNDS else ""
+    remark = f" (a decision would need at least {FEWEST_PAIRS})" if before + rounds < FEWEST_PAIRS else ""
     cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
     return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}"
+
+
+CALIBRATION_STEPS = 10
+CALIBRATIONS = 5
+"""Largest number of short samples that ``steps_of`` takes. Other load on the machine can spoil a sample."""
+FEWEST_STEPS = 5
+"""Fewest steps of a window. Also the steps of a short sample that does not decide a window's length."""
+OPENING_SECONDS = 1.7
+"""For arms with this start-up time, windows of 1.5 s turned out to be the best (docs/how-we-know/measuring.md)."""
+
+
+class Calibration(NamedTuple):
+    """A short sample of an arm, taken before the rounds."""
+
+    answer: dict[str, Any]
+    """The answer of ``Server.close``."""
+    opening_seconds: float
+    """Time from the start of the arm's processes to the first measured step."""
+    step_seconds: float
+
+    def seconds(self, steps: int) -> float:
+        """Estimate how long the arm takes in a round of ``steps`` steps."""
+        return self.opening_seconds + steps * self.step_seconds
+
+
+def calibrate(arm: ArmSpec, steps: int = FEWEST_STEPS, *, ledgers: bool = False) -> Calibration:
+    """Measure ``steps`` steps of ``arm``. The returned times do not include the time for ledgers."""
+    began = time.monotonic()
+    arm.server.open(arm.name, arm.plan, steps, ledgers=ledgers)
+    opened = time.monotonic()
+    arm.server.turn(arm.name, steps)
+    ended = time.monotonic()
+    # The turn includes an extra step that counts samples.
+    return Calibration(arm.server.close(arm.name), opened - began, (ended - opened) / (steps + 1))
+
+
+def steps_of(
+    arm: ArmSpec, seconds: float, others: Sequence[Calibration] = (), *, ledgers: bool = False
+) -> tuple[int, Calibration]:
+    """Take short samples of ``arm`` until one is not rejected; return the steps of a window, and the last sample.
+
+    A window takes about ``seconds``, but has at least ``FEWEST_STEPS``. If the mean start-up of ``arm`` and ``others``
+    takes r times ``OPENING_SECONDS``, with r > 1, a window takes sqrt(r) times as long. This yields the most
+    information per minute (Kalibera and Jones, ISMM 2013). If all ``CALIBRATIONS`` samples are rejected, a window has
+    ``CALIBRATION_STEPS``.
+    """
+    for _ in range(CALIBRATIONS):
+        sample = calibrate(arm, CALIBRATION_STEPS, ledgers=ledgers)
+        window = Window.model_validate(sample.answer["window"])
+        if window.step_p50_ms:
+            opening = statistics.fmean(calibration.opening_seconds for calibration in (sample, *others))
+            seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
+            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
+    return CALIBRATION_STEPS, sample

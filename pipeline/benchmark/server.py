@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from tqdm import tqdm
 
@@ -22,6 +24,20 @@ open."""
 
 class BenchError(PipelineError):
     """A checkout or a variant could not be measured. The message says why."""
+
+
+class Arms(Protocol):
+    """Whatever lets arms take steps on request; see ``Server`` for the requests. With the request "open_for_speed",
+    ``open`` also takes the argument ``memory``."""
+
+    @property
+    def requests(self) -> Collection[str]: ...
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None: ...
+
+    def turn(self, name: str, steps: int) -> None: ...
+
+    def close(self, name: str) -> dict[str, Any]: ...
 
 
 class Server(AbstractContextManager["Server"]):
@@ -62,9 +78,17 @@ class Server(AbstractContextManager["Server"]):
         """Return the plan that the checkout's code makes for the variant ``name`` with the settings ``values``."""
         return self._ask("plan", name=name, values=values)
 
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
-        """Start an arm from its plan in fresh processes and warm it up. Its turns will have ``steps`` steps in all."""
-        self._ask("open", name=name, plan=plan, steps=steps, ledgers=ledgers)
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False, memory: bool = True) -> None:
+        """Start an arm from its plan in fresh processes and warm it up. Its turns will have ``steps`` steps in all.
+
+        Without ``memory``, the arm need not measure its memory, if that takes steps of its own. Only a server with the
+        request "open_for_speed" can leave this out."""
+        self._ask("open" if memory else "open_for_speed", name=name, plan=plan, steps=steps, ledgers=ledgers)
+
+    @cached_property
+    def requests(self) -> Collection[str]:
+        """The requests that the checkout's code answers."""
+        return frozenset(self.describe()["requests"])
 
     def turn(self, name: str, steps: int) -> None:
         """Let an open arm take ``steps`` steps."""
@@ -117,5 +141,5 @@ class ArmSpec:
     role: Literal["variant", "aa_control", "with", "without"]
     variant: str
     technique: str | None
-    server: Server
+    server: Arms
     plan: dict[str, Any]

@@ -1,91 +1,126 @@
-"""The bench stage: measure all variants and a second arm of the baseline side by side, and store the bench."""
+"""The bench stage: measure all variants and a second arm of the baseline side by side, and store the bench.
+
+``begin_session`` records the state of the machine, on which the bench's figures do not depend.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from pipeline import environment, files
-from pipeline.benchmark import ablation_arms, machine_state
-from pipeline.benchmark.calibration import calibrate, steps_of
-from pipeline.benchmark.rounds import FEWEST_ROUNDS, Rounds, fewest_rounds, measure, outlook, turns_on
+from pipeline.benchmark.rounds import (
+    Rounds,
+    calibrate,
+    fewest_rounds,
+    measure,
+    outlook,
+    steps_of,
+    turns_on,
+)
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.errors import count, say
-from pipeline.params import Config, Machine, Margins
-from pipeline.plans import plans
+from pipeline.params import Config, Machine, misplaced
+from pipeline.params import techniques as techniques_of
+from pipeline.plans import Plan, plans
 from pipeline.results import (
     BENCH_FILE,
     KEPT_BENCHES,
     SESSIONS,
     Bench,
-    Dataset,
+    DatasetFacts,
     Flops,
     Ledgers,
     Session,
     read_sessions,
-    rejections,
     sessions_of,
 )
+from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.rejections import advised, lines
 
 N = TypeVar("N", int, float)
 
 
-def run(config: Config, machine: Machine, *, again: bool = False) -> None:
+Settled = Callable[[Rounds], Collection[str]]
+"""Returns the variants that need no further rounds."""
+MemoryKnown = Callable[[Rounds], bool]
+"""Returns True if no variant needs further measurements of memory."""
+
+
+def run(
+    config: Config,
+    machine: Machine,
+    *,
+    again: bool = False,
+    settled: Settled = lambda _: (),
+    memory_known: MemoryKnown = lambda _: False,
+) -> None:
     """Measure all variants and write ``bench.json``; with ``again``, write another bench into its own file.
+
+    The caller gives ``settled`` and ``memory_known``, because a change of these rules must not make DVC repeat the
+    bench: like its minutes, they decide only how much is measured.
 
     Without ``again``, a bench of the same session is continued if it measured the same arms and left a variant
     unsettled. Each complete round is saved at once, so that a killed bench loses only its current round. Raises
     PipelineError. An interrupt raises KeyboardInterrupt, whose message says which rounds are kept.
     """
     try:
-        bench = _measured(config, machine, again=again)
+        bench = _measured(config, machine, again=again, settled=settled, memory_known=memory_known)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             "no round was complete, so nothing is kept; the same command starts from the beginning"
         ) from None
-    kept = (SESSIONS if again else KEPT_BENCHES) / _name(bench)
+    kept = (SESSIONS if again else KEPT_BENCHES) / file_name(bench)
     files.write_text(kept, bench.to_json())
     if again:
-        (KEPT_BENCHES / _name(bench)).unlink(missing_ok=True)
+        (KEPT_BENCHES / file_name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
             say(f"bench: an earlier bench of the same job counts too: {earlier}")
     else:  # earlier benches do not count, because two sessions can leave undecided what one session decides
         files.write_text(BENCH_FILE, bench.to_json())
-    say(
-        f"bench: {count(bench.rounds, 'round')} in {bench.seconds:.0f} s, written to {kept if again else BENCH_FILE}",
+    done = (
+        f"{count(bench.rounds, 'round')} in {bench.seconds:.0f} s ({bench.window_fraction or 0:.0%} measured windows)"
     )
+    say(f"bench: {done}, written to {kept if again else BENCH_FILE}")
+    samples = [sample for arm in bench.arms for sample in arm.samples]
+    values = advised(rejection for sample in samples for rejection in sample.rejections)
     for arm in bench.arms:
         if arm.role == "variant" and arm.settled:
             say(f"bench: {arm.name} was settled after {len(arm.samples)} rounds")
-        for line in rejections(arm):
+        for line in lines([sample.rejections for sample in arm.samples], values):
             say(f"bench: {arm.name} {line}")
-    if why := next((each.why_no_energy for arm in bench.arms for each in arm.samples if each.why_no_energy), None):
-        say(f"bench: energy is unknown in at least one round: {why}")
+    if why := next((sample.why_no_energy for sample in samples if sample.why_no_energy), None):
+        say(f"bench: energy is unknown in at least one round: {why.text}")
     if bench.interrupted:
         raise KeyboardInterrupt(
             f"{count(bench.rounds, 'complete round')} kept in {kept}; run the same command within an hour to add rounds"
         )
 
 
-def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
+def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled, memory_known: MemoryKnown) -> Bench:
     settings, baseline = config.bench, config.compare.baseline
-    session_so_far = machine_state.begin()
+    session_so_far = begin_session()
     # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
     made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
     keys = {name: stages.key(content, "bench", name) for name in config.variants}
     with Server() as server:
         about = server.describe()
-        sent = {name: server.plan(name, each.model_dump(mode="json")) for name, each in config.variants.items()}
+        sent = {name: server.plan(name, variant.model_dump(mode="json")) for name, variant in config.variants.items()}
         specs = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in sent.items()]
-        ablated, not_ablated = ablation_arms.isolating(config, made, server)
+        ablated, not_ablated = isolating(config, made, server)
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
         arms = [*specs, *ablated, control]
-        dataset = Dataset.model_validate(about["dataset"])
+        dataset = DatasetFacts.model_validate(about["dataset"])
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
@@ -102,17 +137,13 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
 
         def bench_of(rounds: Rounds) -> Bench:
             session = session_so_far()
-            return Bench(
+            bench = Bench(
+                **(vars(rounds) | {"seconds": spent + rounds.seconds}),
                 environment=about["environment"],
                 commit=commit,
-                config={"train": about["train"], "bench": about["bench"], "variants": about["variants"]},
+                config={section: about[section] for section in ("train", "bench", "variants")},
                 dataset=dataset,
                 baseline=baseline,
-                steps=rounds.steps,
-                turns=rounds.turns,
-                seconds=spent + rounds.seconds,
-                interrupted=rounds.interrupted,
-                arms=rounds.arms,
                 ledgers=ledgers,
                 flops=flops,
                 not_ablated=not_ablated,
@@ -120,10 +151,11 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
                 keys=keys,
                 margins=(earlier and earlier.margins) or config.compare.margins,
             )
+            return bench.model_copy(update={"window_fraction": bench.windows_seconds / bench.seconds})
 
         def keep(rounds: Rounds) -> None:  # a killed bench loses its current round only
             bench = bench_of(replace(rounds, interrupted=True))
-            files.write_text(KEPT_BENCHES / _name(bench), bench.to_json())
+            files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
 
         said = outlook(len(arms), steps, round_seconds, before=before, **limits)
         say(f"bench: {said}")
@@ -132,8 +164,8 @@ def _measured(config: Config, machine: Machine, *, again: bool) -> Bench:
             **limits,
             steps=steps,
             turns=turns_on(about["device"], settings),
-            margins=_margins(config.compare.margins),
-            max_spread=config.compare.max_spread,
+            settled=settled,
+            memory_known=memory_known,
             earlier=earlier.arms if earlier else (),
             keep=keep,
         )
@@ -152,24 +184,14 @@ def _calibrated(
     for number, spec in enumerate(specs, 1):
         say(f"bench: short first sample of {spec.name}, {number} of {len(specs)}")
         samples[spec.name] = calibrate(spec, ledgers=ledgers)
-    known = {key: {name: each.answer[key] for name, each in samples.items()} for key in ("ledgers", "flops")}
-    found = {name: Ledgers.model_validate(each) for name, each in known["ledgers"].items() if each}
-    counted = {name: Flops.model_validate(each) for name, each in known["flops"].items() if each}
+    known = {key: {name: sample.answer[key] for name, sample in samples.items()} for key in ("ledgers", "flops")}
+    by_variant = {name: Ledgers.model_validate(values) for name, values in known["ledgers"].items() if values}
+    counted = {name: Flops.model_validate(values) for name, values in known["flops"].items() if values}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline is measured again, because its first sample may include the start of the fork server.
     steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
-    return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), found, counted
-
-
-def _margins(margins: Margins) -> dict[str, float]:
-    """Return field of ``Window`` -> margin, for the quantities whose ratios must be settled.
-
-    Margins change only the number of rounds. So DVC does not repeat the bench after a change of a margin. ``compare``
-    applies the new margin to the existing rounds.
-    """
-    of_energy = {"joules_per_sample": margins.energy} if margins.energy else {}
-    return {"samples_per_second": margins.throughput, "peak_memory_bytes": margins.memory, **of_energy}
+    return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), by_variant, counted
 
 
 def _left(limit: N, used: N) -> N:
@@ -177,7 +199,9 @@ def _left(limit: N, used: N) -> N:
     return limit - used if used < limit else limit
 
 
-def unfinished(now: Session, keys: Mapping[str, str], dataset: Dataset, names: Sequence[str]) -> Bench | None:
+def unfinished(
+    now: Session, keys: Mapping[str, str], dataset: DatasetFacts | None, names: Sequence[str]
+) -> Bench | None:
     """Return the latest kept bench of this session that can be continued; None if there is none.
 
     Such a bench has measured the same arms in the same way, and has left at least one variant unsettled. ``now``: a
@@ -201,16 +225,84 @@ def recalled(bench: Bench) -> list[Path]:
         names = {name for name, key in bench.keys.items() if kept.keys.get(name) == key}
         return bench.baseline in names and len(names) > 1 and kept.dataset == bench.dataset
 
-    found = []
+    earlier = []
     for session in sessions_of([bench, *filter(same, read_sessions(KEPT_BENCHES))]):
-        if sum(each.rounds for each in session) >= FEWEST_ROUNDS:
-            found += [each for each in session if each is not bench]
-    for kept in found:
-        files.write_text(SESSIONS / _name(kept), kept.to_json())
-        (KEPT_BENCHES / _name(kept)).unlink()
-    return [SESSIONS / _name(kept) for kept in found]
+        if sum(bench_file.rounds for bench_file in session) >= FEWEST_PAIRS:
+            earlier += [kept for kept in session if kept is not bench]
+    for kept in earlier:
+        files.write_text(SESSIONS / file_name(kept), kept.to_json())
+        (KEPT_BENCHES / file_name(kept)).unlink()
+    return [SESSIONS / file_name(kept) for kept in earlier]
 
 
-def _name(bench: Bench) -> str:
+def file_name(bench: Bench) -> str:
     """Return the name of the bench's file: the time at which the bench started."""
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def begin_session() -> Callable[[], Session]:
+    """Start a session. Return a function that describes the session from its start to the call of the function."""
+    start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
+    uptime = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
+
+    def session_so_far() -> Session:
+        spent = {name: now - getattr(times, name) for name, now in psutil.cpu_times()._asdict().items()}
+        # The user times already include the times of guests.
+        total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
+        return Session(
+            start_utc=start.isoformat(timespec="seconds"),
+            boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,
+            uptime_seconds=uptime,
+            load_average=load,
+            steal_fraction=spent["steal"] / total if "steal" in spent and total > 0 else None,
+            end_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+            spins=int(spins) if (spins := os.environ.get("GOMP_SPINCOUNT", "")).isdecimal() else None,
+        )
+
+    return session_so_far
+
+
+def isolating(
+    config: Config, plans: Mapping[str, Plan], server: Server
+) -> tuple[list[ArmSpec], dict[str, dict[str, str]]]:
+    """Return the arms that isolate techniques of the variants in ``bench.ablate``.
+
+    Also return why other techniques of these variants get no arms: variant -> technique -> reason.
+    ``plans``: variant -> plan.
+    """
+    arms: list[ArmSpec] = []
+    without: dict[str, dict[str, str]] = {}
+    base = plans[config.compare.baseline].applied
+    for name in config.bench.ablate:
+        ours = plans[name]
+        requested, applied = techniques_of(ours.requested), techniques_of(ours.applied)
+        without[name] = {key: reason for key, reason in ours.skipped.items() if key in requested}
+        techniques = {
+            technique: keys
+            for technique, keys in applied.items()
+            if any(getattr(ours.applied, key) != getattr(base, key) for key in keys)
+        }
+        shared = applied.keys() - techniques.keys()
+        without[name] |= dict.fromkeys(sorted(shared), f"{config.compare.baseline} applies this technique too")
+        if len(techniques) < 2:
+            alone = f"{name} changes nothing else, so its own figures show the effect"
+            without[name] |= dict.fromkeys(techniques, alone)
+            continue
+        for technique, keys in techniques.items():
+            added = base.model_copy(update={key: getattr(ours.applied, key) for key in keys})
+            if misplaced(added):
+                without[name][technique] = (
+                    f"it works only with the variant's parallelism, which {config.compare.baseline} lacks"
+                )
+                continue
+            reduced = ours.applied.model_copy(update={key: getattr(base, key) for key in keys})
+            alone, rest = f"{config.compare.baseline} with {technique} of {name}", f"{name} without {technique}"
+            made = [server.plan(arm, given.model_dump(mode="json")) for arm, given in ((alone, added), (rest, reduced))]
+            arms += [
+                ArmSpec(alone, "with", name, technique, server, made[0]),
+                ArmSpec(rest, "without", name, technique, server, made[1]),
+            ]
+    return arms, without

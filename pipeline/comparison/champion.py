@@ -7,42 +7,41 @@ to gain about 8%. So the gain comes from other measurements than the choice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import Champion
-from pipeline.comparison.sessions import PooledSession, arm_of, combined, over_sessions
-from pipeline.comparison.stats import FEWEST_PAIRS, Interval
-from pipeline.comparison.verdicts import QUANTITIES, Quantity, Ratio, SessionRatio
-from pipeline.results import Bench
+from pipeline.comparison.sessions import Rounds, Table, column, combined
+from pipeline.comparison.stats import Difference
+from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.figures import QUANTITIES, Figure
 
 
-def champion_of(paying: Mapping[str, Sequence[Ratio | None]], pooled: Sequence[PooledSession]) -> Champion | None:
+def champion_of(paying: Mapping[str, Mapping[Figure, Difference]], table: Table) -> Champion | None:
     """Return the champion: among the variants that pay, the variant with the largest gain in speed.
 
     If no variant gains speed, memory decides, then energy. If all variants pay by accuracy alone, return the first.
     Return None if no variant pays.
 
-    ``paying``: variant -> its ratios in the order of ``QUANTITIES``. An undecided gain does not count.
+    ``paying``: variant -> its ratios. A gain without a margin, or an undecided one, does not count.
     """
-    for index, quantity in enumerate(QUANTITIES):
-        told = {name: each[index] for name, each in paying.items()}
-        ratios = {name: each for name, each in told.items() if each and each.decision == "better"}
-        if ratios:
+    for quantity in QUANTITIES:
+        known = {variant: ratios[quantity] for variant, ratios in paying.items() if quantity in ratios}
+        gains = {variant: ratio for variant, ratio in known.items() if ratio.margin and ratio.decision == "better"}
+        if gains:
             first, *others = sorted(
-                ratios, key=lambda name: ratios[name].estimate or 1.0, reverse=quantity.higher_is_better
+                gains, key=lambda name: gains[name].estimate or 1.0, reverse=quantity.higher_is_better
             )
             second = others[0] if others else None
             return Champion(
                 variant=first,
                 quantity=quantity.noun,
-                among=len(ratios),
-                ratio=_gain(first, ratios, pooled, quantity) if second else ratios[first],
+                among=len(gains),
+                ratio=_gain(first, gains, table, quantity) if second else gains[first],
                 runner_up=second,
-                head_to_head=_head_to_head(first, second, ratios, pooled, quantity) if second else None,
+                head_to_head=_head_to_head(first, second, gains, table, quantity) if second else None,
             )
     if not paying:
         return None
@@ -61,20 +60,24 @@ def choices(gains: np.ndarray[Any, np.dtype[np.float64]], *, middle: Any = np.me
     return [int(middle(np.delete(gains, part, axis=1), axis=1).argmax()) for part in parts]
 
 
-def no_narrower(interval: Interval, own: Interval) -> Interval:
-    """Widen ``interval``, on each side, to at least the relative width of ``own``, the best variant's interval.
+def no_narrower(gain: Difference, own: Difference) -> Difference:
+    """Widen the interval of ``gain``, on each side, to at least the relative width of the interval of ``own``, the best
+    variant's ratio.
 
     Each part of a measurement influences the choices for the other parts (``choices``), so the parts are not
     independent. Without widening, the interval would be too narrow.
     """
-    return replace(
-        interval,
-        low=interval.estimate * min(interval.low / interval.estimate, own.low / own.estimate),
-        high=interval.estimate * max(interval.high / interval.estimate, own.high / own.estimate),
+    (low, high), (own_low, own_high) = gain.bounds, own.bounds
+    estimate, own_estimate = gain.estimate or 1.0, own.estimate or 1.0
+    return gain.model_copy(
+        update={
+            "low": estimate * min(low / estimate, own_low / own_estimate),
+            "high": estimate * max(high / estimate, own_high / own_estimate),
+        }
     )
 
 
-def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity) -> Ratio | None:
+def _gain(first: str, ratios: Mapping[str, Difference], table: Table, quantity: Figure) -> Difference | None:
     """Return the gain of choosing the best variant, from the sessions that have all variants in ``ratios``.
 
     With a single such session, the gain comes from its rounds. Return None if there is no such session, or if too few
@@ -85,51 +88,48 @@ def _gain(first: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSessio
     if not starts:
         return None
     if len(starts) > 1:
-        table = [[_in(ratio, start) for start in starts] for ratio in ratios.values()]
-        found = choices(sign * np.log([[each.estimate or 1.0 for each in row] for row in table]))
-        told = tuple(table[chosen][part] for part, chosen in enumerate(found))
-        interval = over_sessions([one.interval for one in told])
+        by_session = [[ratio.parts[start] for start in starts] for ratio in ratios.values()]
+        chosen = choices(sign * np.log([[part.estimate or 1.0 for part in of_variant] for of_variant in by_session]))
+        parts = {start: by_session[best][index] for index, (start, best) in enumerate(zip(starts, chosen, strict=True))}
+        gain = stats.over_sessions(list(parts.values()))
     else:
-        told = (_in(ratios[first], starts[0]),)
-        session = next(each for each in pooled if each.start_utc in starts)
-        rounds = session.rounds_of(*ratios)
+        parts = {starts[0]: ratios[first].parts[starts[0]]}
+        session = next(session for session in table.sessions if session.start_utc in starts)
+        rounds = session.rounds(*map(column, ratios))
         figures = _figures(rounds, list(ratios), quantity) if rounds else None
         if rounds is None or figures is None or figures.shape[1] < FEWEST_PAIRS:
             return None
         reference, candidates = figures[0], figures[1:]
-        found = choices(sign * np.log(candidates / reference), middle=np.median)
-        above = [candidates[chosen, part] for part, chosen in enumerate(found)]
-        doubt = verdicts.doubt_of(session.noise(quantity, *ratios), quantity, *rounds.arms)
-        interval = stats.widened(stats.paired_ratio(above, reference), doubt)
-    interval = no_narrower(interval, ratios[first].interval)
-    decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    return Ratio(**verdicts.estimated(interval), margin=margin, decision=decision, sessions=told)
+        chosen = choices(sign * np.log(candidates / reference), middle=np.median)
+        above = [candidates[best, index] for index, best in enumerate(chosen)]
+        noise, heap = rounds.noise(quantity), verdicts.heap_doubt(quantity, *rounds.arms.values())
+        gain = verdicts.of_rounds(list(zip(above, reference, strict=True)), noise, fixed=heap)
+    gain = no_narrower(gain, ratios[first])
+    decision = stats.decide(gain, margin, higher_is_better=quantity.higher_is_better)
+    return gain.model_copy(update={"margin": margin, "decision": decision, "parts": parts})
 
 
 def _head_to_head(
-    first: str, second: str, ratios: Mapping[str, Ratio], pooled: Sequence[PooledSession], quantity: Quantity
-) -> Ratio | None:
+    first: str, second: str, ratios: Mapping[str, Difference], table: Table, quantity: Figure
+) -> Difference | None:
     """Return the ratio of ``first`` to ``second``, from the rounds that have both; None if no session counts for
     both."""
-    shared = set(_shared({name: ratios[name] for name in (first, second)}))
-    told = {each.start_utc: each.ratio(first, second, quantity, ratios[first].margin) for each in pooled}
-    found = {start: ratio for start, ratio in told.items() if ratio and start in shared}
-    return combined(found, [*found.values()][-1], quantity) if found else None
+    shared = _shared({name: ratios[name] for name in (first, second)})
+    of_sessions = table.ratios(first, second, quantity, ratios[first].margin)
+    parts = {start: ratio for start, ratio in of_sessions.items() if start in shared}
+    return combined(parts, [*parts.values()][-1], quantity) if parts else None
 
 
-def _shared(ratios: Mapping[str, Ratio]) -> list[str]:
+def _shared(ratios: Mapping[str, Difference]) -> list[str]:
     """Return the start times of the sessions that count for all ``ratios``."""
-    return sorted(
-        set.intersection(*({one.start_utc for one in each.sessions if one.counts} for each in ratios.values()))
-    )
+    counting = ({start for start, part in ratio.parts.items() if part.counts} for ratio in ratios.values())
+    return sorted(set.intersection(*counting))
 
 
-def _in(ratio: Ratio, start: str) -> SessionRatio:
-    return next(each for each in ratio.sessions if each.start_utc == start)
-
-
-def _figures(bench: Bench, names: Sequence[str], quantity: Quantity) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the figures of the baseline and ``names``, [1 + names, rounds], from the rounds that have all of them."""
-    arms = [arm_of(bench, "variant", name) for name in (bench.baseline, *names)]
-    rounds = zip(*([getattr(sample, quantity.field) for sample in arm.samples] for arm in arms), strict=False)
-    return np.array([each for each in rounds if all(each)], dtype=np.float64).reshape(-1, len(arms)).T
+def _figures(rounds: Rounds, names: Sequence[str], quantity: Figure) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the figures of the baseline and ``names``, [1 + names, rounds], from the rounds that have all of them. The
+    baseline's are the geometric means of its own and its control's."""
+    arms = [rounds.arms[name] for name in (*rounds.equal_to(column(rounds.baseline)), *map(column, names))]
+    rows = zip(*(map(quantity.of, arm.samples) for arm in arms), strict=True)
+    figures = np.array([row for row in rows if all(row)], dtype=np.float64).reshape(-1, len(arms)).T
+    return np.concatenate([np.sqrt(figures[:1] * figures[1:2]), figures[2:]])

@@ -7,19 +7,77 @@ unknown: a figure that is in no file is not estimated.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeline.comparison import ablation, consistency, figures, pareto, verdicts
+from pipeline.comparison import ablation, advice, consistency, figures, verdicts
 from pipeline.comparison.champion import champion_of
-from pipeline.comparison.comparison_file import Compared, Comparison, TimeToTarget
-from pipeline.comparison.judging import Judgement, judge
-from pipeline.comparison.sessions import PooledSession, arm_of, distinct, noise_of, pooled_like, summary
-from pipeline.comparison.verdicts import QUANTITIES, Ratio
+from pipeline.comparison.comparison_file import Compared, Comparison, fields_of
+from pipeline.comparison.front import on_front
+from pipeline.comparison.sessions import Table, column, table_of
+from pipeline.comparison.stats import Difference, Verdict
 from pipeline.environment import without_stages
 from pipeline.params import Compare
 from pipeline.results import Bench, HistoryRow, Result
+from pipeline.results.figures import MEMORY, QUANTITIES, THROUGHPUT, Figure
+from pipeline.results.rejections import advised
+
+
+class Judgement(NamedTuple):
+    """A variant's verdict, and the ratios, accuracy and reasons behind it."""
+
+    ratios: Mapping[Figure, Difference]
+    """Without figures that were not asked for."""
+    accuracy: Difference | None
+    """None if nothing was trained; then no verdict uses it."""
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    shared_reasons: tuple[str, ...]
+
+    def trusted(self, start_utc: str) -> dict[str, bool]:
+        """Return, by the keys of the figures, whether the session that started then gave a trusted ratio. If not, the
+        session's figures must not be shown."""
+        return {figure.margin: ratio.parts[start_utc].decision != "untrusted" for figure, ratio in self.ratios.items()}
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of ``Compared`` that the judgement gives."""
+        return fields_of(self.ratios) | {key: value for key, value in self._asdict().items() if key != "ratios"}
+
+
+def judge(
+    result: Result,
+    baseline: Result,
+    table: Table,
+    noises: Mapping[Figure, Difference],
+    ratios: Mapping[Figure, Difference],
+    accuracy: Difference | None,
+) -> Judgement:
+    """Return the verdict on ``result``, with the figures behind it.
+
+    The decisions on all ``ratios`` and on the ``accuracy`` give the verdict. ``noises``: the noise of all rounds of the
+    present session.
+    """
+    arms = [table.arms[column(trained.variant)] for trained in (result, baseline)]
+    outcomes = {
+        quantity.noun: ratio.outcomes(higher_is_better=quantity.higher_is_better)
+        for quantity, ratio in ratios.items()
+        if ratio.margin and not verdicts.unmeasurable(arms, quantity)
+    }
+    if accuracy:
+        outcomes["accuracy"] = accuracy.outcomes()
+    own = table.own.rounds(column(result.variant))
+    of_machine = [
+        quantity
+        for quantity, ratio in ratios.items()
+        if ratio.decision == noises[quantity].decision == "untrusted"
+        and own
+        and own.noise(quantity) == noises[quantity]
+    ]
+    as_baseline = bool(result.skipped) and result.applied == baseline.applied
+    reasons = advice.of_variant(
+        outcomes, ratios, accuracy, table.bench, of_machine, stopped=arms[0].settled, as_baseline=as_baseline
+    )
+    return Judgement(ratios, accuracy, verdicts.verdict(list(outcomes.values())), *reasons)
 
 
 def compare(
@@ -43,49 +101,58 @@ def compare(
     Raises ComparisonError if the results and the bench are not from one job in one environment. ``environment``: the
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
     """
-    baseline = next(each for each in measured if each.variant == settings.baseline)
-    sessions = _accepting_one_load(sessions)
-    bench, names = sessions[0], [each.variant for each in measured]
+    baseline = next(result for result in measured if result.variant == settings.baseline)
+    bench, names = sessions[0], [result.variant for result in measured]
     consistency.check(measured, baseline, bench, environment)
     others = [result for result in measured if result is not baseline]
-
-    pooled = pooled_like(bench, sessions, settings.max_spread)
-    own = next(each for each in pooled if any(one is bench for one in each.benches))
-    noises = [own.noise(quantity) for quantity in QUANTITIES]
-    judgements = {each.variant: judge(each, baseline, pooled, own, settings.margins) for each in others}
-    paying = {
-        name: (each.throughput, each.memory, each.energy if settings.margins.energy else None)
-        for name, each in judgements.items()
-        if each.verdict == "pays"
+    samples = (sample for session in sessions for arm in session.arms for sample in arm.samples)
+    values = advised(rejection for sample in samples for rejection in sample.rejections)
+    table = table_of(sessions, settings.max_spread, values)
+    rounds = table.own.rounds()
+    assert rounds is not None  # consistency.check has checked it
+    noises = {quantity: rounds.noise(quantity) for quantity in QUANTITIES if verdicts.asked_for(quantity, bench.arms)}
+    names_of_others, margins = [result.variant for result in others], settings.margins
+    ratios = {figure: table.compared(names_of_others, figure, figure.margin_in(margins)) for figure in noises}
+    accuracies = figures.accuracies(others, baseline, margins.accuracy)
+    judgements = {
+        result.variant: judge(
+            result,
+            baseline,
+            table,
+            noises,
+            {figure: of_variants[result.variant] for figure, of_variants in ratios.items()},
+            accuracies.get(result.variant),
+        )
+        for result in others
     }
-    trusted = {name: tuple(_trusts(own, ratio) for ratio in each[:3]) for name, each in judgements.items()}
-    trusted[baseline.variant] = tuple(not noise.why_untrusted for noise in noises)
-    trusting = {name: each for name, each in judgements.items() if each.verdict != "untrusted"}
-    placed = {name: (each.throughput, each.memory, each.accuracy) for name, each in trusting.items()}
-    front = pareto.on_front(baseline.variant, placed) if placed or all(trusted[baseline.variant][:2]) else set()
+    own = table.own.start_utc
+    trusted = {baseline.variant: {figure.margin: not noise.why_untrusted for figure, noise in noises.items()}}
+    trusted |= {name: judged.trusted(own) for name, judged in judgements.items()}
+    fields = {
+        result.variant: figures.of_variant(
+            result, bench, histories[result.variant], settings.target_accuracy, trusted[result.variant]
+        )
+        for result in measured
+    }
+    front = on_front(
+        baseline.variant,
+        {
+            name: (judged.ratios[THROUGHPUT], judged.ratios[MEMORY], judged.accuracy)
+            for name, judged in judgements.items()
+            if judged.verdict != "untrusted"
+        },
+        (noises[THROUGHPUT], noises[MEMORY]),
+    )
+    paying = {name: judged.ratios for name, judged in judgements.items() if judged.verdict == "pays"}
 
-    benched = {name: figures.of_bench(bench, arm_of(bench, "variant", name), *trusted[name]) for name in names}
-    speeds = {name: each["samples_per_second"] for name, each in benched.items()}
-
-    def time_of(each: Result) -> TimeToTarget:
-        history, speed = histories[each.variant], speeds[each.variant]
-        return figures.time_to_target(each, history, settings.target_accuracy, speed)
-
-    def compared(each: Result) -> Compared:
-        judged, time, another = judgements.get(each.variant), time_of(each), figures.another_model(each, baseline)
-        differs = another or each.applied.get("distillation")
+    def compared(result: Result) -> Compared:
+        judged = judgements.get(result.variant)
+        throughput = judged.ratios[THROUGHPUT] if judged else None
         return Compared(
-            variant=each.variant,
-            on_front=each.variant in front,
-            **(judged._asdict() if judged else _NOT_JUDGED),
-            **benched[each.variant],
-            **figures.of_training(each, baseline),
-            time_to_target=time,
-            time_to_target_ratio=figures.time_ratio(time, time_of(baseline), judged and judged.throughput),
-            another_model=another,
-            equal_time=figures.equal_time(each, baseline, histories, speeds[baseline.variant], judged.throughput)
-            if judged and differs
-            else None,
+            on_front=result.variant in front,
+            **(judged.fields() if judged else _NOT_JUDGED),
+            **fields[result.variant],
+            **figures.against_baseline(result, baseline, histories, fields, throughput),
         )
 
     return Comparison(
@@ -102,34 +169,18 @@ def compare(
         unit=baseline.unit,
         directions=baseline.directions,
         seeds=tuple(run.seed for run in baseline.runs),
-        noise_throughput=noises[0],
-        noise_memory=noises[1],
-        noise_energy=noises[2] if verdicts.tells_energy(bench.arms) else None,
+        **fields_of(noises, "noise_"),
         variants=tuple(map(compared, (baseline, *others))),
-        champion=champion_of(paying, pooled),
-        sessions=tuple(summary(each, names) for each in pooled),
-        sessions_set_aside=len(distinct(sessions)) - sum(len(each.benches) for each in pooled),
-        shares=ablation.shares(
-            bench,
-            {name: each.accuracy for name, each in judgements.items()},
-            settings.margins,
-            lambda quantity, rounds: noise_of(bench, quantity, settings.max_spread, rounds),
-        ),
+        champion=champion_of(paying, table),
+        sessions=tuple(figures.of_session(session, names) for session in table.sessions),
+        sessions_set_aside=table.set_aside,
+        shares=ablation.shares(table, accuracies, settings.margins),
+        advised=values,
         bench=bench,
     )
 
 
-def _accepting_one_load(benches: Sequence[Bench]) -> Sequence[Bench]:
-    """Let all rejections advise the same ``bench.max_foreign_load``: the largest value that any of them advises."""
-    advised, texts = re.compile(r"(?<=bench\.max_foreign_load: )\d\.\d"), [each.to_json() for each in benches]
-    values = [value for text in texts for value in advised.findall(text)]
-    return [Bench.model_validate_json(advised.sub(max(values), text)) for text in texts] if values else benches
-
-
-def _trusts(own: PooledSession, ratio: Ratio | None) -> bool:
-    """True if the bench's own session gave a trusted ratio. If False, the session's figures must not be shown."""
-    return ratio is not None and any(each.trusted for each in ratio.sessions if each.start_utc == own.start_utc)
-
-
-_NOT_JUDGED: dict[str, Any] = {**dict.fromkeys(Judgement._fields), "reasons": ()}
+_NOT_JUDGED: dict[str, Any] = {
+    **dict.fromkeys(("throughput", "memory", "accuracy", "verdict")), "reasons": (),
+}  # fmt: skip
 """The fields of ``Judgement`` for the baseline, which is not judged."""

@@ -3,33 +3,62 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
-from pipeline.comparison.ablation import Share
-from pipeline.comparison.verdicts import Accuracy, Noise, Ratio, Verdict
+from pipeline.comparison.stats import Difference, Verdict
 from pipeline.params import Compare, Margins, VariantName
-from pipeline.results import Bench, Dataset, Document, Flops, Ledgers, Record, Run, Session, Unit
+from pipeline.results import (
+    Bench,
+    DatasetFacts,
+    Document,
+    Record,
+    Run,
+    RunConditions,
+    Session,
+    Unit,
+)
+from pipeline.results.figures import QUANTITIES, Figure
 
 
-class SeedDifference(Record):
-    """One seed's test accuracy minus the baseline's accuracy with the same seed."""
+class ByFigure(Record):
+    """A record that holds differences of compared figures: a figure's ``margin``, after a prefix, is the key.
 
-    seed: int
-    difference_fraction: float
+    A new figure needs no field. Fields are declared for those differences that code or templates name.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Difference] = Field(init=False)
+    prefixes: ClassVar[Sequence[str]] = ("",)
+
+    @model_validator(mode="after")
+    def _of_compared_figures(self) -> Self:
+        keys = {prefix + figure.margin for prefix in self.prefixes for figure in QUANTITIES}
+        if undeclared := sorted(self.__pydantic_extra__.keys() - keys):
+            raise ValueError(f"{', '.join(undeclared)}: extra inputs are not permitted")
+        return self
+
+    @property
+    def ratios(self) -> dict[Figure, Difference]:
+        """The known ratios, in the order of ``QUANTITIES``; empty if the record's keys have another prefix."""
+        return self.by_figure("")
+
+    @property
+    def noises(self) -> dict[Figure, Difference]:
+        """The baseline against itself, without figures that were not asked for."""
+        return self.by_figure("noise_")
+
+    def by_figure(self, prefix: str) -> dict[Figure, Difference]:
+        """Return the known differences whose keys have this prefix, in the order of ``QUANTITIES``."""
+        known = {figure: getattr(self, prefix + figure.margin, None) for figure in QUANTITIES}
+        return {figure: difference for figure, difference in known.items() if difference}
 
 
-class AccuracyDifference(Record):
-    """Test accuracy minus the baseline's, paired by seed. Positive values mean a higher accuracy than the baseline."""
-
-    seeds: tuple[SeedDifference, ...]
-    mean_fraction: float
-    spread_fraction: float | None
-    """Sample standard deviation of the per-seed differences; None for a single seed."""
-    min_fraction: float
-    max_fraction: float
+def fields_of(differences: Mapping[Figure, Difference], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a ``ByFigure``."""
+    return {prefix + figure.margin: difference for figure, difference in differences.items()}
 
 
 class SeedTarget(Record):
@@ -38,18 +67,6 @@ class SeedTarget(Record):
     seed: int
     steps: int | None
     """Optimizer steps at the first evaluation at or above the target; None if the target was not reached."""
-
-
-class TimeRatio(Record):
-    """Ratio of the times to the target: the ratio of the samples divided by the ratio of the throughputs.
-
-    The interval covers only the uncertainty of the throughputs, because evaluations are too rare to show how much the
-    steps differ between seeds.
-    """
-
-    estimate: float
-    low: float
-    high: float
 
 
 class TimeToTarget(Record):
@@ -77,106 +94,95 @@ class EqualTime(Record):
     train_seconds: float
     accuracy_fraction: float
     baseline_accuracy_fraction: float
+    difference_low_fraction: float | None = None
+    difference_high_fraction: float | None = None
+    """The smallest and the largest difference of the two accuracies at the throughputs' ratio and at both ends of its
+    interval, which may lie in different epochs. None in a file older than these fields."""
 
 
-class Compared(Record):
-    """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None, except
-    ``train_time_ratio``."""
+class Compared(ByFigure):
+    """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None."""
 
     variant: VariantName
     techniques: tuple[str, ...]
     """Names of the techniques that were in effect."""
-    skipped: dict[str, str]
-    """Technique that was skipped, or GPUs that stayed unused -> the reason."""
-    decided: dict[str, str]
-    """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
-    a deterministic run is impossible."""
-    batch_size: int
-    """Global batch size in training. With weak scaling, batch size and learning rate differ from the job's."""
-    learning_rate: float
-    """Peak learning rate."""
-    micro_batches: int
-    backend: str | None
-    world_size: int
-    threads_per_process: int
-    placement: str
+    conditions: RunConditions
+    """How the variant was trained. With weak scaling, batch size and learning rate differ from the job's."""
 
     verdict: Verdict | None
-    """None for the baseline, like throughput, memory, accuracy and energy."""
+    """None for the baseline, like throughput, memory and accuracy."""
     reasons: tuple[str, ...]
-    """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help. If
-    the variant's techniques are skipped, so that it trains like the baseline, a sentence that says so instead."""
-    throughput: Ratio | None
-    memory: Ratio | None
-    accuracy: Accuracy | None
-    energy: Ratio | None = Field(None, exclude_if=operator.not_)
-    """None if energy was not asked for. The margin is 0 if energy does not count for the verdict."""
+    """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help; what
+    correlated rounds did to an interval. If the variant's techniques are skipped, so that it trains like the baseline,
+    a sentence that says so instead."""
+    shared_reasons: tuple[str, ...] = Field((), exclude_if=operator.not_)
+    """Further reasons, which hold for all variants: the machine's noise, and an interruption of the bench."""
+    throughput: Difference | None
+    memory: Difference | None
+    """``throughput``, ``memory`` and, if energy was asked for, ``energy`` are ratios to the baseline. The margin is 0
+    if the figure does not count for the verdict."""
+    accuracy: Difference | None
     on_front: bool
     """On the Pareto front of throughput, memory and accuracy; see ``compare``. False for a variant with an unknown
     ratio or an untrusted verdict."""
 
-    samples_per_second: float | None
-    """This field and the next five are medians over the bench's samples in which the figure is known. For a variant
-    that was settled early, all except the fraction are scaled (``figures.of_bench``). None if unknown or not
-    trusted."""
-    step_p50_ms: float | None
-    step_p90_ms: float | None
-    step_p99_ms: float | None
-    input_wait_fraction: float | None
-    peak_memory_bytes: int | None
-    """``results.Window`` describes how the peak is computed from the ranks' peaks."""
+    figures: dict[str, int | float | None]
+    """``Figure.field`` -> its value in the bench, joined over the rounds in which it is known; for a figure that the
+    bench does not measure, its value in training, joined over seeds. For a variant that was settled early, all except
+    fractions and counts are scaled (``figures.of_variant``). None if unknown or not trusted; then, optional figures are
+    left out."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
-    peak_reserved_bytes: int | None = None
-    """On a GPU: median of the largest number of bytes that torch's allocator reserved on one rank."""
-    driver_memory_bytes: int | None = None
-    """On a GPU: median of the largest number of bytes that the driver held for one process."""
-    joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
-    """Energy as ``results.Window`` defines it: median over the bench's samples."""
-    allocator_retries: int | None = None
-    """Sum over all samples. Samples with a retry are rejected. None on a CPU."""
     rejected: int
     """Number of this variant's samples in the bench that were rejected, in part or as a whole."""
 
-    ledgers: Ledgers | None
-    prediction_error_fraction: float | None
-    """The predicted ledger's peak divided by the measured ledger's ``tensors_bytes``, minus 1."""
-    flops: Flops | None
-    model_flops_per_second: float | None
-    utilisation_fraction: float | None
-    """``model_flops_per_second`` divided by the devices' dense peak; None if one of them is unknown."""
-
-    test_accuracy_mean_fraction: float
-    test_accuracy_spread_fraction: float | None
-    test_correct_count: int | float
-    """Sum over all seeds."""
-    test_count: int
-    """Number of evaluated test samples, summed over all seeds."""
+    trained: dict[str, int | float | None]
+    """The figures of the training runs, joined over seeds (``summarise``)."""
     findings: dict[str, float] = Field({}, exclude_if=operator.not_)
     """The task's further figures of the trained models: means over the seeds."""
-    accuracy_difference: AccuracyDifference | None
-    """None for the baseline itself."""
 
-    training_samples_per_second: float | None
-    """Throughput of the training runs: median over seeds."""
-    training_peak_memory_bytes: int | None
-    """Peak memory of the training runs: as in ``results.Window``, largest over seeds."""
-    startup_seconds: float | None
-    """This field and the next are the first seed's times, because only the first seed starts cold."""
-    first_step_seconds: float | None
-    train_seconds: float
-    """Median over seeds."""
-    train_time_ratio: float | None
     time_to_target: TimeToTarget
-    time_to_target_ratio: TimeRatio | None
-    """Ratio to the baseline's time. None for the baseline itself, if a time is unknown, or if the throughput's
-    ratio is untrusted or has no interval."""
+    time_to_target_ratio: Difference | None
+    """Ratio to the baseline's time: the ratio of the samples divided by the ratio of the throughputs. The interval
+    covers only the uncertainty of the throughputs, because evaluations are too rare to show how much the steps differ
+    between seeds. None for the baseline itself, if a time is unknown, or if the throughput's ratio is untrusted or has
+    no interval."""
     another_model: str | None = Field(None, exclude_if=operator.not_)
     """The variant's model, if it is not the baseline's."""
     equal_time: EqualTime | None = Field(None, exclude_if=operator.not_)
-    """Only for a variant with another model or a teacher. None if the ratio of the throughputs is not decided, or if
-    the time is too short for an evaluation."""
+    """Only for a variant with another model or a teacher. None if the ratio of the throughputs is not trusted or has
+    no interval, or if the time is too short for an evaluation."""
     runs: tuple[Run, ...]
+
+    def of(self, figure: Figure) -> Any:
+        """Return the value of ``figure``; None if it is unknown or not trusted."""
+        return self.figures.get(figure.field)
+
+
+class Share(ByFigure):
+    """The effect of one technique of an ablated variant, alone and combined with the variant's other techniques."""
+
+    prefixes = ("added_", "stacked_")
+    variant: str
+    technique: str
+    added_throughput: Difference | None = None
+    """The baseline plus the technique, divided by the baseline. A ratio that was not measured is None."""
+    added_memory: Difference | None = None
+    stacked_throughput: Difference | None = None
+    """The variant divided by the variant without the technique."""
+    stacked_memory: Difference | None = None
+    accuracy: Difference | None = None
+    """Accuracy of a trained variant that adds only this technique to the baseline, compared with the baseline. None if
+    there is no such variant."""
+    accuracy_from: str | None = None
+    """Name of the variant that has this accuracy."""
+    verdict: Verdict | None = None
+    """Verdict on the technique added alone to the baseline. Accuracy and memory count only if they are known. None if
+    the technique was not measured alone."""
+    interaction: str | None = None
+    """One sentence for each quantity whose added and stacked ratios disagree; None if none does."""
+    why_not: str | None = None
+    """Reason why the technique was not measured. With a reason, all other fields except the two names are None."""
 
 
 class Champion(Record):
@@ -188,42 +194,46 @@ class Champion(Record):
     ratios are None."""
     among: int
     """Number of variants that pay by this quantity; without a quantity, of all variants that pay."""
-    ratio: Ratio | None = None
+    ratio: Difference | None = None
     """Ratio to the baseline. With several candidates, it comes from other sessions than the choice or, with a
     single session, from other rounds (``champion``). None also if no session has enough rounds of all candidates."""
     runner_up: VariantName | None = None
     """The second best."""
-    head_to_head: Ratio | None = None
+    head_to_head: Difference | None = None
     """Ratio of the champion to the runner-up, from the rounds that have both. None without a runner-up, or if no
     session counts for both."""
 
 
-class SessionSummary(Session):
+class SessionSummary(ByFigure, Session, extra="allow"):
     """One session of the bench, in short."""
 
+    prefixes = ("noise_",)
     benches: int
     """Number of benches in the session. ``rounds`` counts the rounds of all these benches."""
     commit: str | None
     """Commit of the last bench. The fields of ``Session`` are the first bench's."""
     rounds: int
-    baseline_samples_per_second: float | None
-    """Median over the session's rounds."""
-    noise_throughput: Noise
-    noise_memory: Noise
+    baseline_figures: dict[str, int | float | None]
+    """The baseline's figures, joined over the session's rounds."""
+    noise_throughput: Difference
+    noise_memory: Difference
     variants: tuple[str, ...]
     """The variants that the session measured in their present form, even if their ratios are untrusted."""
 
 
-class Comparison(Document):
+class Comparison(ByFigure, Document, extra="allow"):
     """``reports/comparison.json``."""
 
+    prefixes = ("noise_",)
+    schema_: Literal[2] = Field(2, alias="schema")
     baseline: VariantName
     target_accuracy_fraction: float
     margins: Margins
     environment: dict[str, Any]
     """The content of environment.json, its hash included, but without the digests of code, plans and settings."""
     device: str
-    dataset: Dataset
+    dataset: DatasetFacts | None
+    """None if unknown."""
     train: dict[str, Any]
     """The job that every variant trained: ``train`` in params.yaml."""
     parameter_count: int
@@ -232,9 +242,9 @@ class Comparison(Document):
     directions: Mapping[str, str] = {}
     """Name in ``Compared.findings`` -> which values are better."""
     seeds: tuple[int, ...]
-    noise_throughput: Noise
-    noise_memory: Noise
-    noise_energy: Noise | None = Field(None, exclude_if=operator.not_)
+    noise_throughput: Difference
+    noise_memory: Difference
+    """The baseline against itself, like the ``noise_`` of every further figure that was asked for."""
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
     champion: Champion | None = None
@@ -246,9 +256,16 @@ class Comparison(Document):
     """Number of benches that do not count, because their code, settings, data or environment differ."""
     shares: tuple[Share, ...]
     """Effects of the techniques of ablated variants, in the bench's order."""
+    advised: Mapping[str, float] = Field({}, exclude_if=operator.not_)
+    """Setting -> the largest value that a rejection in any of the sessions advises. All texts advise this value."""
     bench: Bench
-    """The whole bench, raw samples included."""
+    """The whole bench as in its file, raw samples included."""
     made_of: Mapping[str, str] = {}
     """File -> SHA-256 of the results, histories, bench and sessions. Empty in a file older than this field."""
     settings: Compare | None = None
     """``compare`` in params.yaml when the comparison was made. None in a file older than this field."""
+
+    def shown(self, figure: Figure) -> bool:
+        """True unless the figure is optional and no variant has it."""
+        asked = bool(figure.margin) and figure in self.noises
+        return not figure.optional or asked or any(compared.of(figure) is not None for compared in self.variants)

@@ -14,9 +14,9 @@ from pipeline import results
 from pipeline.data.prepared import described
 from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
-from pipeline.files import LIMIT_BYTES, PREPARED, file_sha256, read_bytes
+from pipeline.files import LIMIT_BYTES, PREPARED, differing, file_sha256, read_bytes
 from pipeline.params import Config
-from pipeline.results import RESULTS, Bench, Dataset, HistoryRow, Result, RunConditions, contradictions
+from pipeline.results import RESULTS, Bench, DatasetFacts, HistoryRow, Result, RunConditions, contradictions
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -29,13 +29,13 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
     Raises ComparisonError, listing every file that is missing, unreadable, from another job or variant, or changed
     (``broken_links``). Raises PipelineError if environment.json cannot be read.
     """
-    found: list[Result] = []
+    measured: list[Result] = []
     histories: dict[str, list[HistoryRow]] = {}
     problems = []
     for variant in params.variants:
         result_file, history_file = results.result_file(variant, root), results.history_file(variant, root)
         try:
-            found.append(results.read(result_file, params))
+            measured.append(results.read(result_file, params))
         except ValueError as error:
             problems.append(str(error))  # names the file
         try:
@@ -44,10 +44,10 @@ def read_all(params: Config, root: Path = RESULTS) -> tuple[list[Result], dict[s
             problems.append(f"{history_file} is missing: run `dvc repro`.")
         except ValueError as error:
             problems.append(str(error))
-    problems += broken_links(found, root.parent)
+    problems += broken_links(measured, root.parent)
     if problems:
         raise ComparisonError("\n".join(dict.fromkeys(problems)))  # one history can be reported twice
-    return found, histories
+    return measured, histories
 
 
 LOCK = Path("dvc.lock")
@@ -62,20 +62,20 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
 
     Raises ComparisonError if dvc.lock cannot be read, and PipelineError if environment.json cannot be read.
     """
-    here = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
+    present = environments.read(root / ENVIRONMENT_FILE) if (root / ENVIRONMENT_FILE).exists() else None
     problems, data = [], None
     try:
         data = described((root / DATASET).parent) if (root / DATASET).exists() else None
     except PipelineError as error:
         problems.append(str(error))  # names the file
     files = [results.BENCH_FILE, *others]
-    weights = {each.variant: {run.seed: run.model_sha256 for run in each.runs} for each in measured}
+    weights = {result.variant: {run.seed: run.model_sha256 for run in result.runs} for result in measured}
     for result in measured:
         file, history = results.result_file(result.variant), results.history_file(result.variant)
         files += [file, history]
-        if here:
-            elsewhere = _elsewhere(f"variant {result.variant!r}", result.environment, here, result.variant)
-            if problem := elsewhere or _key_problem(result.key, here, "train", result.variant):
+        if present:
+            elsewhere = _elsewhere(f"variant {result.variant!r}", result.environment, present, result.variant)
+            if problem := elsewhere or _key_problem(result.key, present, "train", result.variant):
                 problems.append(f"{problem}. Run `dvc repro`, which trains the variant here as it is now.")
         again = f"Run {results.train_again(results.stage_of(result.variant, result.applied))}."
         teacher = (result.applied.get("distillation") or {}).get("teacher", "")
@@ -90,7 +90,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
                 problems += [f"{file} holds impossible values: {'; '.join(ends)}. {again}"] if ends else []
             except PipelineError as error:
                 problems.append(str(error))
-        if data and data.sha256 != result.dataset.sha256:
+        if data and result.dataset and data.sha256 != result.dataset.sha256:
             problems.append(
                 f"{file} was measured on {_described(result.dataset)}, not on the data set of {DATASET}. {again}"
             )
@@ -114,12 +114,12 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
 
     A comparison must describe the code that is checked out.
     """
-    there = environment.get("stages", {})
+    recorded = environment.get("stages", {})
     changed = [
         path
-        for stage, here in stages.described(config, {}, stages.MEASURING)["stages"].items()
-        for path, *_ in results.differing(
-            there.get(stage) if isinstance(there, dict) else None, here, f"stages.{stage}"
+        for stage, present in stages.described(config, {}, stages.MEASURING)["stages"].items()
+        for path, *_ in differing(
+            recorded.get(stage) if isinstance(recorded, dict) else None, present, f"stages.{stage}"
         )
         if path.rpartition(".")[2] not in stages.HOW_LONG
     ]
@@ -129,7 +129,7 @@ def check_here(config: Config, environment: Mapping[str, Any]) -> None:
 
 def _recorded(lock: Path) -> dict[str, str]:
     """Return output -> MD5 from dvc.lock; empty if there is no lock file."""
-    try:
+    try:  # not by the loader in C, which crashes on deep nesting
         made = yaml.safe_load(read_bytes(lock, LIMIT_LOCK_BYTES)).get("stages", {}).values()
         return {out["path"]: out["md5"] for stage in made for out in stage.get("outs", ()) if "md5" in out}
     except FileNotFoundError:
@@ -142,14 +142,14 @@ def _recorded(lock: Path) -> dict[str, str]:
 
 def made_of(measured: Sequence[Result], root: Path = Path()) -> dict[str, str]:
     """Return file -> SHA-256, for the files from which a comparison of these results is made."""
-    files = [file(each.variant) for each in measured for file in (results.result_file, results.history_file)]
+    files = [file(result.variant) for result in measured for file in (results.result_file, results.history_file)]
     sessions = [path.relative_to(root) for path in results.session_files(root / results.SESSIONS)]
     return {path.as_posix(): file_sha256(root / path, LIMIT_BYTES) for path in (*files, results.BENCH_FILE, *sessions)}
 
 
-def changed_since(comparison: Mapping[str, Any], root: Path) -> list[str]:
-    """Return the files in ``comparison["made_of"]`` that changed after the comparison was made, or no longer exist."""
-    then = {root / name: (name, sha) for name, sha in comparison.get("made_of", {}).items()}
+def changed_since(made_of: Mapping[str, str], root: Path) -> list[str]:
+    """Return the files in ``Comparison.made_of`` that changed after the comparison was made, or no longer exist."""
+    then = {root / name: (name, sha) for name, sha in made_of.items()}
     return [name for file, (name, sha) in then.items() if not file.is_file() or file_sha256(file, LIMIT_BYTES) != sha]
 
 
@@ -159,7 +159,7 @@ def check(measured: Sequence[Result], baseline: Result, bench: Bench, environmen
     ``read_all`` has checked already that each result is of the present job and environment.
     """
     runs = {"the baseline": baseline}
-    runs |= {f"variant {each.variant!r}": each for each in measured if each is not baseline}
+    runs |= {f"variant {result.variant!r}": result for result in measured if result is not baseline}
     problems = [f"{problem}. Run `dvc repro`." for problem in _thread_problems(runs)]
     for name, dataset in {**{name: run.dataset for name, run in runs.items()}, "bench.json": bench.dataset}.items():
         if dataset != baseline.dataset:
@@ -175,15 +175,15 @@ def check(measured: Sequence[Result], baseline: Result, bench: Bench, environmen
         raise ComparisonError("\n".join(problems))
 
 
-def _elsewhere(what: str, there: str, environment: Mapping[str, Any], *variants: str) -> str:
-    """Return a message if ``there``, the hash recorded with ``what``, is not the hash of ``environment``; else an empty
+def _elsewhere(what: str, recorded: str, environment: Mapping[str, Any], *variants: str) -> str:
+    """Return a message if ``recorded``, the hash in ``what``, is not the hash of ``environment``; else an empty
     string."""
-    here = hash_of(environment, "variants", *variants)
-    if there == here:
+    present = hash_of(environment, "variants", *variants)
+    if recorded == present:
         return ""
     return (
-        f"{what} was measured in environment {there[:12]}, but environment.json describes environment "
-        f"{here[:12]}: numbers from different machines or software are not compared"
+        f"{what} was measured in environment {recorded[:12]}, but environment.json describes environment "
+        f"{present[:12]}: numbers from different machines or software are not compared"
     )
 
 
@@ -208,11 +208,11 @@ def _thread_problems(runs: Mapping[str, RunConditions]) -> list[str]:
     same world size. ``runs``: name -> run."""
     first: dict[int, tuple[str, int]] = {}
     problems = []
-    for name, each in runs.items():
-        other, threads = first.setdefault(each.world_size, (name, each.threads_per_process))
-        if threads != each.threads_per_process:
+    for name, run in runs.items():
+        first_name, threads = first.setdefault(run.world_size, (name, run.threads_per_process))
+        if threads != run.threads_per_process:
             problems.append(
-                f"{name} computed with {count(each.threads_per_process, 'thread')} per process, but {other} with "
+                f"{name} computed with {count(run.threads_per_process, 'thread')} per process, but {first_name} with "
                 f"{threads}: the job's code changes the number of threads (torch.set_num_threads). Use the same number "
                 "in all variants"
             )
@@ -225,7 +225,8 @@ def _bench_problems(
     """Return a message for each contradiction between the bench and the training runs or ``environment``. Code, plan,
     job and settings are compared by their digest (``stages.key``)."""
     variants = [arm.variant for arm in bench.arms if arm.role == "variant"]
-    keys = (_key_problem(bench.keys.get(each.variant), environment, "bench", each.variant) for each in measured)
+    names = [result.variant for result in measured]
+    keys = (_key_problem(bench.keys.get(name), environment, "bench", name) for name in names)
     elsewhere = _elsewhere("the bench", bench.environment, environment, *variants)
     problems = [elsewhere] if elsewhere else [problem for problem in keys if problem]
     if bench.baseline != baseline.variant or not bench.arm("aa_control", baseline.variant):
@@ -236,11 +237,11 @@ def _bench_problems(
             problems.append(f"the bench did not measure variant {result.variant!r}")
             continue
         for key in ("world_size", "micro_batches", "parameter_count", "placement"):
-            found, wanted = getattr(arm, key), getattr(result, key)
-            if found != wanted:
+            benched, trained = getattr(arm, key), getattr(result, key)
+            if benched != trained:
                 problems.append(
-                    f"the bench measured variant {result.variant!r} with {key} {found!r}, but it was trained with "
-                    f"{wanted!r}{' (set train.placement if memory was short)' if key == 'placement' else ''}"
+                    f"the bench measured variant {result.variant!r} with {key} {benched!r}, but it was trained with "
+                    f"{trained!r}{' (set train.placement if memory was short)' if key == 'placement' else ''}"
                 )
     problems += _thread_problems({arm.name: arm for arm in bench.arms})
     counts = {arm.name: len(arm.samples) for arm in bench.arms if arm.variant == bench.baseline}
@@ -249,5 +250,7 @@ def _bench_problems(
     return problems
 
 
-def _described(dataset: Dataset) -> str:
+def _described(dataset: DatasetFacts | None) -> str:
+    if dataset is None:
+        return "unknown data"
     return f"{dataset.name} ({dataset.train_count} + {dataset.test_count} samples, SHA-256 {dataset.sha256[:12]})"

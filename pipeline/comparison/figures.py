@@ -1,4 +1,4 @@
-"""The figures of one variant, from the bench and from the training runs."""
+"""The figures of a variant, and of a session, from the bench and from the training runs."""
 
 from __future__ import annotations
 
@@ -6,103 +6,123 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.comparison.comparison_file import (
-    AccuracyDifference,
-    EqualTime,
-    SeedDifference,
-    SeedTarget,
-    TimeRatio,
-    TimeToTarget,
-)
-from pipeline.comparison.verdicts import Ratio
+from pipeline.comparison import stats, verdicts
+from pipeline.comparison.comparison_file import EqualTime, SeedTarget, SessionSummary, TimeToTarget, fields_of
+from pipeline.comparison.sessions import Sitting, column
+from pipeline.comparison.stats import Difference
 from pipeline.params import Variant, techniques
-from pipeline.results import Arm, Bench, HistoryRow, Result, Run
+from pipeline.results import Bench, HistoryRow, Result, Run, Window, over_seeds, summarise
+from pipeline.results.figures import (
+    ACHIEVED,
+    ALWAYS_MEASURED,
+    FIGURES,
+    MEMORY,
+    PREDICTION_ERROR,
+    THROUGHPUT,
+    UTILISATION,
+    Figure,
+)
 
 
-def of_bench(bench: Bench, arm: Arm, speeds: bool, memory: bool, energy: bool) -> dict[str, Any]:
-    """Return the fields of Compared that the bench measured.
+def of_variant(
+    result: Result, bench: Bench, history: Sequence[HistoryRow], target: float, trusted: Mapping[str, bool]
+) -> dict[str, Any]:
+    """Return the fields of Compared that the bench and the training runs measured.
 
-    ``speeds``, ``memory``, ``energy``: True if these figures are trusted; if not, they become None.
+    ``target``: as in ``time_to_target``. ``trusted``: compared figure, by the key of its margin -> whether this figure
+    and its family are trusted; figures that are not trusted become None.
 
     If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
     is the baseline's median over all its rounds, divided by the baseline's median over only those rounds that the arm
     has, too. Fractions, counts and the single ranks' peaks are not scaled.
     """
-    base = bench.arm("variant", bench.baseline)
-    same = base.model_copy(update={"samples": base.samples[: len(arm.samples)]}) if base else None
-    ledgers, flops = bench.ledgers.get(arm.variant), bench.flops.get(arm.variant)
+    arm, base = (bench.arm("variant", name) for name in (result.variant, bench.baseline))
+    assert arm is not None  # consistency.check has checked it
+    assert base is not None
+    samples, runs = arm.samples, result.runs
 
-    def median(field: str, trusted: bool) -> float | None:
-        value = median_of(arm, field) if trusted else None
-        if value is None or base is None or same is None or field.endswith("fraction"):
+    def value_of(figure: Figure) -> Any:
+        if not figure.over_rounds:
+            return over_seeds(figure, runs)
+        value = over_rounds(figure, samples) if trusted.get(figure.family, True) else None
+        if value is None or figure.unit in ("fraction", "count"):
             return value
-        whole, part = median_of(base, field), median_of(same, field)
-        return value * (whole / part) if whole and part else value
+        whole, part = over_rounds(figure, base.samples), over_rounds(figure, base.samples[: len(samples)])
+        scaled = value * (whole / part) if whole and part else value
+        return round(scaled) if figure.unit == "bytes" else scaled
 
-    def median_bytes(field: str) -> int | None:
-        value = median(field, memory)
-        return None if value is None else round(value)
-
-    ranks = [each.peak_memory_rank_bytes for each in arm.samples if each.peak_memory_bytes is not None and memory]
-    speed = median("samples_per_second", speeds)
-    retries = [sample.allocator_retries for sample in arm.samples if sample.allocator_retries is not None]
-    error = None
-    if ledgers and ledgers.predicted:
-        error = ledgers.predicted.peak_bytes / ledgers.measured.tensors_bytes - 1
+    values = {figure.field: value_of(figure) for figure in FIGURES if figure.over_rounds or figure.over_seeds}
+    speed, flops = values[THROUGHPUT.field], bench.flops.get(result.variant)
     achieved = flops.model_per_sample * speed if flops and speed else None
+    values[ACHIEVED.field] = achieved
+    values[UTILISATION.field] = _quotient(achieved, flops.peak_per_second if flops else None)
+    ledgers = bench.ledgers.get(result.variant)
+    if ledgers and ledgers.predicted:
+        values[PREDICTION_ERROR.field] = ledgers.predicted.peak_bytes / ledgers.measured.tensors_bytes - 1
+    ranks = [sample.peak_memory_rank_bytes for sample in samples if MEMORY.of(sample) is not None and trusted["memory"]]
+    optional = {figure.field for figure in FIGURES if figure.optional}
     return {
-        "samples_per_second": speed,
-        "joules_per_sample": median("joules_per_sample", energy),
-        **{name: median(name, speeds) for name in ("step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")},
-        **{name: median_bytes(name) for name in ("peak_memory_bytes", "peak_reserved_bytes", "driver_memory_bytes")},
-        "peak_memory_rank_bytes": tuple(round(statistics.median(each)) for each in zip(*ranks, strict=True)),
-        "allocator_retries": sum(retries) if retries else None,
-        "rejected": sum(bool(sample.rejections) for sample in arm.samples),
-        "ledgers": ledgers,
-        "prediction_error_fraction": error,
-        "flops": flops,
-        "model_flops_per_second": achieved,
-        "utilisation_fraction": _quotient(achieved, flops.peak_per_second if flops else None),
+        "variant": result.variant,
+        "techniques": (*techniques(Variant.model_validate(result.applied)), *filter(None, [result.changed])),
+        "conditions": result.conditions,
+        "figures": {field: value for field, value in values.items() if value is not None or field not in optional},
+        "peak_memory_rank_bytes": tuple(round(statistics.median(peaks)) for peaks in zip(*ranks, strict=True)),
+        "rejected": sum(bool(sample.rejections) for sample in samples),
+        "trained": summarise(runs),
+        "findings": {
+            name: statistics.fmean(run.findings[name] for run in runs)
+            for name in result.directions
+            if all(name in run.findings for run in runs)
+        },
+        "time_to_target": time_to_target(result, history, target, speed),
+        "runs": runs,
     }
 
 
-def median_of(arm: Arm, field: str) -> float | None:
-    """Return the median of ``field``, a field of ``Window``, over the rounds with a value; None without such rounds."""
-    known = [value for sample in arm.samples if (value := getattr(sample, field)) is not None]
-    return statistics.median(known) if known else None
-
-
-def of_training(result: Result, baseline: Result) -> dict[str, Any]:
-    """Return the fields of Compared that the training runs measured."""
-    runs, summary = result.runs, result.summary
-    told = [name for name in result.directions if all(name in run.findings for run in runs)]
+def against_baseline(
+    result: Result,
+    baseline: Result,
+    histories: Mapping[str, Sequence[HistoryRow]],
+    fields: Mapping[str, Mapping[str, Any]],
+    throughput: Difference | None,
+) -> dict[str, Any]:
+    """Return the fields of Compared that compare trainings. ``histories``: variant -> its history. ``fields``: variant
+    -> ``of_variant``. ``throughput``: the ratio to the baseline; None for the baseline itself."""
+    own, reference = fields[result.variant], fields[baseline.variant]
+    other_model, speed = another_model(result, baseline), reference["figures"][THROUGHPUT.field]
+    differs = other_model or result.applied.get("distillation")
     return {
-        "techniques": tuple(techniques(Variant.model_validate(result.applied))),
-        **{name: getattr(result, name) for name in _OF_RESULT},
-        "test_accuracy_mean_fraction": summary.test_accuracy_mean_fraction,
-        "test_accuracy_spread_fraction": summary.test_accuracy_spread_fraction,
-        "test_correct_count": sum(run.test_correct for run in runs),
-        "test_count": sum(run.test_count for run in runs),
-        "findings": {name: statistics.fmean(run.findings[name] for run in runs) for name in told},
-        "training_samples_per_second": summary.samples_per_second,
-        "training_peak_memory_bytes": summary.peak_memory_bytes,
-        "startup_seconds": runs[0].startup_seconds,
-        "first_step_seconds": runs[0].first_step_seconds,
-        "train_seconds": summary.train_seconds,
-        "train_time_ratio": _quotient(summary.train_seconds, baseline.summary.train_seconds),
+        "time_to_target_ratio": time_ratio(own["time_to_target"], reference["time_to_target"], throughput),
+        "another_model": other_model,
+        "equal_time": equal_time(result, baseline, histories, speed, throughput) if differs else None,
     }
 
 
-_OF_RESULT = (
-    *("skipped", "decided", "batch_size", "learning_rate", "micro_batches"),
-    *("backend", "world_size", "threads_per_process", "placement", "runs"),
-)
-"""The fields of Compared that a result has under the same names."""
+def of_session(session: Sitting, variants: Sequence[str]) -> SessionSummary:
+    """Summarise a session. ``variants``: the variants to look for in its rounds."""
+    rounds = session.rounds()
+    assert rounds is not None  # the baseline's rounds
+    samples, benches = rounds.arms[column(rounds.baseline)].samples, [bench for bench, _ in session.benches]
+    return SessionSummary(
+        **benches[0].session.model_dump(),
+        benches=len(benches),
+        commit=benches[-1].commit,
+        rounds=rounds.cost.rounds,
+        baseline_figures={figure.field: over_rounds(figure, samples) for figure in ALWAYS_MEASURED},
+        **fields_of({figure: rounds.noise(figure) for figure in ALWAYS_MEASURED}, "noise_"),
+        variants=tuple(name for name in variants if session.rounds(column(name))),
+    )
 
 
-def time_to_target(
-    result: Result, history: Sequence[HistoryRow], target: float, samples_per_second: float | None
-) -> TimeToTarget:
+def over_rounds(figure: Figure, samples: Sequence[Window]) -> Any:
+    """Join the values of ``figure`` in the rounds in which it is known; return None if there are none."""
+    known = figure.known(samples)
+    if not known:
+        return None
+    return sum(known) if figure.over_rounds == "sum" else statistics.median(known)
+
+
+def time_to_target(result: Result, history: Sequence[HistoryRow], target: float, speed: float | None) -> TimeToTarget:
     """Return each seed's steps until test accuracy ``target`` (0 to 1), and the median time at the bench's speed. The
     time is None if a seed does not reach the target, if the first evaluation shows it already, or if the speed is
     unknown."""
@@ -112,30 +132,35 @@ def time_to_target(
         SeedTarget(seed=run.seed, steps=min((step for seed, step in reached if seed == run.seed), default=None))
         for run in result.runs
     )
-    steps = [each.steps for each in seeds if each.steps is not None]
-    known = len(steps) == len(seeds) and statistics.median_low(steps) > min(step for _, step, _ in evaluated)
-    samples = statistics.median(steps) * result.batch_size if known else None
-    return TimeToTarget(
-        seeds=seeds, reached_count=len(steps), samples=samples, train_seconds=_quotient(samples, samples_per_second)
+    steps = [seed.steps for seed in seeds if seed.steps is not None]
+    known = (
+        bool(steps)
+        and len(steps) == len(seeds)
+        and statistics.median_low(steps) > min(step for _, step, _ in evaluated)
     )
+    samples = statistics.median(steps) * result.batch_size if known else None
+    return TimeToTarget(seeds=seeds, reached_count=len(steps), samples=samples, train_seconds=_quotient(samples, speed))
 
 
-def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Ratio | None) -> TimeRatio | None:
+def time_ratio(time: TimeToTarget, baseline: TimeToTarget, throughput: Difference | None) -> Difference | None:
     """Return ``time`` divided by ``baseline``, both until the target accuracy is reached. Return None if one of them is
     unknown, or if the throughput's ratio is unknown, untrusted or without bounds."""
     more = _quotient(time.samples, baseline.samples)
-    if more is None or not throughput or throughput.low is None or throughput.decision == "untrusted":
+    if more is None or not throughput or not throughput.counts or not throughput.estimate:
         return None
-    speed = throughput.interval
-    return TimeRatio(estimate=more / speed.estimate, low=more / speed.high, high=more / speed.low)
+    low, high = throughput.bounds
+    return Difference(estimate=more / throughput.estimate, low=more / high, high=more / low, pairs=throughput.pairs)
 
 
 def another_model(result: Result, baseline: Result) -> str | None:
     """Return a description of the model that the variant trained; None if the baseline trained the same model."""
-    named = (each.applied if each.applied.get("model") else each.config["train"] for each in (result, baseline))
-    (name, options), theirs = ((each.get("model", ""), each.get("model_options", {})) for each in named)
-    said = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""
-    return None if (name, options) == theirs else f"{name}{said}, {result.parameter_count:,} parameters"
+    jobs = (run.applied if run.applied.get("model") else run.config["train"] for run in (result, baseline))
+    model, baseline_model = ((job.get("model", ""), job.get("model_options", {})) for job in jobs)
+    if model == baseline_model:
+        return None
+    name, options = model
+    described = f" ({', '.join(f'{key} {value}' for key, value in options.items())})" if options else ""
+    return f"{name}{described}, {result.parameter_count:,} parameters"
 
 
 def equal_time(
@@ -143,51 +168,85 @@ def equal_time(
     baseline: Result,
     histories: Mapping[str, Sequence[HistoryRow]],
     speed: float | None,
-    throughput: Ratio | None,
+    throughput: Difference | None,
 ) -> EqualTime | None:
     """Return the test accuracies of ``result`` and ``baseline`` at the time when the faster training ends.
 
-    Return None if the baseline's ``speed`` is unknown, if the ratio ``throughput`` is not decided, or if a seed was not
-    evaluated by this time. If the ratio is the *same*, both speeds are taken as equal: otherwise, the noise of the
-    ratio would decide whether the last evaluation counts. ``histories``: variant -> its history.
+    Return None if the baseline's ``speed`` is unknown, if the ratio ``throughput`` is untrusted or without bounds, or
+    if a seed was not evaluated by this time, also at one end of the ratio's interval. If the ratio is the *same*, both
+    speeds are taken as equal: otherwise, the noise of the ratio would decide whether the last evaluation counts.
+    ``histories``: variant -> its history.
     """
-    if not speed or not throughput or throughput.decision in ("undecided", "untrusted"):
+    if not speed or not throughput or not throughput.counts:
         return None
-    ours = speed * (1.0 if throughput.decision == "same" else throughput.interval.estimate)
-    rates = ours / result.batch_size, speed / baseline.batch_size  # steps a second
-    seconds = min(each.runs[0].steps / rate for each, rate in zip((result, baseline), rates, strict=True))
+    ratios = (1.0,) if throughput.decision == "same" else (throughput.estimate or 1.0, *throughput.bounds)
+    at_ratios = [_at_ratio(result, baseline, histories, speed, ratio) for ratio in ratios]
+    known = [at for at in at_ratios if at]
+    if len(known) < len(ratios):
+        return None
+    differences = [at.accuracy_fraction - at.baseline_accuracy_fraction for at in known]
+    ends = {"difference_low_fraction": min(differences), "difference_high_fraction": max(differences)}
+    return known[0].model_copy(update=ends)
+
+
+def _at_ratio(
+    result: Result, baseline: Result, histories: Mapping[str, Sequence[HistoryRow]], speed: float, ratio: float
+) -> EqualTime | None:
+    """Return ``equal_time`` at one ratio of the throughputs."""
+    trainings = (result, ratio * speed / result.batch_size), (baseline, speed / baseline.batch_size)  # steps a second
+    seconds = min(trained.runs[0].steps / rate for trained, rate in trainings)
     accuracies = []
-    for each, rate in zip((result, baseline), rates, strict=True):
-        rows = [row for row in histories[each.variant] if row.step <= seconds * rate * (1 + 1e-9)]
+    for trained, rate in trainings:
+        rows = [row for row in histories[trained.variant] if row.step <= seconds * rate * (1 + 1e-9)]
         last = {row.seed: row.test_accuracy for row in rows if row.test_accuracy is not None}
-        if len(last) < len(each.runs):
+        if len(last) < len(trained.runs):
             return None
         accuracies.append(statistics.fmean(last.values()))
-    ours, theirs = accuracies
-    return EqualTime(train_seconds=seconds, accuracy_fraction=ours, baseline_accuracy_fraction=theirs)
+    accuracy, baseline_accuracy = accuracies
+    return EqualTime(train_seconds=seconds, accuracy_fraction=accuracy, baseline_accuracy_fraction=baseline_accuracy)
 
 
-def accuracy_difference(result: Result, baseline: Result) -> AccuracyDifference:
-    """Return each seed's difference in test accuracy, from exact counts.
+def accuracies(
+    results: Sequence[Result], baseline: Result, margin: float, *, look: bool = False
+) -> dict[str, Difference]:
+    """Return variant -> its difference in test accuracy from the baseline, decided together (``stats.step_down``).
+    Variants that were not trained to the end are left out."""
+    trained = [result for result in results if result.runs and baseline.runs]
+    return stats.decided_together(
+        lambda undecided: {
+            result.variant: accuracy(result, baseline, margin, stats.confidence_of_tests(undecided, look=look))
+            for result in trained
+        },
+        len(trained),
+    )
+
+
+def accuracy(result: Result, baseline: Result, margin: float, confidence: float = 0.95) -> Difference:
+    """Return the difference in test accuracy, with the decision at ``margin``."""
+    test_count = baseline.dataset.test_count if baseline.dataset else None
+    weights, baseline_weights = ({run.seed: run.model_sha256 for run in trained.runs} for trained in (result, baseline))
+    return verdicts.accuracy(
+        accuracy_differences(result, baseline),
+        margin,
+        statistics.fmean(run.test_accuracy for run in baseline.runs),
+        1 / (test_count * baseline.unit.per_sample) if test_count else 0.0,
+        confidence,
+        identical=weights == baseline_weights,
+    )
+
+
+def accuracy_differences(result: Result, baseline: Result) -> dict[int, float]:
+    """Return seed -> the difference in test accuracy, from exact counts.
 
     It is 0 for a seed with equal weights in both results. The results must have the same seeds and the same test set.
     """
-    theirs = {run.seed: run for run in baseline.runs}
+    baseline_runs = {run.seed: run for run in baseline.runs}
 
-    def difference(run: Run) -> float:
-        other = theirs[run.seed]
-        same = run.model_sha256 == other.model_sha256
-        return 0.0 if same else (run.test_correct - other.test_correct) / run.test_count
+    def difference(run: Run, baseline_run: Run) -> float:
+        same = run.model_sha256 == baseline_run.model_sha256
+        return 0.0 if same else (run.test_correct - baseline_run.test_correct) / run.test_count
 
-    found = {run.seed: difference(run) for run in result.runs}
-    values = list(found.values())
-    return AccuracyDifference(
-        seeds=tuple(SeedDifference(seed=seed, difference_fraction=value) for seed, value in found.items()),
-        mean_fraction=statistics.fmean(values),
-        spread_fraction=statistics.stdev(values) if len(values) > 1 else None,
-        min_fraction=min(values),
-        max_fraction=max(values),
-    )
+    return {run.seed: difference(run, baseline_runs[run.seed]) for run in result.runs}
 
 
 def _quotient(value: float | None, base: float | None) -> float | None:

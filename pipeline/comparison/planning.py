@@ -1,18 +1,23 @@
-"""Forecast, from the existing rounds and seeds, how many more a decision needs, and how long more rounds take."""
+"""Forecast, from the existing rounds, sessions and seeds, how many more a decision needs, and how long rounds take."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
-from pipeline.comparison.stats import FEWEST_PAIRS, Equivalence, Interval, decide
+from pipeline.comparison.stats import FEWEST_SEEDS, Difference, decide, half_width, median_widths
 from pipeline.results import Bench
+from pipeline.results.bench_file import FEWEST_PAIRS
 
 LONGEST_MINUTES = 60
 """Measuring for longer than this is never advised."""
+MOST_SESSIONS = 20
+"""Adding more sessions than this is never advised."""
 
 _FORESEEABLE = 1000
 """Largest number of further pairs or seeds in a forecast."""
@@ -52,12 +57,13 @@ class RoundCost(NamedTuple):
         return f"set {self.key}: {value:g}"
 
 
-def cost_of(bench: Bench) -> RoundCost:
-    """Return the time that the bench's rounds took, and the setting that limited their number."""
-    settings, rounds = bench.config.get("bench", {}), bench.rounds
+def cost_of(bench: Bench, rounds: int, seconds: float) -> RoundCost:
+    """Return the time of ``rounds`` rounds, of which the last were in ``bench``, and the setting that limited their
+    number."""
+    settings = bench.config.get("bench", {})
     limit = settings.get("max_rounds")
     key = "bench.max_minutes" if limit is None or rounds < limit else "bench.max_rounds"
-    return RoundCost(key, rounds, bench.seconds, settings.get("max_minutes", 0.0))
+    return RoundCost(key, rounds, seconds, settings.get("max_minutes", 0.0))
 
 
 def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
@@ -65,21 +71,21 @@ def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
     return math.ceil(wanted * (pairs + rejected) / pairs)
 
 
-def remedies(aa: Interval, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
+def remedies(aa: Difference, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
     """Say what helps on a machine that ``stats.distrust`` finds too noisy: a quieter machine, or more rounds.
 
     ``rejected``: number of rounds without a pair. ``why_rejected``: this number as text, and the most common reason.
     """
-    quiet = why_rejected or ("let nothing else run here" if aa.low > 0 else None)
+    quiet = why_rejected or ("let nothing else run here" if aa.low is not None else None)
     more = None
     if calm := calm_pairs(aa, max_spread):
-        rounds = rounds_for(calm, aa.count, rejected)
+        rounds = rounds_for(calm, aa.pairs, rejected)
         if not quiet or rounds <= cost.affordable():
             more = cost.remedy(rounds)
     return "; or ".join(filter(None, (quiet, more) if why_rejected else (more, quiet)))
 
 
-def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int | None:
+def pairs_needed(ratio: Difference, margin: float, fixed: float = 0.0) -> int | None:
     """Estimate how many more pairs a decision needs, if the estimate stays the same.
 
     The forecast assumes that the width of the interval is proportional to 1 / sqrt(n) for n pairs, except for its part
@@ -89,12 +95,12 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
     Return 0 if the ratio is decided. Return None if there is no interval yet, or if the estimate is no further than
     ``fixed`` from a margin. Also return None if more than 1000 further pairs would be needed.
     """
-    if decide(interval, margin) != "undecided":
+    if decide(ratio, margin) != "undecided":
         return 0
-    if interval.low <= 0:
+    if ratio.low is None:
         return None
     bound = math.log1p(margin)
-    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
+    estimate, low, high = ratio.logs
     if estimate > bound:
         sides = [(estimate - low, estimate - bound)]
     elif estimate < -bound:
@@ -104,62 +110,104 @@ def pairs_needed(interval: Interval, margin: float, fixed: float = 0.0) -> int |
     if not all(room > fixed for _, room in sides):
         return None
     shrinking = max((width**2 - fixed**2) / (room**2 - fixed**2) for width, room in sides)
-    missing = interval.count * shrinking - interval.count
+    missing = ratio.pairs * shrinking - ratio.pairs
     return max(1, math.ceil(missing)) if missing <= _FORESEEABLE else None
 
 
-def calm_pairs(aa: Interval, max_spread: float) -> int | None:
+def rounds_help(ratio: Difference) -> bool:
+    """False if the part of the interval that more rounds do not reduce keeps ``ratio`` undecided."""
+    if ratio.low is None or not ratio.fixed:
+        return True
+    estimate = ratio.logs[0]
+    at_best = Difference(low=math.exp(estimate - ratio.fixed), high=math.exp(estimate + ratio.fixed))
+    return ratio.narrows and decide(at_best, ratio.margin) != "undecided"
+
+
+def sessions_needed(ratios: Sequence[Difference], margin: float) -> int | None:
+    """Estimate how many more sessions a decision needs, if the sessions' mean, deviation and intervals stay the same.
+
+    Return None if there is only one session, or if the mean lies exactly on the margin. Also return None if the
+    sessions' own intervals are too wide for any number of sessions, or if more than ``MOST_SESSIONS`` further
+    sessions would be needed.
+    """
+    if len(ratios) < 2:
+        return None
+    logs = [ratio.logs[0] for ratio in ratios]
+    room, deviation = abs(abs(statistics.fmean(logs)) - math.log1p(margin)), statistics.stdev(logs)
+    if max(median_widths(ratios)) >= room:
+        return None
+    confidence, more = ratios[0].confidence, range(1, MOST_SESSIONS + 1)
+    return next((n for n in more if half_width(deviation, len(logs) + n, confidence) < room), None)
+
+
+def calm_pairs(aa: Difference, max_spread: float) -> int | None:
     """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too large a spread.
 
     The estimate assumes that log(high / low) is proportional to 1 / sqrt(n) for n pairs. Return None if more pairs do
     not help.
     """
-    if aa.low <= 0:
+    if aa.low is None:
         return FEWEST_PAIRS
     if aa.spread > max_spread:
-        return math.ceil(aa.count * (math.log1p(aa.spread) / math.log1p(max_spread)) ** 2)
+        return math.ceil(aa.pairs * (math.log1p(aa.spread) / math.log1p(max_spread)) ** 2)
     return None
 
 
-def margin_decided(interval: Interval, pairs: int, fixed: float = 0.0) -> float:
+def margin_decided(ratio: Difference, pairs: int, fixed: float = 0.0) -> float:
     """Return the smallest margin at which ``pairs`` pairs in all would show the ratio to be the *same*.
 
     The estimate is assumed to stay the same, and the interval to shrink as in ``pairs_needed``. On the logarithmic
     scale, let w be the distance from the estimate to one end of the interval, f = ``fixed``, n the present number of
     pairs, and N = ``pairs``. Then w shrinks to sqrt((w^2 - f^2) n / N + f^2). At the returned margin, log(1 + margin)
-    equals the larger distance from 0 to an end of the shrunk interval. The interval must have bounds.
+    equals the larger distance from 0 to an end of the shrunk interval. The ratio must have bounds.
     """
-    estimate, low, high = (math.log(value) for value in (interval.estimate, interval.low, interval.high))
+    estimate, low, high = ratio.logs
 
     def shrunk(width: float) -> float:
-        return math.sqrt((width**2 - fixed**2) * interval.count / pairs + fixed**2)
+        return math.sqrt((width**2 - fixed**2) * ratio.pairs / pairs + fixed**2)
 
     return math.expm1(max(estimate + shrunk(high - estimate), shrunk(estimate - low) - estimate))
 
 
-def seeds_needed(result: Equivalence) -> int | None:
+SURE = 1.2816
+"""The 90% quantile of the normal distribution: four of five means lie within so many of their standard deviations."""
+
+
+def deviation_shown(seeds: int, margin: float) -> float:
+    """Return the largest standard deviation of seeds' differences with which so many seeds show that an equal variant
+    is the *same*, in about three of four cases. 0 for fewer than two seeds."""
+    return margin * math.sqrt(seeds) / (float(stdtrit(seeds - 1, 0.95)) + SURE) if seeds > 1 else 0.0
+
+
+def seeds_for(deviation: float, margin: float) -> int | None:
+    """Return the fewest seeds, at least ``FEWEST_SEEDS``, for which ``deviation_shown`` is not smaller than
+    ``deviation``. Return None for more than 1000."""
+    counts = np.arange(FEWEST_SEEDS, _FORESEEABLE)
+    enough = (stdtrit(counts - 1, 0.95) + SURE) * deviation <= margin * np.sqrt(counts)
+    return int(counts[enough.argmax()]) if enough.any() else None
+
+
+def seeds_needed(accuracy: Difference) -> int | None:
     """Estimate how many more seeds a decision (*same*, *worse* or *better*) needs, if mean and deviation stay the same.
 
     Return 0 if the result is decided. Return None for a single seed, which shows no deviation, or if the mean lies
     exactly on the margin. Also return None if more than 1000 further seeds would be needed.
     """
-    if result.decision != "undecided":
+    if accuracy.decision != "undecided":
         return 0
-    room = abs(abs(result.mean) - result.margin)
-    if result.count == 1 or room == 0:
+    room = abs(abs(accuracy.estimate or 0.0) - accuracy.margin)
+    if accuracy.deviation is None or room == 0:
         return None
-    counts = np.arange(result.count + 1, result.count + _FORESEEABLE + 1)
-    enough = stdtrit(counts - 1, result.confidence) * result.deviation / np.sqrt(counts) < room
+    counts = np.arange(accuracy.pairs + 1, accuracy.pairs + _FORESEEABLE + 1)
+    enough = stdtrit(counts - 1, accuracy.confidence) * accuracy.deviation / np.sqrt(counts) < room
     return int(enough.argmax()) + 1 if enough.any() else None
 
 
-def margin_of_seeds(mean: float, half: float, count: int, seeds: int) -> float:
-    """Return the smallest margin, in the unit of ``mean``, at which ``seeds`` seeds in all would show equivalence.
+def margin_of_seeds(accuracy: Difference, seeds: int) -> float:
+    """Return the smallest margin at which ``seeds`` seeds in all would show equivalence.
 
-    Mean and deviation are assumed to stay the same. ``half``: the half-width of the present interval, which has
-    ``count`` differences (at least two). For n differences with the standard deviation s, the half-width is
-    t s / sqrt(n). Here t is the 95% quantile of Student's t distribution with n - 1 degrees of freedom. The margin is
-    |mean| plus the half-width for n = ``seeds``.
+    Mean and deviation are assumed to stay the same; ``accuracy`` must have a deviation. The margin is |mean| plus the
+    half-width of the interval for ``seeds`` differences (``stats.equivalence``).
     """
-    narrower = stdtrit(seeds - 1, 0.95) / stdtrit(count - 1, 0.95) * math.sqrt(count / seeds)
-    return abs(mean) + half * float(narrower)
+    half = float(stdtrit(seeds - 1, accuracy.confidence)) * (accuracy.deviation or 0.0) / math.sqrt(seeds)
+    return abs(accuracy.estimate or 0.0) + half

@@ -1,109 +1,201 @@
-"""Combine several sessions of the bench into a ratio that is valid beyond one session.
+"""The samples of all sessions of the bench as one table, and the ratios that they give.
 
 The interval of a ratio in one session covers only the variation between rounds. Some conditions vary only between
-sessions: the memory layout, the boot, other users of the machine, the day.
+sessions: the memory layout, the boot, other users of the machine, the day. So several sessions are combined.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scipy.special import stdtrit
+from pipeline.comparison import planning, stats, verdicts
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Difference
+from pipeline.results import Arm, Bench, sessions_of
+from pipeline.results.figures import Figure
 
-from pipeline.comparison import figures, planning, stats, verdicts
-from pipeline.comparison.comparison_file import SessionSummary
-from pipeline.comparison.stats import Interval
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Estimated, Noise, Quantity, Ratio, SessionRatio, estimated
-from pipeline.results import Arm, Bench, Window, sessions_of
-
-MOST_SESSIONS = 20
-"""Adding more sessions than this is never advised."""
+Column = tuple[str, str, str | None]
+"""An arm of the table: its role, variant and technique."""
 
 
-def over_sessions(intervals: Sequence[Interval]) -> Interval:
-    """Return the equally weighted geometric mean of the sessions' ratios with its 95% interval.
-
-    Every interval must have bounds. The interval of a single session is returned unchanged. Each session is an
-    independent draw of the conditions. So the interval of S sessions is a t interval with S - 1 degrees of freedom on
-    the logarithms of the ratios. On each side it is at least as wide as the median of the sessions' own intervals,
-    because a few sessions can agree by chance.
-    """
-    if len(intervals) == 1:
-        return intervals[0]
-    logs = [math.log(each.estimate) for each in intervals]
-    mean, half = statistics.fmean(logs), _half(statistics.stdev(logs), len(logs))
-    below, above = _median_widths(intervals)
-    low, high = mean - max(half, below), mean + max(half, above)
-    return Interval(math.exp(mean), math.exp(low), math.exp(high), sum(each.count for each in intervals))
+def column(variant: str) -> Column:
+    """Return the column of the arm that runs ``variant`` itself."""
+    return "variant", variant, None
 
 
-def _half(deviation: float, sessions: int) -> float:
-    return float(stdtrit(sessions - 1, 0.975)) * deviation / math.sqrt(sessions)
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a session in which certain arms took part."""
+
+    arms: Mapping[Column, Arm]
+    """The arms, the baseline and its control. Samples with the same index were measured side by side."""
+    baseline: str
+    cost: RoundCost
+    max_spread: float
+    noises: dict[Figure, Difference]
+    """The known A/A noises. The session shares them between all ``Rounds`` that are the same rounds."""
+
+    def noise(self, quantity: Figure) -> Difference:
+        """Return the A/A noise of ``quantity`` in these rounds."""
+        if quantity not in self.noises:
+            baseline, control = self.arms[column(self.baseline)], self.arms["aa_control", self.baseline, None]
+            self.noises[quantity] = verdicts.noise_between(baseline, control, quantity, self.max_spread, self.cost)
+        return self.noises[quantity]
+
+    def ratio(
+        self, above: Column, below: Column, quantity: Figure, margin: float, confidence: float = 0.95
+    ) -> Difference:
+        """Return the ratio of two arms that took part."""
+        references = [self.arms[name] for name in self.equal_to(below)]
+        return verdicts.ratio(self.arms[above], references, quantity, margin, self.noise(quantity), confidence)
+
+    def equal_to(self, name: Column) -> tuple[Column, ...]:
+        """Return ``name`` and, for the baseline, its control, which is measured in the same way."""
+        return (name, ("aa_control", self.baseline, None)) if name == column(self.baseline) else (name,)
 
 
-def sessions_needed(intervals: Sequence[Interval], margin: float) -> int | None:
-    """Estimate how many more sessions a decision needs, if the sessions' mean, deviation and intervals stay the same.
+class Counted(NamedTuple):
+    """A bench, and its arms that count: those that were measured as the present bench measured them."""
 
-    Return None if there is only one session, or if the mean lies exactly on the margin. Also return None if the
-    sessions' own intervals are too wide for any number of sessions, or if more than ``MOST_SESSIONS`` further
-    sessions would be needed.
-    """
-    if len(intervals) < 2:
-        return None
-    logs = [math.log(each.estimate) for each in intervals]
-    room, deviation = abs(abs(statistics.fmean(logs)) - math.log1p(margin)), statistics.stdev(logs)
-    if max(_median_widths(intervals)) >= room:
-        return None
-    return next((n for n in range(1, MOST_SESSIONS + 1) if _half(deviation, len(logs) + n) < room), None)
+    bench: Bench
+    arms: Mapping[Column, Arm]
 
 
-def _median_widths(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Return the median widths of the intervals below and above their estimates, on the logarithmic scale."""
-    return (
-        statistics.median(math.log(each.estimate / each.low) for each in intervals),
-        statistics.median(math.log(each.high / each.estimate) for each in intervals),
-    )
+@dataclass(frozen=True)
+class Sitting:
+    """The part of the table from one session: the benches of one boot that follow each other within an hour."""
+
+    benches: tuple[Counted, ...]
+    baseline: str
+    max_spread: float
+    _rounds: dict[tuple[Column, ...], Rounds | None] = field(default_factory=dict)
+    _noises: dict[tuple[tuple[int, int], ...], dict[Figure, Difference]] = field(default_factory=dict)
+
+    @property
+    def start_utc(self) -> str:
+        return self.benches[0].bench.session.start_utc
+
+    def rounds(self, *wanted: Column) -> Rounds | None:
+        """Return the rounds in which all the ``wanted`` arms took part, and the baseline and its control; None if no
+        bench counts for all of them."""
+        names = tuple(dict.fromkeys((("aa_control", self.baseline, None), column(self.baseline), *wanted)))
+        if names not in self._rounds:
+            self._rounds[names] = self._joined(names)
+        return self._rounds[names]
+
+    def _joined(self, names: Sequence[Column]) -> Rounds | None:
+        shared = {
+            place: list(zip(*(arms[name].samples for name in names), strict=False))
+            for place, (_, arms) in enumerate(self.benches)
+            if arms.keys() >= set(names)
+        }
+        if not shared:
+            return None
+        rows = [row for of_bench in shared.values() for row in of_bench]
+        last, latest_arms = self.benches[max(shared)]
+        arms = {
+            name: latest_arms[name].model_copy(update={"samples": tuple(row[place] for row in rows)})
+            for place, name in enumerate(names)
+        }
+        cost = planning.cost_of(last, len(rows), sum(self.benches[place].bench.seconds for place in shared))
+        noises = self._noises.setdefault(tuple((place, len(of_bench)) for place, of_bench in shared.items()), {})
+        return Rounds(arms, self.baseline, cost, self.max_spread, noises)
 
 
-def combined(found: Mapping[str, Ratio], own: Ratio, quantity: Quantity) -> Ratio:
+class Table(NamedTuple):
+    """The samples of all sessions that measured the baseline as the present bench did: a row per round, a column per
+    arm."""
+
+    bench: Bench
+    """The present bench."""
+    sessions: tuple[Sitting, ...]
+    """The oldest first."""
+    own: Sitting
+    """The session in which the present bench was measured."""
+    present: Sitting
+    """The part of ``own`` from the present bench alone."""
+    set_aside: int
+    """Number of benches that do not count."""
+
+    @property
+    def arms(self) -> Mapping[Column, Arm]:
+        """The arms of the present bench."""
+        return self.present.benches[0].arms
+
+    def ratios(
+        self, above: str, below: str, quantity: Figure, margin: float, confidence: float = 0.95
+    ) -> dict[str, Difference]:
+        """Return start of a session -> the ratio of two variants, for each session in which both took part."""
+        arms = column(above), column(below)
+        of_sessions = {session.start_utc: session.rounds(*arms) for session in self.sessions}
+        known = {start: rounds for start, rounds in of_sessions.items() if rounds}
+        return {start: rounds.ratio(*arms, quantity, margin, confidence) for start, rounds in known.items()}
+
+    def compared(self, variants: Sequence[str], quantity: Figure, margin: float) -> dict[str, Difference]:
+        """Return variant -> its ratio to the baseline over all sessions, decided together (``stats.step_down``)."""
+
+        def judged(undecided: int) -> dict[str, Difference]:
+            confidence = stats.confidence_of(undecided)
+            of_variants = {
+                name: self.ratios(name, self.bench.baseline, quantity, margin, confidence) for name in variants
+            }
+            return {
+                name: combined(of_sessions, of_sessions[self.own.start_utc], quantity)
+                for name, of_sessions in of_variants.items()
+            }
+
+        return stats.decided_together(judged, len(variants))
+
+
+def combined(sessions: Mapping[str, Difference], own: Difference, quantity: Figure) -> Difference:
     """Combine the ratios of several sessions into one ratio.
 
-    ``found``: start of a session -> its ratio. ``own``: the ratio of the bench's own session.
+    ``sessions``: start of a session -> its ratio. ``own``: the ratio of the bench's own session.
 
     A ratio counts if it is trusted and has bounds. If only one ratio counts, return it; if none counts, return ``own``.
     """
-    shown = tuple(
-        SessionRatio(
-            **{key: getattr(each, key) for key in Estimated.model_fields},
-            start_utc=start,
-            trusted=each.decision != "untrusted",
-        )
-        for start, each in found.items()
-    )
-    trusted = [found[each.start_utc] for each in shown if each.counts]
+    trusted = [ratio for ratio in sessions.values() if ratio.counts]
     if len(trusted) < 2:
-        return (trusted or [own])[0].model_copy(update={"sessions": shown})
-    intervals = [each.interval for each in trusted]
-    interval, margin = over_sessions(intervals), trusted[0].margin
-    decision = stats.decide(interval, margin, higher_is_better=quantity.higher_is_better)
-    needed = sessions_needed(intervals, margin)
-    return Ratio(
-        **estimated(interval),
-        rejected=sum(each.rejected for each in trusted),
-        margin=margin,
-        decision=decision,
-        more_sessions=needed if decision == "undecided" else None,
-        sessions=shown,
+        return (trusted or [own])[0].model_copy(update={"parts": dict(sessions)})
+    mean, margin = stats.over_sessions(trusted), trusted[0].margin
+    decision = stats.decide(mean, margin, higher_is_better=quantity.higher_is_better)
+    return mean.model_copy(
+        update={
+            "rejected": sum(ratio.rejected for ratio in trusted),
+            "margin": margin,
+            "decision": decision,
+            "fixed": max(ratio.fixed for ratio in trusted),
+            "more_sessions": planning.sessions_needed(trusted, margin) if decision == "undecided" else None,
+            "parts": dict(sessions),
+        }
     )
 
 
-def alike(one: Bench, other: Bench, *variants: str) -> bool:
-    """True if ``other`` has an A/A control, and measured ``variants`` in the same way as ``one``, on the same data."""
-    same = all(other.keys.get(name) == one.keys.get(name) and other.arm("variant", name) for name in variants)
-    return same and other.dataset == one.dataset and other.arm("aa_control", one.baseline) is not None
+def table_of(benches: Sequence[Bench], max_spread: float, advised: Mapping[str, float]) -> Table:
+    """Return the table of ``benches``, without duplicates. The first is the present bench.
+
+    ``advised``: the values that all rejections advise in texts (``Rejection.advising``).
+    """
+    present, kept = benches[0], distinct(benches)
+
+    def arms_of(bench: Bench) -> dict[Column, Arm]:
+        counting = [arm for arm in bench.arms if bench.keys.get(arm.variant) == present.keys.get(arm.variant)]
+        return {(arm.role, arm.variant, arm.technique): arm.advising(advised) for arm in reversed(counting)}
+
+    def sitting(benches: Sequence[Bench]) -> Sitting:
+        return Sitting(tuple(counted[id(bench)] for bench in benches), present.baseline, max_spread)
+
+    counted = {id(bench): Counted(bench, arms_of(bench)) for bench in kept}
+    needed = {("aa_control", present.baseline, None), column(present.baseline)}
+    counting = [
+        bench for bench in kept if bench.dataset == present.dataset and counted[id(bench)].arms.keys() >= needed
+    ]
+    sessions = tuple(map(sitting, sessions_of(counting)))
+    own = next(session for session in sessions if any(bench is present for bench, _ in session.benches))
+    alone = own if len(own.benches) == 1 else sitting([present])
+    return Table(present, sessions, own, alone, len(kept) - len(counting))
 
 
 def distinct(benches: Sequence[Bench]) -> list[Bench]:
@@ -113,99 +205,14 @@ def distinct(benches: Sequence[Bench]) -> list[Bench]:
     the same uptime, even with different start times. The bench that comes first in ``benches`` is kept.
     """
 
-    def duplicates(one: Bench, other: Bench) -> bool:
-        arms = {arm.name: arm.samples for arm in one.arms}
-        pairs = [pair for arm in other.arms for pair in zip(arms.get(arm.name, ()), arm.samples, strict=False)]
-        uptimes = {one.session.uptime_seconds, other.session.uptime_seconds}
+    def duplicates(bench: Bench, earlier: Bench) -> bool:
+        arms = {arm.name: arm.samples for arm in bench.arms}
+        pairs = [pair for arm in earlier.arms for pair in zip(arms.get(arm.name, ()), arm.samples, strict=False)]
+        uptimes = {bench.session.uptime_seconds, earlier.session.uptime_seconds}
         return (len(uptimes) == 1 and None not in uptimes) or (bool(pairs) and all(a == b for a, b in pairs))
 
-    found: list[Bench] = []
-    for each in benches:
-        if not any(duplicates(each, other) for other in found):
-            found.append(each)
-    return sorted(found, key=lambda each: each.session.start_utc)
-
-
-class PooledSession(NamedTuple):
-    """The benches of one boot that follow each other within an hour and measured the baseline as ``compared`` did."""
-
-    compared: Bench
-    """The present bench. Another bench counts for the variants that it measured in the same way."""
-    benches: tuple[Bench, ...]
-    max_spread: float
-
-    @property
-    def start_utc(self) -> str:
-        return self.benches[0].session.start_utc
-
-    def rounds_of(self, *variants: str) -> Bench | None:
-        """Return the session's rounds in which all ``variants`` took part; None if no bench counts for all of them.
-
-        The rounds form one bench, whose arms are ``variants``, the baseline and its control.
-        """
-        found = [each for each in self.benches if alike(self.compared, each, *variants)]
-        return _pooled(found, variants) if found else None
-
-    def ratio(self, above: str, below: str, quantity: Quantity, margin: float) -> Ratio | None:
-        """Return the ratio of two variants in the session's rounds that have both; None if there are no such rounds."""
-        rounds = self.rounds_of(above, below)
-        if rounds is None:
-            return None
-        arm, reference = (arm_of(rounds, "variant", name) for name in (above, below))
-        noise = noise_of(rounds, quantity, self.max_spread)
-        return verdicts.ratio(arm, reference, quantity, margin, noise, widen=True)
-
-    def noise(self, quantity: Quantity, *variants: str) -> Noise:
-        """Return the A/A noise of ``quantity`` in ``rounds_of(*variants)``."""
-        found = self.rounds_of(*variants)
-        assert found is not None
-        return noise_of(found, quantity, self.max_spread)
-
-
-def _pooled(benches: Sequence[Bench], variants: Sequence[str]) -> Bench:
-    roles = [("aa_control", benches[0].baseline), *(("variant", name) for name in (benches[0].baseline, *variants))]
-    arms = []
-    for role in dict.fromkeys(roles):
-        parts: list[Window] = []
-        for bench in benches:
-            shared = min(len(arm_of(bench, *each).samples) for each in roles)
-            parts += arm_of(bench, *role).samples[:shared]
-        arms.append(arm_of(benches[-1], *role).model_copy(update={"samples": tuple(parts)}))
-    seconds = sum(each.seconds for each in benches)
-    return benches[-1].model_copy(update={"arms": tuple(arms), "seconds": seconds})
-
-
-def noise_of(bench: Bench, quantity: Quantity, max_spread: float, rounds: int | None = None) -> Noise:
-    """Return the A/A noise of ``quantity`` in the first ``rounds`` rounds of ``bench``; with None, in all rounds."""
-    arms = (arm_of(bench, role, bench.baseline) for role in ("variant", "aa_control"))
-    baseline, control = (arm.model_copy(update={"samples": arm.samples[:rounds]}) for arm in arms)
-    return verdicts.noise_between(baseline, control, quantity, max_spread, planning.cost_of(bench))
-
-
-def summary(session: PooledSession, variants: Sequence[str]) -> SessionSummary:
-    """Summarise a session. ``variants``: the variants to look for in its rounds."""
-    whole = session.rounds_of()
-    assert whole is not None
-    return SessionSummary(
-        **session.benches[0].session.model_dump(),
-        benches=len(session.benches),
-        commit=whole.commit,
-        rounds=whole.rounds,
-        baseline_samples_per_second=figures.median_of(arm_of(whole, "variant", whole.baseline), "samples_per_second"),
-        noise_throughput=session.noise(THROUGHPUT),
-        noise_memory=session.noise(MEMORY),
-        variants=tuple(name for name in variants if session.rounds_of(name)),
-    )
-
-
-def pooled_like(bench: Bench, benches: Sequence[Bench], max_spread: float) -> list[PooledSession]:
-    """Return the sessions of those ``benches`` that measured the baseline as ``bench`` did, without duplicates, the
-    oldest first."""
-    found = [each for each in distinct(benches) if alike(bench, each, bench.baseline)]
-    return [PooledSession(bench, tuple(each), max_spread) for each in sessions_of(found)]
-
-
-def arm_of(bench: Bench, role: str, variant: str) -> Arm:
-    arm = bench.arm(role, variant)
-    assert arm is not None  # consistency.check has checked it
-    return arm
+    kept: list[Bench] = []
+    for bench in benches:
+        if not any(duplicates(bench, earlier) for earlier in kept):
+            kept.append(bench)
+    return sorted(kept, key=lambda bench: bench.session.start_utc)

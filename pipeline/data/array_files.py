@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from numpy.lib.format import open_memmap
 
 from pipeline.data import DataError
@@ -53,11 +55,11 @@ def read(path: Path, unpacked: Path, changes: Counter[str]) -> dict[str, Rows]:
             chunks = _in_table(path, changes) if path.suffix == ".parquet" else _in_safetensors(path)
             write(chunks, str(path), unpacked)
         arrays: dict[str, Rows] = {}
-        for each in [path] if path.suffix == ".npy" else sorted(unpacked.iterdir()):
-            check_name(each.stem, path)
-            rows = arrays[each.stem] = open_memmap(each, "r")
+        for file in [path] if path.suffix == ".npy" else sorted(unpacked.iterdir()):
+            check_name(file.stem, path)
+            rows = arrays[file.stem] = open_memmap(file, "r")
             if rows.dtype.kind not in "iuf" or not rows.ndim or 0 in rows.shape[1:]:
-                raise ValueError(f"{each.stem}: found {rows.dtype} {list(rows.shape)}")
+                raise ValueError(f"{file.stem}: found {rows.dtype} {list(rows.shape)}")
             _check_row_bytes(path, rows.dtype.itemsize * math.prod(rows.shape[1:]))
         return arrays
 
@@ -103,9 +105,9 @@ def _unzip(path: Path, directory: Path) -> None:
         names = archive.namelist()
         if len(set(names)) < len(names):
             raise ValueError("two arrays have the same name")
-        if {each.compress_type for each in archive.infolist()} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        if {member.compress_type for member in archive.infolist()} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
             raise ValueError("it is compressed by another method than numpy's")  # which decompresses without limit
-        _check_unpacked(path, sum(each.file_size for each in archive.infolist()))
+        _check_unpacked(path, sum(member.file_size for member in archive.infolist()))
         for name in names:
             check_name(name.removesuffix(".npy"), path)
             archive.extract(name, directory)
@@ -143,17 +145,36 @@ def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
         row_bytes = sum(_row_bytes(table.schema_arrow.field(name).type) for name in kept)
         _check_row_bytes(path, row_bytes)
         _check_unpacked(path, table.metadata.num_rows * max(row_bytes, LEAST_ROW_BYTES))
-        found = 0
+        row_count = 0
         for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1)), columns=kept):
             columns = {name: _values(path, name, batch.column(name)) for name in kept}
             if "inputs" not in columns:
                 features = [rows for name, rows in columns.items() if name != "targets"]
                 columns = {name: rows for name, rows in columns.items() if name == "targets"}
                 columns |= {"inputs": np.stack(features, 1)} if features else {}
-            found += batch.num_rows
+            row_count += batch.num_rows
             yield columns
-        if found != table.metadata.num_rows:
-            raise ValueError(f"found {found} rows, but the header claims {table.metadata.num_rows}")
+        if row_count != table.metadata.num_rows:
+            raise ValueError(f"found {row_count} rows, but the header claims {table.metadata.num_rows}")
+
+
+@contextmanager
+def limited(path: Path, size: int) -> Iterator[None]:
+    """Raise DataError if the block, which reads the ``size`` bytes of ``path``, takes more memory than they may unpack
+    to."""
+    allowed, (soft, hard) = max(LIMIT_UNPACKED_BYTES, LIMIT_RATIO * size), resource.getrlimit(resource.RLIMIT_DATA)
+    most = psutil.Process().memory_info().data + allowed
+    limit = min([most, *(present for present in (soft, hard) if present != resource.RLIM_INFINITY)])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    except MemoryError:
+        raise DataError(
+            f"{path}: {size:,} bytes unpack to more memory than is allowed: {allowed:,}. If the data set is yours, "
+            "save it without compression."
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _check_row_bytes(path: Path, row_bytes: int) -> None:

@@ -67,15 +67,15 @@ def files(fetch: Fetch, directory: Path) -> list[str]:
     folder has no .npy file."""
     place = Path(fetch.arrays or "").expanduser()
     paths = [place] if place.suffix in FILES else root(fetch, directory).glob("*.npy")
-    found = sorted(path.name for path in paths if path.is_file())
-    if not found and not is_exported(fetch):
+    names = sorted(path.name for path in paths if path.is_file())
+    if not names and not is_exported(fetch):
         missing = "" if place.exists() else ", which does not exist"
         raise DataError(
             f"fetch.arrays: found {fetch.arrays!r}{missing}; expected a file of type {', '.join(FILES)}, a folder with "
             "inputs.npy (and targets.npy, test_inputs.npy and test_targets.npy, where they exist), a folder that the "
             "library datasets saved, or module:function of your own."
         )
-    return found
+    return names
 
 
 def export(fetch: Fetch, directory: Path) -> None:
@@ -128,11 +128,12 @@ def _saved(folder: Path, split: str) -> Iterator[Any]:
             raise DataError(
                 f"{KEY}: {folder} has the split {others[0]!r}; expected train and test: rename the split, or drop it."
             )
-        for file in (each["filename"] for name in names for each in read_json(folder / name / SAVED[0])["_data_files"]):
+        for file in (part["filename"] for name in names for part in read_json(folder / name / SAVED[0])["_data_files"]):
             if Path(file).name != file:
                 raise ValueError(f"its data file {file!r} is in another folder")
-        found = datasets.load_from_disk(folder)
-    splits = found if isinstance(found, Mapping) else {"train": found}
+        with array_files.limited(folder, sum(file.stat().st_size for file in folder.rglob("*.arrow"))):
+            loaded = datasets.load_from_disk(folder)  # maps plain files, but unpacks compressed ones
+    splits = loaded if isinstance(loaded, Mapping) else {"train": loaded}
     if split in splits:
         rows = splits[split].with_format("numpy", dtype=None)  # None keeps the saved dtypes
         yield from rows.iter(min(CHUNK_ROWS, max(1, array_files.CHUNK_BYTES * len(rows) // (rows.data.nbytes or 1))))
@@ -149,13 +150,13 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         if not path.is_file() or file_sha256(path) != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         paths.append(path)
-    found = read(paths, work, changes := Counter[str]())
-    train = {name: each for name, each in found.items() if not name.startswith(TEST)}
-    test = {name.removeprefix(TEST): each for name, each in found.items() if name.startswith(TEST)}
+    read_arrays = read(paths, work, changes := Counter[str]())
+    train = {name: rows for name, rows in read_arrays.items() if not name.startswith(TEST)}
+    test = {name.removeprefix(TEST): rows for name, rows in read_arrays.items() if name.startswith(TEST)}
     if "inputs" not in train or (test and test.keys() != train.keys()):
         raise DataError(
-            f"fetch.arrays: {config.fetch.arrays} has {', '.join(found) or 'none of the arrays'}; expected inputs, and "
-            "in a test split the same arrays as in the training split."
+            f"fetch.arrays: {config.fetch.arrays} has {', '.join(read_arrays) or 'none of the arrays'}; expected "
+            "inputs, and in a test split the same arrays as in the training split."
         )
     for arrays in (train, test):
         if len(set(map(len, arrays.values()))) > 1:
@@ -240,11 +241,11 @@ def read(paths: Iterable[Path], work: Path | None, changes: Counter[str]) -> Nam
     unpacked files have no names any more when this function returns, and the system deletes them with the last memory
     map.
     """
-    found: dict[str, Rows] = {}
+    arrays: dict[str, Rows] = {}
     with TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as unpacked:
         for path in paths:
-            found |= array_files.read(path, Path(unpacked), changes)
-    return {name: found[name] for name in sorted(found, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
+            arrays |= array_files.read(path, Path(unpacked), changes)
+    return {name: arrays[name] for name in sorted(arrays, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
 
 
 def named(arrays: Named) -> str:
@@ -286,11 +287,11 @@ def _as(dtype: np.dtype[Any], rows: Rows, name: str) -> Rows:
     NaN and infinite values pass, because ``packing`` refuses them. Floats are rounded.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        found = rows.astype(dtype)
+        converted = rows.astype(dtype)
         if dtype.kind in "iu":
-            lost = (found.astype(rows.dtype) != rows) | ((found < 0) != (rows < 0))
+            lost = (converted.astype(rows.dtype) != rows) | ((converted < 0) != (rows < 0))
         else:
-            lost = np.isinf(found) & ~np.isinf(rows)
+            lost = np.isinf(converted) & ~np.isinf(rows)
     if lost.any():
         raise DataError(f"{KEY}: {name} has {rows[lost][0]:,}, which {dtype} cannot hold; scale down large values.")
-    return found
+    return converted

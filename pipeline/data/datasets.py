@@ -1,6 +1,10 @@
 """Decode each raw format into arrays with one row per sample, such as images [N, C, H, W] and labels [N].
 
 Rows are yielded in chunks, so that a data set of any size is decoded in bounded memory.
+
+Synthetic samples are textures with noise, or rising tokens; the same seed yields the same samples on every machine. A
+model's score on them says nothing about other data. They serve to measure speed and memory for a given shape and number
+of samples.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import math
 import pickle
 import sys
 import warnings
@@ -17,7 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +30,12 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from pipeline import environment
-from pipeline.data import LIMIT_BYTES, LISTING, DataError, arrays, synthetic, text
+from pipeline.data import LIMIT_BYTES, LISTING, DataError, arrays, text
 from pipeline.data.checksums import SHA256
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
 from pipeline.errors import first_line, printable
 from pipeline.files import open_regular, read_bytes
-from pipeline.params import Config
+from pipeline.params import Config, Synthetic
 
 CHUNK_IMAGES = 64
 CHUNK_BYTES = 16 << 20
@@ -86,9 +91,9 @@ def _published(path: Path) -> bytes:
             content = file.read(LIMIT_BYTES)  # a swapped file may be of any size
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from None
-    expected, found = SHA256[path.parent.name][path.name], hashlib.sha256(content).hexdigest()
-    if found != expected:
-        raise DataError(f"{path}: SHA-256 is {found}, but {expected} was published: {AGAIN}")
+    expected, actual = SHA256[path.parent.name][path.name], hashlib.sha256(content).hexdigest()
+    if actual != expected:
+        raise DataError(f"{path}: SHA-256 is {actual}, but {expected} was published: {AGAIN}")
     return content
 
 
@@ -126,8 +131,8 @@ def _decode_synthetic(config: Config) -> Decoded:
     return Decoded(
         classes=tuple(map(str, range(requested.classes))) if requested.targets == "labels" else (),
         vocabulary=requested.classes if requested.targets == "tokens" else None,
-        train=synthetic.chunks(requested, "train", min(requested.train, kept.train_limit or requested.train)),
-        test=synthetic.chunks(requested, "test", min(requested.test, kept.test_limit or requested.test)),
+        train=synthetic_chunks(requested, "train", min(requested.train, kept.train_limit or requested.train)),
+        test=synthetic_chunks(requested, "test", min(requested.test, kept.test_limit or requested.test)),
     )
 
 
@@ -282,3 +287,56 @@ def _as_seen(opened: Image.Image, path: Path, span: Sequence[float] | None) -> t
 
 
 _CHANGED = f"the image folder has changed; {AGAIN}"
+
+
+TILE = 8
+"""Side in pixels of the tile that a texture repeats."""
+STREAMS = ("textures", "train", "test", "train targets", "test targets")
+Split = Literal["train", "test"]
+_WORK_BYTES = {"labels": 1, "floats": 8, "tokens": 8}
+"""Bytes of memory per input value while the value is generated."""
+
+
+def synthetic_chunks(requested: Synthetic, split: Split, count: int) -> Iterator[Chunk]:
+    """Yield the first ``count`` samples of a split in chunks of n samples: inputs [n, *shape] and, unless they are
+    tokens, targets.
+
+    Targets are either labels [n], which run through all classes again and again, or floats [n, classes] from 0 to 1.
+    Each token is one or two more than the token before, modulo ``classes``. A sample depends on ``requested``,
+    ``split`` and its index, not on ``count``.
+    """
+    tile = (requested.shape[0], *(min(TILE, size) for size in requested.shape[1:]))
+    tiles = _bytes(requested.seed, "textures", 0, requested.classes, tile)
+    length = max(1, CHUNK_BYTES // (math.prod(requested.shape) * _WORK_BYTES[requested.targets]))
+    for start in range(0, count, length):
+        indices = np.arange(start, min(start + length, count))
+        noise = _bytes(requested.seed, split, start, len(indices), tuple(requested.shape))
+        if requested.targets == "tokens":
+            rises = np.cumsum((noise & 1) + 1, 1, dtype=np.int64)
+            yield (((noise[:, :1] + rises) % requested.classes).astype(np.uint16),)
+            continue
+        targets: npt.NDArray[Any] = indices % requested.classes
+        if requested.targets == "labels":
+            textures = tiles[targets]
+        else:
+            levels = _bytes(requested.seed, f"{split} targets", start, len(indices), (requested.classes,))
+            mixed = np.tensordot(levels.astype(np.int64), tiles.astype(np.int64), 1)
+            textures, targets = (mixed // (255 * requested.classes)).astype(np.uint8), levels / np.float32(255)
+        for axis, size in enumerate(requested.shape[1:], start=2):
+            textures = textures.take(np.arange(size) % TILE, axis)
+        inputs = (textures >> 1) + (noise >> 1)
+        yield inputs / np.float32(255) if requested.dtype == "float32" else inputs, targets
+
+
+def _bytes(seed: int, stream: str, start: int, count: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return random bytes [count, *shape], starting at item ``start`` of one of ``STREAMS``.
+
+    The bytes come from a bit generator, for which numpy guarantees the same output in every version. numpy gives no
+    such guarantee for the methods of a Generator.
+    """
+    size = math.prod(shape)
+    words = -(-size // 8)
+    generator = np.random.PCG64(np.random.SeedSequence((seed, STREAMS.index(stream))))
+    generator.advance(start * words)
+    drawn = generator.random_raw(count * words).astype("<u8", copy=False).view(np.uint8)
+    return drawn.reshape(count, 8 * words)[:, :size].reshape(count, *shape)

@@ -122,7 +122,7 @@ def pixel_statistics(images: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], 
     counts, values = histogram.astype(object), np.arange(256).astype(object)  # Python's integers do not overflow
     pixels, total, squares = counts.sum(1), counts @ values, counts @ values**2
     variance = pixels * squares - total * total  # pixels**2 times the variance
-    std = (math.sqrt(each) / (255 * number) for each, number in zip(variance, pixels, strict=True))
+    std = (math.sqrt(square) / (255 * number) for square, number in zip(variance, pixels, strict=True))
     return tuple(total / (255 * pixels)), tuple(std)
 
 
@@ -149,10 +149,10 @@ def _write_split(
     array_files.write(checked(), f"the {split} split", directory, f"{split}_")
     if not digests:
         raise DataError(f"the {split} split is empty; nothing can be trained or tested with it.")
-    found = np.frombuffer(digests, np.uint64)
-    found.sort()
+    all_digests = np.frombuffer(digests, np.uint64)
+    all_digests.sort()
     written = {name: directory / f"{split}_{name}.npy" for name in names}
-    return {name: np.load(path, mmap_mode="r") for name, path in written.items() if path.is_file()}, found
+    return {name: np.load(path, mmap_mode="r") for name, path in written.items() if path.is_file()}, all_digests
 
 
 def _count_known(known: Digests, digests: Digests) -> int:

@@ -200,14 +200,14 @@ def _verify_newer(directory: Path, description: Description) -> None:
     """
     path = directory / DESCRIPTION
     arrays = [directory / name for name in description.files]
-    for each in arrays:
-        if not each.is_file():
-            raise DataError(f"{each} is missing; {_AGAIN}")
-    newer = [each for each in arrays if each.stat().st_mtime_ns >= path.stat().st_mtime_ns]
-    for each in newer:
-        expected, found = description.files[each.name], file_sha256(each)
-        if found != expected:
-            raise DataError(f"{each}: SHA-256 is {found}, but {DESCRIPTION} says {expected}; {_AGAIN}")
+    for file in arrays:
+        if not file.is_file():
+            raise DataError(f"{file} is missing; {_AGAIN}")
+    newer = [file for file in arrays if file.stat().st_mtime_ns >= path.stat().st_mtime_ns]
+    for file in newer:
+        expected, actual = description.files[file.name], file_sha256(file)
+        if actual != expected:
+            raise DataError(f"{file}: SHA-256 is {actual}, but {DESCRIPTION} says {expected}; {_AGAIN}")
     if newer:
         with suppress(OSError):  # the data set may be read-only
             os.utime(path)

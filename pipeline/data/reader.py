@@ -90,8 +90,8 @@ class Reader:
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            for each in rows:
-                each.record_stream(stream)
+            for array_rows in rows:
+                array_rows.record_stream(stream)
         return rows
 
     def hold(self) -> None:

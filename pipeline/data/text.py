@@ -61,16 +61,16 @@ def files(fetch: Fetch) -> list[str]:
     """
     top, of_python = root(fetch), fetch.dataset == "python_source"
     if of_python:
-        found = files_under(top, "", lambda place: "" if place.suffix == ".py" else "other", _UNREAD)
-        found = [name for name in found if (top / name).stat().st_size]
+        names = files_under(top, "", lambda place: "" if place.suffix == ".py" else "other", _UNREAD)
+        names = [name for name in names if (top / name).stat().st_size]
     else:
-        found = files_under(top, f"fetch.{fetch.dataset}", lambda _: "")
-        for empty in (name for name in found if not (top / name).stat().st_size):
+        names = files_under(top, f"fetch.{fetch.dataset}", lambda _: "")
+        for empty in (name for name in names if not (top / name).stat().st_size):
             raise DataError(f"fetch.{fetch.dataset}: {top / empty} is empty; remove it.")
-    if len(found) < 2:
-        there = f"found {count(len(found), 'file')} in {top}"
+    if len(names) < 2:
+        there = f"found {count(len(names), 'file')} in {top}"
         raise DataError(f"fetch.{fetch.dataset}: {there}; expected two or more, because testing needs its own file.")
-    return found
+    return names
 
 
 def decode(config: Config, directory: Path) -> Decoded:
@@ -102,12 +102,12 @@ def windows(tokens: Iterable[Tokens], length: int, limit: int | None = None) -> 
     left, count = np.empty(0, np.uint16), 0
     for block in tokens:
         left = np.concatenate([left, block], dtype=block.dtype)
-        found = (len(left) - 1) // length
+        windows = (len(left) - 1) // length
         if limit is not None:
-            found = min(found, limit - count)
-        if found > 0:
-            yield (sliding_window_view(left[: found * length + 1], length + 1)[::length],)
-            left, count = left[found * length :], count + found
+            windows = min(windows, limit - count)
+        if windows > 0:
+            yield (sliding_window_view(left[: windows * length + 1], length + 1)[::length],)
+            left, count = left[windows * length :], count + windows
         if count == limit:
             return
 

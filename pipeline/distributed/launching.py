@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
 import os
@@ -125,12 +126,12 @@ def forked(
         variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), STORE: f"{private}/store"}
         try:
             for rank in range(processes):
-                here, there = context.Pipe()
+                ours, there = context.Pipe()
                 own = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if processes > 1 else {}
                 process = context.Process(target=_forked, args=(there, own, worker, arguments))
                 process.start()
                 there.close()
-                ranks.append((process, here))
+                ranks.append((process, ours))
             yield partial(_ask, ranks)
             _close(ranks)
         except BaseException:  # a signal's handler may raise it, even while the ranks run to their end
@@ -191,6 +192,7 @@ def _forked(
     os.environ |= variables
     from numpy import random  # imported here, because this module loads before quick commands end
 
+    gc.freeze()  # the server's objects stay alive, so no collection needs to scan them, and to copy their pages
     random.seed()  # not the server's state; Python's own generator does the same after a fork
     answers = worker(*arguments)
     while True:

@@ -48,31 +48,34 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Return every rank's ``value`` (picklable), in rank order, on every rank. Waits for all ranks.
 
-        Tensors in dictionaries, lists and tuples are sent one by one and arrive on the host, so a GPU holds a copy of
-        only one tensor at a time.
+        Values without tensors take two collectives, whatever the number of ranks. Tensors in dictionaries, lists and
+        tuples are sent one by one and arrive on the host, so a GPU holds a copy of only one tensor at a time.
         """
         if self.size == 1:
             return [value]
-        return [self.sent(self.announced(value, rank), rank) for rank in range(self.size)]
+        forms: list[Any] = [None] * self.size
+        dist.all_gather_object(forms, tree_map_only(torch.Tensor, _form, value))
+        forms[self.rank] = value
+        return [self.sent(form, rank) for rank, form in enumerate(forms)]
 
     def broadcast(self, value: T) -> T:
         """Return the main rank's ``value`` (picklable) on every rank; tensors are sent as in ``gather``."""
         return self.sent(self.announced(value)) if self.size > 1 else value
 
-    def announced(self, value: T, source: int = 0) -> T:
-        """Return rank ``source``'s ``value`` (picklable). On other ranks, its tensors are on the meta device, without
+    def announced(self, value: T) -> T:
+        """Return the main rank's ``value`` (picklable). On other ranks, its tensors are on the meta device, without
         content; ``sent`` sends the content."""
         if self.size == 1:
             return value
-        forms = [tree_map_only(torch.Tensor, _form, value) if self.rank == source else None]
-        dist.broadcast_object_list(forms, src=source, device=self.device)
-        return value if self.rank == source else cast("T", forms[0])
+        forms = [tree_map_only(torch.Tensor, _form, value) if self.is_main else None]
+        dist.broadcast_object_list(forms, src=0, device=self.device)
+        return value if self.is_main else cast("T", forms[0])
 
     def sent(self, announced: T, source: int = 0) -> T:
         """Return ``announced`` with copies of rank ``source``'s tensors, on every rank's host.
 
-        The argument must be the return value of the method ``announced``, or a part of this value that is the same on
-        every rank.
+        The argument must be what the method ``announced`` returned for rank ``source``, or a part of this value that is
+        the same on every rank.
         """
         return cast("T", tree_map_only(torch.Tensor, lambda tensor: self._sent(tensor, source), announced))
 
@@ -83,8 +86,8 @@ class World:
         """
 
         def gathered(part: Any) -> torch.Tensor | None:
-            found = whole(part)
-            return found.cpu() if self.is_main else None
+            tensor = whole(part)
+            return tensor.cpu() if self.is_main else None
 
         return cast("T", tree_map_only(_is_part, gathered, value))
 
@@ -178,8 +181,8 @@ def whole(tensor: Any) -> torch.Tensor:
 
     All ranks must call this together.
     """
-    found = tensor.detach().to(tensor.device_mesh.device_type).full_tensor() if _is_part(tensor) else tensor
-    return cast("torch.Tensor", found)
+    full = tensor.detach().to(tensor.device_mesh.device_type).full_tensor() if _is_part(tensor) else tensor
+    return cast("torch.Tensor", full)
 
 
 @cache
@@ -212,15 +215,15 @@ def world(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     variables = {}
     if device == "cuda":
-        here = _gpu(local_rank)
+        own_device = _gpu(local_rank)
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may vary the order of sums
     else:
-        here = torch.device("cpu")
+        own_device = torch.device("cpu")
     if size == local_size and (loopback := _loopback()):
         variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     with default_environment(variables), share_of(cores, local_size) if device == "cpu" else nullcontext():
         if size is None:
-            yield World(rank=0, size=1, device=here, backend=None)
+            yield World(rank=0, size=1, device=own_device, backend=None)
             return
         backend = "nccl" if device == "cuda" else "gloo"
         private = dist.FileStore(os.environ[STORE]) if STORE in os.environ else None  # type: ignore[attr-defined]
@@ -231,7 +234,7 @@ def world(
                 store=private or met({**record(), "threads": torch.get_num_threads()}),
                 rank=int(os.environ["RANK"]),
                 world_size=size,
-                device_id=here if device == "cuda" else None,
+                device_id=own_device if device == "cuda" else None,
             )
         except dist.DistBackendError as error:
             if "Duplicate GPU" not in str(error):
@@ -240,7 +243,7 @@ def world(
                 f"rank {os.environ['RANK']} and another rank of this host were given the same GPU. {A_GPU_EACH}"
             ) from None
         _mesh.cache_clear()
-        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=here, backend=backend)
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=own_device, backend=backend)
         # Skipped after an error: the ranks may then be at different steps, and destroying the group may wait for them
         # forever. The launcher ends the processes.
         dist.destroy_process_group()
@@ -262,7 +265,7 @@ def share_of(cores: float, processes: int) -> Iterator[None]:
 def _loopback() -> str | None:
     """Return the name of this system's loopback interface; None if there is none."""
     addresses = psutil.net_if_addrs()
-    return next((name for name in addresses if any(each.address == "127.0.0.1" for each in addresses[name])), None)
+    return next((name for name in addresses if any(item.address == "127.0.0.1" for item in addresses[name])), None)
 
 
 def _gpu(local_rank: int) -> torch.device:

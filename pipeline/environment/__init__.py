@@ -20,18 +20,20 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.environment import cpus, gpus, software, variables
-from pipeline.environment.cpus import cores, memory_limits
+from pipeline.environment import hardware, software
+from pipeline.environment.hardware import cores, memory_limits
 from pipeline.errors import PipelineError, redacted
-from pipeline.files import json_sha256, read_json, read_text, write_text
+from pipeline.files import differing, json_sha256, read_json, read_text, write_text
 from pipeline.params import CATALOGUE, COMPILER, Machine
 
 __all__ = [
     "ENVIRONMENT_FILE",
+    "changed_since",
     "checked_out",
     "cores",
     "fingerprint",
     "hash_of",
+    "last_written",
     "machine",
     "memory_limits",
     "read",
@@ -59,15 +61,15 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
     not depend on these versions. Call this in the process that a person started, because launchers set variables such
     as OMP_NUM_THREADS in their workers.
     """
-    shown, driver, _ = gpus.shown()
-    cpu = cpus.facts()
-    flags = cpus.flags(cpu)
+    shown, driver, _ = hardware.visible_gpus()
+    cpu = hardware.cpu_facts()
+    flags = hardware.cpu_flags(cpu)
     content: dict[str, Any] = {
         "hardware": {
             "cpu": {
-                "model": cpus.model(cpu),
+                "model": hardware.cpu_model(cpu),
                 "cores": cores(),
-                "flags": [flag for flag in cpus.KERNEL_FLAGS if flag in flags],
+                "flags": [flag for flag in hardware.KERNEL_FLAGS if flag in flags],
             },
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "gpus": shown,
@@ -80,7 +82,7 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
             "torch": software.torch_build()["__version__"],
             "torchvision": software.version("torchvision"),
         },
-        "settings": variables.settings(),
+        "settings": software.variables(),
     }
     if shown:  # without a GPU, these libraries are not used even if they are installed
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
@@ -109,14 +111,15 @@ def _optional_versions(
 ) -> Mapping[str, Mapping[str, str | None]]:
     """Return the optional packages of a section of a fingerprint: user -> name -> version. The result is empty if an
     older version of the pipeline wrote the fingerprint."""
-    found: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
-    return found
+    versions: Mapping[str, Mapping[str, str | None]] = content.get("relied_on", {}).get(section, {})
+    return versions
 
 
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment.json's content without stages, forms and plans. What remains is the environment that the
     variants' numbers depend on."""
-    kept = {key: value for key, value in content.items() if key not in ("stages", "variants", "teachers", "rulers")}
+    left_out = {"stages", "variants", "digests", "teachers", "rulers"}
+    kept = {key: value for key, value in content.items() if key not in left_out}
     return kept | {"relied_on": {"variants": dict(_optional_versions(content, "variants"))}}
 
 
@@ -125,11 +128,11 @@ def write(
 ) -> str:
     """Write the fingerprint and the values in ``described`` (``stages.described``) to ``path``; return the
     fingerprint's hash. A file with the same content is not rewritten."""
-    found = fingerprint(relied_on) | dict(described or {})
-    text = json.dumps(found, indent=2) + "\n"
+    content = fingerprint(relied_on) | dict(described or {})
+    text = json.dumps(content, indent=2) + "\n"
     if not path.exists() or read_text(path) != text:
         write_text(path, text)
-    return str(found["hash"])
+    return str(content["hash"])
 
 
 def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
@@ -144,6 +147,22 @@ def read(path: Path = ENVIRONMENT_FILE) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("hash"), str):
         raise PipelineError(f"{path} does not contain an environment's fingerprint: {again}")
     return content
+
+
+def last_written() -> dict[str, Any]:
+    """Return the content of environment.json; empty if the file is missing or invalid."""
+    try:
+        return read()
+    except PipelineError:
+        return {}
+
+
+def changed_since(before: Mapping[str, Any]) -> list[str]:
+    """Return what differs between ``before``, an earlier content of environment.json, and the file: dotted paths, such
+    as "variants.memory.code.pipeline/techniques/channels_last.py". Empty if ``before`` is empty."""
+    made_of_others = {"hash", "digests"}
+    then, now = ({key: content[key] for key in content.keys() - made_of_others} for content in (before, read()))
+    return sorted(path for path, *_ in differing(then, now)) if before else []
 
 
 def checked_out() -> str | None:
@@ -166,14 +185,14 @@ def checked_out() -> str | None:
 
 def machine() -> Machine:
     """Describe this machine's hardware and software, for the planning of variants."""
-    shown, _, why_none = gpus.shown()
+    shown, _, why_none = hardware.visible_gpus()
     least = min((tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown), default=(0, 0))
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
     return Machine(
         gpus=len(shown),
         why_no_gpu=why_none,
         gpu_native_bf16=least >= _AMPERE,
-        cpu_native_bf16=bool(cpus.flags(cpus.facts()) & cpus.NATIVE_BF16_FLAGS),
+        cpu_native_bf16=bool(hardware.cpu_flags(hardware.cpu_facts()) & hardware.NATIVE_BF16_FLAGS),
         gpu_tf32=least >= _AMPERE,
         gpu_float8=least >= _ADA,
         trims_memory=hasattr(ctypes.CDLL(None), "malloc_trim"),

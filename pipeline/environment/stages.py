@@ -1,6 +1,6 @@
 """The code and the settings, including defaults, that each stage and each variant of params.yaml would use.
 
-dvc.yaml names this code and these settings as parameters of its stages. The fingerprint's hash does not cover them, so
+dvc.yaml names their digests as parameters of its stages. The fingerprint's hash does not cover them, so
 a change of one stage's code or settings does not make DVC run the other stages again.
 """
 
@@ -13,16 +13,19 @@ from pipeline.environment import code, hash_of
 from pipeline.files import file_sha256, json_sha256
 from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
+from pipeline.results.figures import FIGURES
 
 MEASURING = ("prepare", "train", "bench")
 
 
 def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "teachers": {variant:
-    digest}, "rulers": {setting: digest}}`` as plain values. A teacher's digest is that of its file of weights; None
-    without such a file. A ruler's digest is that of the user's own task or metric (``code.of_function``).
+    """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "digests": {"stages":
+    {stage: digest}, "variants": {variant: digest}}, "teachers": {variant: digest}, "rulers": {setting: digest}}`` as
+    plain values. A teacher's digest is that of its file of weights; None without such a file. A ruler's digest is that
+    of the user's own task or metric (``code.of_function``).
 
-    "code" is file -> digest (``code``). ``plans``: the plan of every variant on this machine. ``only``: the stages to
+    "code" is file -> digest (``code``). dvc.yaml names "digests", so that dvc.lock does not repeat the code's files for
+    each stage. ``plans``: the plan of every variant on this machine. ``only``: the stages to
     describe; None: all.
     """
     settings: dict[str, Any] = {
@@ -34,18 +37,26 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
         "infer": {"max_spread": config.compare.max_spread, **_plain(config.infer, but=frozenset({"variants"}))},
         "compare": _plain(config.compare),
     }
+    settings["compare"]["figures"] = json_sha256([vars(figure) for figure in FIGURES])
+    for stage in ("train", "bench"):
+        settings[stage]["figures"] = json_sha256([figure.joins for figure in FIGURES])
     own = {"fetch": [config.fetch.own_module]} if config.fetch.own_module else {}
     files = {"fetch": code.of_files(code.listed(config.fetch))}
-    return {
+    made = {
         "stages": {
-            stage: {"code": code.of_stage(stage, own.get(stage, ())) | files.get(stage, {}), "settings": each}
-            for stage, each in settings.items()
+            stage: {"code": code.of_stage(stage, own.get(stage, ())) | files.get(stage, {}), "settings": stage_settings}
+            for stage, stage_settings in settings.items()
             if only is None or stage in only
         },
         "variants": {name: _of_variant(plan) for name, plan in plans.items()},
+    }
+    return made | {
+        "digests": {section: {name: json_sha256(about) for name, about in made[section].items()} for section in made},
         "teachers": {name: _given_weights(plan) for name, plan in plans.items()},
         "rulers": {
-            key: code.of_function(name) for key in ("task", "metric") if ":" in (name := getattr(config.train, key))
+            key: code.of_function(name, code.listed(config.train))
+            for key in ("task", "metric")
+            if ":" in (name := getattr(config.train, key))
         },
     }
 
@@ -73,7 +84,7 @@ def made_of(content: Mapping[str, Any]) -> str | None:
     has no stages, because an older version wrote it."""
     if "stages" not in content:
         return None
-    return json_sha256([content.get(each) for each in ("stages", "variants", "teachers")])
+    return json_sha256([content.get(part) for part in ("stages", "variants", "teachers")])
 
 
 def training(plan: Plan) -> dict[str, Any]:
@@ -89,7 +100,7 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
         **_plain(plan, but=frozenset({"requested", "applied", "skipped", "decided", "train"})),
         "requested": _settings(plan.requested),
         "applied": _settings(plan.applied),
-        "techniques": [each.name for each in catalogue.in_order(plan.applied)],
+        "techniques": [entry.name for entry in catalogue.in_order(plan.applied)],
         "skipped": sorted(plan.skipped),
         "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
@@ -103,10 +114,10 @@ def _given_weights(plan: Plan) -> str | None:
 
 def _settings(variant: Variant) -> dict[str, Any]:
     """Return the settings of the techniques that the variant asks for, default values included."""
-    used = {key for each in catalogue.requested(variant) for key in catalogue.keys(each)}
+    used = {key for entry in catalogue.requested(variant) for key in catalogue.keys(entry)}
     return _plain(variant, only=used)
 
 
 def _plain(section: Any, only: Set[str] | None = None, but: frozenset[str] = frozenset()) -> dict[str, Any]:
-    found: dict[str, Any] = section.model_dump(mode="json", include=only and set(only), exclude=set(but))
-    return found
+    values: dict[str, Any] = section.model_dump(mode="json", include=only and set(only), exclude=set(but))
+    return values

@@ -6,23 +6,30 @@ with the head on this machine. A ratio is the head's figure divided by the base'
 
 from __future__ import annotations
 
+import json
+import sys
 import traceback
+from typing import Any
 
 from pipeline import environment
 from pipeline.environment import stages
 from pipeline.errors import PipelineError, say, spelled
-from pipeline.files import write_text
-from pipeline.gate.current import check_current
+from pipeline.files import differing, write_text
+from pipeline.gate.copies import output
 from pipeline.gate.decision import Gated, GateError, supported
 from pipeline.gate.markdown import markdown
 from pipeline.gate.side_by_side import measured
 from pipeline.params import Config
-from pipeline.results import REPORTS, read_document
+from pipeline.plans import plans
+from pipeline.results import REPORTS, read_document, stage_of
 
 __all__ = ["JSON_FILE", "MARKDOWN_FILE", "GateError", "check_current", "confirm", "run"]
 
 JSON_FILE = REPORTS / "gate.json"
 MARKDOWN_FILE = REPORTS / "gate.md"
+COMPARISON_FILE = REPORTS / "comparison.json"
+STAGES = ("fetch", "prepare", "train", "bench")
+"""The stages whose code and settings a comparison's figures depend on."""
 
 
 def run(config: Config, against: str) -> int:
@@ -60,18 +67,18 @@ def confirm(config: Config) -> None:
     again = "run `python -m pipeline gate --against REVISION` again"
     gated = read_document(JSON_FILE, Gated, again)
     content = environment.read()
-    here = environment.hash_of(content, "variants", *config.variants)
-    if gated.head.environment != here:
+    present = environment.hash_of(content, "variants", *config.variants)
+    if gated.head.environment != present:
         raise GateError(
             f"{JSON_FILE}: the head was measured in environment {gated.head.environment[:12]}, but environment.json "
-            f"describes environment {here[:12]}; {again}."
+            f"describes environment {present[:12]}; {again}."
         )
     if gated.head.made_of != stages.made_of(content):
         raise GateError(
             f"{JSON_FILE}: the head ran with other code, settings or plans than environment.json records; {again}."
         )
     try:
-        outcome = supported(gated, config.compare.baseline, config.compare.max_spread, config.gate.must_see)
+        outcome = supported(gated, config.compare, config.gate.must_see)
     except (KeyError, ValueError) as error:
         raise GateError(f"{JSON_FILE}: its arms do not fit together ({error!r}); {again}.") from None
     if gated.outcome == "passed" != outcome:
@@ -79,3 +86,39 @@ def confirm(config: Config) -> None:
             f"{JSON_FILE} says passed, but its samples say {outcome}: the file was edited, or gate.must_see or "
             f"compare.max_spread was made stricter; {again}."
         )
+
+
+def check_current(config: Config) -> None:
+    """Raise GateError unless the comparison was made from the present code, settings and files. `dvc status` says
+    whether files changed."""
+    recorded, present = environment.read(), stages.described(config, plans(config, environment.machine()))
+    entries = [("stages", stage) for stage in STAGES]
+    entries += [(section, variant) for section in ("variants", "teachers") for variant in config.variants]
+    changed = [
+        path
+        for section, name in entries
+        for path, *_ in differing(recorded.get(section, {}).get(name), present.get(section, {}).get(name), name)
+    ]
+    unknown = f"`dvc status` failed, so {COMPARISON_FILE} may not match the present files; fix that error"
+    trained = (stage_of(name, variant) for name, variant in config.variants.items())
+    stages_held = [*trained, "bench", "compare"]
+    text = output([sys.executable, "-m", "dvc", "status", "--json", *stages_held], unknown)
+    try:
+        changed += [name for of_stage in json.loads(text).values() for change in of_stage for name in _changed(change)]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise GateError(f"{unknown}: it wrote {text!r} ({error})") from None
+    if changed:
+        raise GateError(
+            f"{COMPARISON_FILE} is out of date: since it was made, {', '.join(dict.fromkeys(changed))} "
+            "changed. Run `dvc repro`, which measures it again."
+        )
+
+
+def _changed(change: Any) -> list[str]:
+    """Return the changed names in one entry of `dvc status`. Among a stage's outputs, only the comparison counts."""
+    if not isinstance(change, dict):
+        return [str(change).removeprefix("changed ")]  # the stage's command
+    names = [path for path in change.get("changed outs", {}) if path == str(COMPARISON_FILE)]
+    for path, how in change.get("changed deps", {}).items():
+        names.append(f"{path} ({', '.join(how)})" if isinstance(how, dict) else path)
+    return names

@@ -1,7 +1,9 @@
-"""Temporary copies of a commit and of this work tree, in which DVC and the stages run."""
+"""Temporary copies of a commit and of this work tree, in which DVC and the stages run, each with a Python that has its
+packages."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -12,10 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.environment import code
+from packaging.requirements import InvalidRequirement, Requirement
+
+from pipeline.environment import imports
+from pipeline.environment.software import version
 from pipeline.errors import say
+from pipeline.files import read_text
 from pipeline.gate.decision import GateError
-from pipeline.gate.environments import pythons
+
+LOCK = "requirements.lock"
+BUILD_LOCK = "requirements-build.lock"
+"""Lock file of the packages that build source distributions."""
+CACHE = Path(".dvc", "tmp", "gate-environments")
+KEPT = 3
+"""How many environments are kept: the most recently used ones. An environment with torch for CUDA takes about 6 GB."""
+NAMED = 12
+"""Largest number of differing packages that a message names."""
 
 
 class Copy(NamedTuple):
@@ -34,10 +48,10 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
     worktrees behind. Both copies use this checkout's DVC cache, so that DVC restores existing outputs instead of making
     them again.
     """
-    here = Path.cwd()
+    checkout = Path.cwd()
     cache = output([sys.executable, "-m", "dvc", "cache", "dir"], "this is not a DVC repository")
     top, prefix = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--show-prefix")
-    scratch = here / ".dvc" / "tmp"
+    scratch = checkout / ".dvc" / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gate-", dir=scratch, ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -50,9 +64,9 @@ def copies(commit: str) -> Iterator[tuple[Copy, Copy]]:
             copy = folder.resolve() / side
             if not (root / ".dvc").is_dir():  # DVC would use the repository around the copy
                 raise GateError(f"the {side} is not a DVC repository: git has no file under .dvc there.")
-            settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{here / cache}"\n'
+            settings = f'[core]\n    no_scm = true\n[cache]\n    dir = "{checkout / cache}"\n'
             (root / ".dvc" / "config.local").write_text(settings, encoding="utf-8")
-            (root / code.GATE_COPY).write_text(f"{copy}\n{Path(top).resolve()}\n", encoding="utf-8")
+            (root / imports.GATE_COPY).write_text(f"{copy}\n{Path(top).resolve()}\n", encoding="utf-8")
         base, head = map(Copy, roots, pythons(*roots))
         yield base, head
 
@@ -70,7 +84,7 @@ def copy_files(top: Path, to: Path, *only: str) -> None:
 def dvc(side: Copy, *arguments: str) -> None:
     """Run DVC in a copy. DVC and its stages write their output to stderr. Raises GateError if DVC fails."""
     root, python = side
-    say(f"gate: dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr)
+    say(f"dvc {' '.join(arguments)} in {root.relative_to(Path.cwd())}", file=sys.stderr)
     command = [str(python), "-m", "dvc", *arguments]
     process = subprocess.Popen(command, cwd=root, env=_variables(python), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
@@ -134,3 +148,95 @@ def _variables(python: Path = Path(sys.executable)) -> dict[str, str]:
     hidden = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "MLFLOW_TRACKING_URI"}
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+
+
+# If the lock files differ, each side gets a Python with its own packages.
+
+
+def pythons(base: Path, head: Path) -> tuple[Path, Path]:
+    """Return the Python of each of the two copies.
+
+    If the lock files are equal, or a copy has no lock file, both copies use this Python. Otherwise each copy needs the
+    packages of its own lock file. If this Python has these packages, and none that only the other lock file has, the
+    copy uses this Python. If not, the copy uses an environment that is created and kept in ``CACHE``. Raises GateError
+    if the environment cannot be created.
+    """
+    python, of_base, of_head = Path(sys.executable), base / LOCK, head / LOCK
+    if not (of_base.is_file() and of_head.is_file()) or of_base.read_bytes() == of_head.read_bytes():
+        return python, python
+    return (
+        python if _installed(of_base, without=of_head) else _made(of_base),
+        python if _installed(of_head, without=of_base) else _made(of_head),
+    )
+
+
+def differing_packages(base: Path, head: Path) -> list[str]:
+    """Describe how the two lock files differ. Return an empty list if they are equal, or if one is missing."""
+    if not all((root / LOCK).is_file() for root in (base, head)):
+        return []
+    of_base, of_head = ({pin.name: str(pin.specifier) for pin in pins(root / LOCK)} for root in (base, head))
+    changed = [name for name in sorted(of_base | of_head, key=_torch_first) if of_base.get(name) != of_head.get(name)]
+    if not changed:
+        return []
+    named = [f"{name} {of_base.get(name, 'none')} -> {of_head.get(name, 'none')}" for name in changed[:NAMED]]
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    return [f"Each side ran with the packages of its own {LOCK}: {', '.join(named)}{more}."]
+
+
+def _torch_first(name: str) -> tuple[bool, str]:
+    return name not in ("torch", "torchvision"), name
+
+
+def differing_systems(base: Path, head: Path) -> list[str]:
+    """Return a sentence if the Dockerfiles of the two sides differ."""
+    images = [(root / "Dockerfile").read_bytes() for root in (base, head) if (root / "Dockerfile").is_file()]
+    if len(set(images)) < 2:
+        return []
+    return ["The Dockerfiles differ, but both sides ran on one system, so this difference was not tested."]
+
+
+def pins(lock: Path) -> list[Requirement]:
+    """Return the lock file's requirements on this platform. Raises GateError, naming the file, if it is malformed."""
+    lines = [line for line in read_text(lock).splitlines() if line and line[0] not in " #-"]
+    try:
+        requirements = [Requirement(line.partition(" --")[0].rstrip(" \\")) for line in lines]
+    except InvalidRequirement as error:
+        raise GateError(f"{lock}: {error}. Write the file again with `make lock`.") from None
+    return [pin for pin in requirements if pin.marker is None or pin.marker.evaluate()]
+
+
+def _installed(lock: Path, *, without: Path) -> bool:
+    """True if this Python has all packages of ``lock``, and none that only the lock file ``without`` has."""
+    requested = {pin.name: pin.specifier for pin in pins(lock)}
+    versions = {name: version(name) for name in requested}
+    strange = [pin.name for pin in pins(without) if pin.name not in requested]
+    return all(
+        installed is not None and requested[name].contains(installed, prereleases=True)
+        for name, installed in versions.items()
+    ) and not any(map(version, strange))
+
+
+def _made(lock: Path) -> Path:
+    """Return the Python of an environment with the packages of ``lock``. The first call creates the environment.
+
+    The stamp is written last, so that the next call starts an interrupted installation again.
+    """
+    content = lock.read_bytes() + f"{sys.version} {sys.base_prefix}".encode()
+    folder = (CACHE / hashlib.sha256(content).hexdigest()[:16]).absolute()
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    if not stamp.exists():
+        say(f"gate: installing {lock} into {folder}; the first time takes some minutes", file=sys.stderr)
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+        making = [sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)]
+        install, build = [*pip, "install", "--require-hashes"], lock.with_name(BUILD_LOCK)
+        if build.is_file():  # older commits lack this file
+            install += ["--no-build-isolation"]
+        requested = [[*install, "--requirement", str(file)] for file in (build, lock) if file.is_file()]
+        for command in (making, *requested):
+            if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise GateError(f"{lock} cannot be installed; the output of pip is above.")
+    stamp.touch()
+    for unused in sorted(CACHE.glob("*/installed"), key=os.path.getmtime, reverse=True)[KEPT:]:
+        shutil.rmtree(unused.parent)
+    return python

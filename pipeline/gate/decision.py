@@ -5,57 +5,55 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from pipeline import environment, results
-from pipeline.comparison import verdicts
+from pipeline import environment, files
+from pipeline.comparison import stats, verdicts
+from pipeline.comparison.comparison_file import ByFigure, fields_of
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.verdicts import MEMORY, THROUGHPUT, Accuracy, Noise, Quantity, Ratio
+from pipeline.comparison.stats import Decision, Difference
 from pipeline.errors import PipelineError
-from pipeline.params import Margins
-from pipeline.results import Arm, Dataset, Document, Record, ScoreName, Unit, Window
+from pipeline.params import Compare, Margins
+from pipeline.results import Arm, DatasetFacts, Document, Record, ScoreName, Unit, Window
+from pipeline.results.figures import ALWAYS_MEASURED, MEMORY, THROUGHPUT, Figure
+from pipeline.results.rejections import by_kind
 
 Outcome = Literal["passed", "worse", "untrusted", "undecided"]
 EXIT_CODES: dict[Outcome, int] = {"passed": 0, "worse": 1, "untrusted": 3, "undecided": 3}
 """Exit code 2 means a user's mistake, as in every command."""
 
 
-CONFIDENCE_OF_LOOKS = 0.995
-"""After each round except the first few, the gate tests whether everything is decided already. These interim tests use
-a higher confidence than the final test, so that frequent testing adds few errors (the Haybittle-Peto rule). Source:
-Haybittle, "Repeated assessment of results in clinical trials of cancer treatment", British Journal of Radiology 44
-(1971)."""
-
-
 class GateError(PipelineError):
     """Base and head cannot be compared. The message says why and what to do."""
 
 
-class Held(Record):
+class Held(ByFigure):
     """One variant of the head, compared with the same variant of the base."""
 
     variant: str
-    throughput: Ratio
-    memory: Ratio | None
+    throughput: Difference
+    memory: Difference | None = None
     """None if this machine cannot measure memory."""
-    accuracy: Accuracy | None
+    accuracy: Difference | None
     """None if accuracy was not compared."""
 
     @property
-    def figures(self) -> dict[str, Ratio | Accuracy | None]:
+    def known(self) -> dict[str, Difference]:
         """Quantity, in words -> the decision on it, with the figures."""
-        return {"throughput": self.throughput, "peak memory": self.memory, "accuracy": self.accuracy}
+        ratios = {figure.noun: ratio for figure, ratio in self.ratios.items()}
+        return ratios | ({"accuracy": self.accuracy} if self.accuracy else {})
 
 
-class Judged(Record):
+class Judged(ByFigure):
     """The decisions that the samples of both sides support."""
 
+    prefixes = ("noise_",)
     outcome: Outcome
-    noise_throughput: Noise
+    noise_throughput: Difference
     """Ratio of the base's baseline to itself, in throughput; ``noise_memory`` is the same ratio in peak memory."""
-    noise_memory: Noise
+    noise_memory: Difference
     variants: tuple[Held, ...]
     together: Held | None
     """The ratios of geometric means: in each round, the mean over all variants. A change that affects all variants
@@ -84,15 +82,15 @@ class Side(Record):
     """Variant -> seed -> fraction."""
 
 
-class Gated(Judged, Document):
+class Gated(Judged, Document, extra="allow"):
     """``reports/gate.json``."""
 
-    schema_: Literal[3] = Field(default=3, alias="schema")
+    schema_: Literal[4] = Field(default=4, alias="schema")
     indent = 1
     against: str
     """The revision as the user wrote it."""
     margins: Margins
-    dataset: Dataset
+    dataset: DatasetFacts
     """The data set of both sides."""
     score: ScoreName
     """The score that both sides report as accuracy."""
@@ -114,55 +112,96 @@ class Gated(Judged, Document):
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
+    @property
+    def cost(self) -> RoundCost:
+        return RoundCost(self.budget, len(self.base.arms[0].samples), self.seconds)
 
-def judge(
-    base: Mapping[str, Arm],
-    head: Mapping[str, Arm],
-    noise: tuple[Noise, Noise],
-    margins: Margins,
-    accuracies: Mapping[str, Accuracy],
-    must_see: float,
-    confidence: float = 0.95,
-) -> Judged:
-    """Decide on the variants that both sides have. ``base``, ``head``: variant -> arm.
 
-    Samples with the same index were measured side by side. ``noise``: the noise of throughput and of memory.
-    ``must_see``: a fraction, such as 0.1. Every interval must exclude that the head is worse by this fraction.
-    ``confidence``: the confidence of the ratios' intervals.
+class Samples(NamedTuple):
+    """What both sides measured. Samples with the same index belong to the same round, in all arms."""
+
+    control: Arm
+    """The base's baseline, measured a second time."""
+    base: Mapping[str, Arm]
+    """Variant -> arm, like ``head``, which has the same variants."""
+    head: Mapping[str, Arm]
+    accuracies: Mapping[str, Difference]
+    """Variant -> the head's test accuracy minus the base's."""
+    cost: RoundCost
+
+    @classmethod
+    def of(
+        cls, base: Sequence[Arm], head: Sequence[Arm], accuracies: Mapping[str, Difference], cost: RoundCost
+    ) -> Samples:
+        """``base``: the control first, as in ``Side.arms``."""
+        control, *others = base
+        of_base, of_head = ({arm.variant: arm for arm in arms} for arms in (others, head))
+        return cls(control, of_base, of_head, accuracies, cost)
+
+
+def judge(samples: Samples, compare: Compare, must_see: float, *, look: bool = False) -> Judged:
+    """Decide on all variants: the comparison with the pairs of head and base in place of variant and baseline.
+
+    ``compare``: the margins, the baseline and the largest spread of its noise. ``must_see``: a fraction, such as 0.1;
+    every interval must exclude that the head is worse by this fraction. ``look``: with the intervals of a look.
     """
+    margins, base, head = compare.margins, samples.base, samples.head
+    machine = base[compare.baseline], samples.control
+    noises = {
+        figure: verdicts.noise_between(*machine, figure, compare.max_spread, samples.cost)
+        for figure in ALWAYS_MEASURED
+        if figure.margin_in(margins)
+    }
 
-    def held(variant: str, of_head: Arm, of_base: Arm, accuracy: Accuracy | None) -> Held:
-        least = max(margins.memory, verdicts.heap_share(of_base))
-        unknown = verdicts.unmeasurable((of_head, of_base), MEMORY)
-        return Held(
-            variant=variant,
-            throughput=verdicts.ratio(of_head, of_base, THROUGHPUT, margins.throughput, noise[0], confidence),
-            memory=None if unknown else verdicts.ratio(of_head, of_base, MEMORY, least, noise[1], confidence),
-            accuracy=accuracy,
+    pairs = {name: (head[name], base[name]) for name in base}
+    if len(base) > 1:
+        pairs["all together"] = _means([head[name] for name in base], list(base.values()))
+
+    def ratios_of(figure: Figure) -> dict[str, Difference]:
+        def ratio(of_head: Arm, of_base: Arm, confidence: float) -> Difference:
+            references = machine if of_base is machine[0] else (of_base,)
+            heap = verdicts.heap_share(of_base) if figure is MEMORY else 0.0
+            margin, noise = max(figure.margin_in(margins), heap), noises[figure]
+            return verdicts.ratio(of_head, references, figure, margin, noise, confidence, heaps_differ=False)
+
+        def ratios(undecided: int) -> dict[str, Difference]:
+            confidence = stats.confidence_of(undecided, look=look)
+            return {name: ratio(*pair, confidence) for name, pair in known.items()}
+
+        # A speed that is unknown on both sides is untrusted, because without speeds nothing was measured.
+        known = {
+            name: pair
+            for name, pair in pairs.items()
+            if figure is THROUGHPUT or not verdicts.unmeasurable(pair, figure)
+        }
+        return stats.decided_together(ratios, len(known))
+
+    by_figure = {figure: ratios_of(figure) for figure in noises}
+    rows = [
+        Held(
+            variant=name,
+            accuracy=samples.accuracies.get(name),
+            **fields_of({figure: ratios[name] for figure, ratios in by_figure.items() if name in ratios}),
         )
-
-    names = [name for name in base if name in head]
-    variants = [held(name, head[name], base[name], accuracies.get(name)) for name in names]
-    arms = [head[name] for name in names], [base[name] for name in names]
-    together = held("all together", *_means(*arms), None) if len(names) > 1 else None
-    hidden = [
-        f"{name}: most samples of the base have a {quantity.noun}, but most samples of the head have none, so "
-        f"the {quantity.noun} may have got worse"
-        for name in names
-        for quantity in (THROUGHPUT, MEMORY)
-        if not _mostly_known(head[name], quantity) and _mostly_known(base[name], quantity)
+        for name in pairs
     ]
-    rows = [*variants, together] if together else variants
+    variants, together = rows[: len(base)], rows[-1] if len(base) > 1 else None
+    hidden = [
+        f"{name}: most samples of the base have a {figure.noun}, but most samples of the head have none, so the "
+        f"{figure.noun} may have got worse"
+        for name in base
+        for figure in noises
+        if not _mostly_known(head[name], figure) and _mostly_known(base[name], figure)
+    ]
     unseen = [
-        f"{row.variant}: it is unclear whether {quantity.noun} is worse by {must_see:.0%}"
+        f"{row.variant}: it is unclear whether {figure.noun} is worse by {must_see:.0%}"
         for row in rows
-        for quantity, found in ((THROUGHPUT, row.throughput), (MEMORY, row.memory))
-        if found and not _excludes(found, quantity, must_see)
+        for figure, ratio in row.ratios.items()
+        if not _excludes(ratio, figure, must_see)
     ]
     return Judged(
         outcome=_outcome(rows, bool(hidden), bool(unseen)),
-        noise_throughput=noise[0],
-        noise_memory=noise[1],
+        **fields_of(noises, "noise_"),
         variants=tuple(variants),
         together=together,
         hidden=tuple(hidden),
@@ -170,39 +209,29 @@ def judge(
     )
 
 
-def noises(baseline: Arm, control: Arm, max_spread: float, cost: RoundCost) -> tuple[Noise, Noise]:
-    """Return the noise of throughput and of memory, from two equal arms."""
-    return (
-        verdicts.noise_between(baseline, control, THROUGHPUT, max_spread, cost),
-        verdicts.noise_between(baseline, control, MEMORY, max_spread, cost),
-    )
-
-
-def supported(gated: Gated, baseline: str, max_spread: float, must_see: float) -> Outcome:
-    """Judge the raw samples of ``gated`` again and return the outcome that they support.
+def supported(gated: Gated, compare: Compare, must_see: float) -> Outcome:
+    """Judge the raw samples of ``gated`` again, at its own margins, and return the outcome that they support.
 
     Raises ValueError if the arms do not fit together.
     """
-    control, *of_base = gated.base.arms
-    base, head = ({arm.variant: arm for arm in arms} for arms in (of_base, gated.head.arms))
-    if not set(base) == set(head) == {each.variant for each in gated.variants}:
-        raise ValueError("base, head and decisions have different variants")
-    machine = noises(base[baseline], control, max_spread, RoundCost(gated.budget, len(control.samples), gated.seconds))
     compared = accuracies(
         gated.dataset.test_count * gated.unit.per_sample,
         gated.base.test_accuracies,
         gated.head.test_accuracies,
         gated.margins.accuracy,
     )
-    return judge(base, head, machine, gated.margins, compared, must_see).outcome
+    samples = Samples.of(gated.base.arms, gated.head.arms, compared, gated.cost)
+    if not set(samples.base) == set(samples.head) == {row.variant for row in gated.variants}:
+        raise ValueError("base, head and decisions have different variants")
+    return judge(samples, compare.model_copy(update={"margins": gated.margins}), must_see).outcome
 
 
-def _mostly_known(arm: Arm, quantity: Quantity) -> bool:
-    known = sum(bool(getattr(sample, quantity.field)) for sample in arm.samples)
+def _mostly_known(arm: Arm, quantity: Figure) -> bool:
+    known = sum(map(bool, quantity.known(arm.samples)))
     return 0 < 2 * known >= len(arm.samples)
 
 
-def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
+def _excludes(ratio: Difference, quantity: Figure, loss: float) -> bool:
     """True if the interval excludes that the head is worse by ``loss``, or by the margin if the margin is larger.
 
     Also True for untrusted and worse ratios, because the gate reports these anyway.
@@ -216,11 +245,10 @@ def _excludes(ratio: Ratio, quantity: Quantity, loss: float) -> bool:
 def settled(judged: Judged) -> bool:
     """True if the gate may end early: something is worse, or the gate passes and every ratio is decided.
 
-    ``judged`` must have been computed with ``CONFIDENCE_OF_LOOKS``. Every ratio must be decided, because an undecided
+    ``judged`` must be a look's. Every ratio must be decided, because an undecided
     ratio could still be worse by less than ``gate.must_see``.
     """
-    ratios = [each for row in judged.variants for each in (row.throughput, row.memory) if each]
-    decided = all(each.decision in ("same", "better") for each in ratios)
+    decided = all(ratio.decision in ("same", "better") for row in judged.variants for ratio in row.ratios.values())
     return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
 
 
@@ -231,11 +259,13 @@ def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     ``hides``: the head hides a quantity (``Judged.hidden``). ``leaves_open``: an interval does not exclude that the
     head is worse by ``gate.must_see`` (``Judged.unseen``).
     """
-    columns = zip(*(each.figures.values() for each in held), strict=True)
-    decisions = [{each.decision for each in column if each} for column in columns]
-    if any("worse" in each for each in decisions):
+    decisions: dict[str, set[Decision]] = {}
+    for row in held:
+        for noun, difference in row.known.items():
+            decisions.setdefault(noun, set()).add(difference.decision)
+    if any("worse" in of_rows for of_rows in decisions.values()):
         return "worse"
-    if {"untrusted"} in decisions or hides:
+    if {"untrusted"} in decisions.values() or hides:
         return "untrusted"
     return "undecided" if leaves_open else "passed"
 
@@ -245,14 +275,14 @@ def _means(head: Sequence[Arm], base: Sequence[Arm]) -> tuple[Arm, Arm]:
     both sides in this round."""
     sides: tuple[list[Window], list[Window]] = ([], [])
     for windows in zip(*(arm.samples for arm in (*head, *base)), strict=True):
-        why = tuple(dict.fromkeys(reason for window in windows for reason in window.rejections))
+        why = tuple(first for first, _ in by_kind(enumerate(window.rejections for window in windows)))
         means: tuple[dict[str, Any], dict[str, Any]] = ({"rejections": why}, {"rejections": why})
-        for quantity in (THROUGHPUT, MEMORY):
-            figures = [getattr(window, quantity.field) for window in windows]
-            pairs = zip(figures[: len(head)], figures[len(head) :], strict=True)
+        for figure in ALWAYS_MEASURED:
+            values = [figure.of(window) for window in windows]
+            pairs = zip(values[: len(head)], values[len(head) :], strict=True)
             known = [pair for pair in pairs if all(pair)]
             for side, mean in enumerate(means):
-                mean[quantity.field] = statistics.geometric_mean(pair[side] for pair in known) if known else None
+                mean[figure.field] = statistics.geometric_mean(pair[side] for pair in known) if known else None
         for samples, mean in zip(sides, means, strict=True):
             samples.append(windows[0].model_copy(update=mean))
     of_head, of_base = (head[0].model_copy(update={"samples": tuple(samples)}) for samples in sides)
@@ -271,35 +301,41 @@ def accuracy_of(correct: float, count: int, of: str) -> float:
 def check_seeds(base: Iterable[int], head: Iterable[int]) -> None:
     """Raise GateError unless the head trains every seed of the base. With fewer seeds, a worse accuracy would
     be found less often."""
-    there, here = sorted(base), sorted(head)
-    if not there or not set(there) <= set(here):
+    base_seeds, head_seeds = sorted(base), sorted(head)
+    if not base_seeds or not set(base_seeds) <= set(head_seeds):
         raise GateError(
-            f"train.seeds: the base has {there} and the head {here}. Test accuracies are compared over the base's "
-            "seeds, so the head has to train all these seeds."
+            f"train.seeds: the base has {base_seeds} and the head {head_seeds}. Test accuracies are compared over the "
+            "base's seeds, so the head has to train all these seeds."
         )
 
 
 def accuracies(
     test_count: int, base: Mapping[str, Mapping[int, float]], head: Mapping[str, Mapping[int, float]], margin: float
-) -> dict[str, Accuracy]:
-    """Return variant -> the head's test accuracy minus the base's.
+) -> dict[str, Difference]:
+    """Return variant -> the head's test accuracy minus the base's, decided together (``stats.step_down``).
 
     ``base``, ``head``: variant -> seed -> test accuracy as a fraction. ``test_count``: the number of samples or tokens
     that the accuracies count. Raises GateError if the head lacks an accuracy.
     """
-    found = {}
-    for name, there in base.items():
-        here = head.get(name, {})
-        check_seeds(there, here)
-        differences = [here[seed] - there[seed] for seed in sorted(there)]
-        found[name] = verdicts.accuracy(differences, margin, statistics.fmean(there.values()), 1 / test_count)
-    return found
+    for variant, of_base in base.items():
+        check_seeds(of_base, head.get(variant, {}))
+
+    def judged(undecided: int) -> dict[str, Difference]:
+        compared, confidence = {}, stats.confidence_of_tests(undecided)
+        for variant, of_base in base.items():
+            differences = {seed: head[variant][seed] - of_base[seed] for seed in sorted(of_base)}
+            mean = statistics.fmean(of_base.values())
+            compared[variant] = verdicts.accuracy(differences, margin, mean, 1 / test_count, confidence)
+        return compared
+
+    return stats.decided_together(judged, len(base))
 
 
 def unshared(base: Iterable[str], head: Iterable[str]) -> list[str]:
     """Return a line for each side that has variants that the other side lacks."""
-    there, here = list(base), list(head)
-    gone, new = (", ".join(name for name in one if name not in other) for one, other in ((there, here), (here, there)))
+    base_names, head_names = dict.fromkeys(base), dict.fromkeys(head)
+    gone = ", ".join(name for name in base_names if name not in head_names)
+    new = ", ".join(name for name in head_names if name not in base_names)
     return [
         *([f"Only the base has: {gone}; the head was measured with the base's definition."] if gone else []),
         *([f"Only the head has: {new}."] if new else []),
@@ -316,12 +352,12 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
         stages = [fingerprint["stages"][stage] for stage in ("train", "bench")]
         return [environment.hash_of(fingerprint, "variants", name), fingerprint["variants"].get(name), *stages]
 
-    if not all("stages" in each for each in (base, head)):
+    if not all("stages" in fingerprint for fingerprint in (base, head)):
         return []
     remarks: list[str] = []
     for row in judged.variants:
-        known = {noun: each.decision for noun, each in row.figures.items() if each}
-        moved = [f"{noun} {found}" for noun, found in known.items() if found in ("better", "worse")]
+        decisions = {noun: difference.decision for noun, difference in row.known.items()}
+        moved = [f"{noun} {decision}" for noun, decision in decisions.items() if decision in ("better", "worse")]
         if moved and ran(base, row.variant) == ran(head, row.variant):
             remarks.append(
                 f"{row.variant}: {', '.join(moved)}, although the digests of code, settings and packages are equal on "
@@ -334,6 +370,6 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
 def differing(base: Any, head: Any, path: str) -> list[str]:
     """Return a line for each value that differs, with its dotted path."""
     return [
-        f"{where}: base {json.dumps(there)}, head {json.dumps(here)}"
-        for where, there, here in results.differing(base, head, path)
+        f"{key}: base {json.dumps(of_base)}, head {json.dumps(of_head)}"
+        for key, of_base, of_head in files.differing(base, head, path)
     ]

@@ -12,6 +12,7 @@ import yaml
 from pipeline.gate.decision import GateError, differing
 from pipeline.params import PARAMS_FILE, Config, parse
 from pipeline.params.loading import read
+from pipeline.results.figures import ALWAYS_MEASURED
 
 
 def _more_rounds(base: int | None, head: int | None) -> int | None:
@@ -24,9 +25,10 @@ def _more_variants(base: list[str], head: list[str]) -> list[str]:
 
 STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
     "compare.baseline": lambda base, _: base,  # its noise decides which figures are trusted
-    "compare.margins.accuracy": min,
-    "compare.margins.memory": min,
-    "compare.margins.throughput": min,
+    **{
+        f"compare.margins.{quantity}": min
+        for quantity in sorted(("accuracy", *(figure.margin for figure in ALWAYS_MEASURED)))
+    },
     "compare.max_spread": min,
     "gate.accuracy": max,
     "gate.max_minutes": max,
@@ -47,7 +49,7 @@ def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]
     """Return, for each key whose values differ, the value that counts. Raises GateError if a side lacks a key."""
     try:
         pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
-        return {key: STRICTER[key](there, here) for key, (there, here) in pairs.items() if there != here}
+        return {key: STRICTER[key](*pair) for key, pair in pairs.items() if pair[0] != pair[1]}
     except (KeyError, TypeError) as error:
         raise GateError(
             f"base and head have different settings ({error!r}), so one of them is of another version: compare this "
@@ -57,10 +59,10 @@ def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]
 
 def at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value at the dotted ``key``."""
-    found: Any = values
+    value: Any = values
     for part in key.split("."):
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def judging(config: Config, base: Mapping[str, Any], against: str) -> Config:

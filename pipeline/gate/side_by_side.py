@@ -7,42 +7,40 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from pipeline import environment, results
-from pipeline.benchmark import calibration
+from pipeline.benchmark import rounds
 from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
-from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
-from pipeline.comparison.verdicts import Accuracy
+from pipeline.comparison.stats import Difference
 from pipeline.environment import ENVIRONMENT_FILE, checked_out, stages
 from pipeline.environment.stages import MEASURING
 from pipeline.errors import count, say
 from pipeline.files import read_json
-from pipeline.gate import environments
-from pipeline.gate.copies import check_arms, commit_of, copies, dvc
+from pipeline.gate.copies import check_arms, commit_of, copies, differing_packages, differing_systems, dvc
 from pipeline.gate.decision import (
-    CONFIDENCE_OF_LOOKS,
     Gated,
     GateError,
     Judged,
+    Samples,
     Side,
     accuracies,
     accuracy_of,
     check_seeds,
     differing,
     judge,
-    noises,
     settled,
     unexplained,
     unshared,
 )
 from pipeline.gate.settings import differences, judging, require
 from pipeline.params import Config
-from pipeline.results import Arm, Dataset, ScoreName, Unit
+from pipeline.results import Arm, DatasetFacts, ScoreName, Unit
+from pipeline.results.bench_file import FEWEST_PAIRS
 
 SCORED = {"task": "classification", "task_options": {}, "metric": "accuracy"}
 """Setting of ``train`` that decides how a model is scored -> its value in versions without this setting."""
@@ -52,98 +50,116 @@ EQUAL = (
 )
 
 
+class Described(NamedTuple):
+    """What one side says of itself, and how accurate its variants became."""
+
+    commit: str | None
+    about: dict[str, Any]
+    """The answer of its server."""
+    fingerprint: dict[str, Any]
+    """Its environment.json."""
+    test_accuracies: dict[str, dict[int, float]] = {}  # noqa: RUF012
+    """Variant -> seed -> fraction. Empty if accuracies are not compared."""
+
+
 def measured(config: Config, revision: str) -> Gated:
     """Measure ``revision`` and this work tree side by side, each with its own code and params.yaml.
 
     Raises GateError if the two cannot be compared, and KeyboardInterrupt if an interrupt comes before the first
     complete round.
     """
-    commit, head_is = commit_of(revision), checked_out()
-    with copies(commit) as sides, ExitStack() as servers:
+    commits = commit_of(revision), checked_out()
+    with copies(commits[0]) as sides, ExitStack() as servers:
         roots = tuple(side.root for side in sides)
-        check_arms(sides[0], f"{revision} ({commit[:12]})")
-        packages = environments.packages(*roots)
-        dvc(sides[0], "repro", "environment", "prepare")
-        base = servers.enter_context(Server(*sides[0]))
-        there = _described(base, revision)
-        effective = judging(config, there, revision)
-        require(roots[1], effective, config)
-        dvc(sides[1], "repro", "environment", "prepare")
-        head = servers.enter_context(Server(*sides[1]))
-        here = _described(head, "this work tree")
-        told = {key: here["dataset"].get(key) for key in there["dataset"]}  # a newer version may have more keys
-        if problems := differing(there["dataset"], told, "dataset"):
-            raise GateError("\n".join([f"{revision} trains on other data than this work tree.", *problems]))
-        baseline, every = effective.compare.baseline, list(there["variants"])
-        chosen = {baseline, *effective.gate.variants} if effective.gate.variants else set(every)
-        names = [name for name in every if name in chosen]
-        fingerprints = [environment.read(root / ENVIRONMENT_FILE) for root in roots]
-        trained: list[dict[str, dict[int, float]]] = [{}, {}]
-        unit = Unit()
-        if effective.gate.accuracy:
-            _check_comparable(
-                there["train"], here["train"], *(fingerprint.get("rulers") for fingerprint in fingerprints)
-            )
-            # DVC does not see two kinds of differences: packages that no fingerprint names, and code of a version that
-            # computes no digests of code. DVC would then reuse one side's training for the other side.
-            unseen = packages or any("stages" not in fingerprint for fingerprint in fingerprints)
-            anew = ("--force", "--no-run-cache", "--single-item") if unseen else ()
-            for side, about in zip(sides, (there, here), strict=True):
-                dvc(side, "repro", *anew, *(results.stage_of(name, about["variants"][name]) for name in names))
-            trained[0], _ = _test_accuracies(roots[0], names)
-            trained[1], unit = _test_accuracies(roots[1], names)
-        turns = turns_on(here["device"], effective.bench)
-        tests = here["dataset"]["test_count"] * unit.per_sample
-        compared = accuracies(tests, trained[0], trained[1], effective.compare.margins.accuracy)
-        specs = arms_of(names, baseline, {"base": (base, there), "head": (head, here)})
-        rounds = _rounds(effective, specs, turns, compared)
+        check_arms(sides[0], f"{revision} ({commits[0][:12]})")
+        remarks, systems = differing_packages(*roots), differing_systems(*roots)
 
+        def opened(number: int, label: str) -> tuple[Server, Described]:
+            dvc(sides[number], "repro", "environment", "prepare")
+            server = servers.enter_context(Server(*sides[number]))
+            fingerprint = environment.read(roots[number] / ENVIRONMENT_FILE)
+            return server, Described(commits[number], complete(server.describe(), label), fingerprint)
+
+        base_server, base = opened(0, revision)
+        effective = judging(config, base.about, revision)
+        require(roots[1], effective, config)
+        head_server, head = opened(1, "this work tree")
+        check(base, head, effective, revision)
+        names, unit = chosen(effective, base), Unit()
+        if effective.gate.accuracy:
+            anew = trains_anew(base, head, remarks)
+            for side, described in zip(sides, (base, head), strict=True):
+                dvc(side, "repro", *anew, *trained_by(described, names))
+            (of_base, _), (of_head, unit) = (accuracies_in(root, names) for root in roots)
+            base, head = base._replace(test_accuracies=of_base), head._replace(test_accuracies=of_head)
+        arms = arms_of(names, {"base": (base_server, base.about), "head": (head_server, head.about)})
+        compared = _compared(base, head, effective, unit)
+        rounds = _rounds(effective, arms, turns_on(head.about["device"], effective.bench), compared)
+    return gated(base, head, rounds, config, effective, unit, against=revision, packages=remarks, systems=systems)
+
+
+def gated(
+    base: Described,
+    head: Described,
+    rounds: Rounds,
+    config: Config,
+    effective: Config,
+    unit: Unit,
+    *,
+    against: str,
+    packages: Sequence[str] = (),
+    systems: Sequence[str] = (),
+) -> Gated:
+    """Return the decision on what was measured, with the samples and with what a reader must know of both sides.
+
+    ``config``: params.yaml of the head. ``effective``: the settings that count. ``unit``: what the accuracies count.
+    ``packages``, ``systems``: how the sides' packages and systems differ. Raises GateError if an interruption left too
+    few rounds.
+    """
     measured = len(rounds.arms[0].samples)
-    if rounds.interrupted and measured < stats.FEWEST_PAIRS:
-        done = count(measured, "round")
-        raise GateError(f"interrupted after {done}; a decision needs at least {stats.FEWEST_PAIRS}.")
-    variants = [{name: each["variants"][name] for name in names} for each in (there, here)]
-    control, of_base, of_head = _sides(rounds)
-    found = _judged(rounds, effective, compared)
-    made_of = [stages.made_of(fingerprint) for fingerprint in fingerprints]
-    of_sides = zip(made_of, (there["environment"], here["environment"]), strict=True)
-    equal = not packages and None not in made_of and len(set(of_sides)) == 1
-    left = ", ".join(sorted(set(every) - chosen))
+    interrupted = f"interrupted after {count(measured, 'round')}" if rounds.interrupted else ""
+    if interrupted and measured < FEWEST_PAIRS:
+        raise GateError(f"{interrupted}; a decision needs at least {FEWEST_PAIRS}.")
+    names = chosen(effective, base)
+    variants = [{name: side.about["variants"][name] for name in names} for side in (base, head)]
+    judged = _judged(rounds, effective, _compared(base, head, effective, unit))
+    made_of = [stages.made_of(side.fingerprint) for side in (base, head)]
+    environments = [side.about["environment"] for side in (base, head)]
+    equal = not packages and None not in made_of and made_of[0] == made_of[1] and environments[0] == environments[1]
+    left = ", ".join(sorted(base.about["variants"].keys() - names))
     remarks = [
         EQUAL if equal else "",
-        f"Interrupted after {count(measured, 'round')}." if rounds.interrupted else "",
-        *([] if packages else unexplained(found, *fingerprints)),
-        *_other_code(*fingerprints),
+        f"{interrupted.capitalize()}." if interrupted else "",
+        *([] if packages else unexplained(judged, base.fingerprint, head.fingerprint)),
+        *_other_code(base.fingerprint, head.fingerprint),
         *packages,
-        *environments.systems(*roots),
-        *unshared(there["variants"], config.variants),
+        *systems,
+        *unshared(base.about["variants"], config.variants),
         f"Not measured, because gate.variants leaves out: {left}." if left else "",
-        *differing(there["train"], here["train"], "train"),
-        *differences(there, config.model_dump(mode="json")),
+        *differing(base.about["train"], head.about["train"], "train"),
+        *differences(base.about, config.model_dump(mode="json")),
         *differing(variants[0], variants[1], "variants"),
         "" if effective.gate.accuracy else "Accuracy was not compared: gate.accuracy is false on both sides.",
     ]
+    of_base, of_head = (
+        Side(
+            commit=side.commit,
+            environment=side.about["environment"],
+            made_of=digest,
+            arms=of_side,
+            test_accuracies=side.test_accuracies,
+        )
+        for side, digest, of_side in zip((base, head), made_of, _by_side(rounds.arms), strict=True)
+    )
     return Gated(
-        **dict(found),
-        against=revision,
+        **dict(judged),
+        against=against,
         margins=effective.compare.margins,
-        dataset=Dataset.model_validate(here["dataset"]),
+        dataset=DatasetFacts.model_validate(head.about["dataset"]),
         unit=unit,
-        score=ScoreName(name=here["train"].get("metric", "accuracy")),
-        base=Side(
-            commit=commit,
-            environment=there["environment"],
-            made_of=made_of[0],
-            arms=(control, *of_base.values()),
-            test_accuracies=trained[0],
-        ),
-        head=Side(
-            commit=head_is,
-            environment=here["environment"],
-            made_of=made_of[1],
-            arms=tuple(of_head.values()),
-            test_accuracies=trained[1],
-        ),
+        score=ScoreName(name=head.about["train"].get("metric", "accuracy")),
+        base=of_base,
+        head=of_head,
         sides_are_equal=equal,
         remarks=tuple(filter(None, remarks)),
         seconds=rounds.seconds,
@@ -151,36 +167,57 @@ def measured(config: Config, revision: str) -> Gated:
     )
 
 
-def _sides(rounds: Rounds) -> tuple[Arm, dict[str, Arm], dict[str, Arm]]:
-    """Return the A/A control, and variant -> arm of the base and of the head.
+def chosen(effective: Config, base: Described) -> list[str]:
+    """Return the variants to compare, the baseline first."""
+    baseline, wanted = effective.compare.baseline, effective.gate.variants
+    others = (name for name in base.about["variants"] if name != baseline)
+    return [baseline, *(name for name in others if not wanted or name in wanted)]
 
-    ``rounds.arms`` is in the order of ``arms_of``.
+
+def trains_anew(base: Described, head: Described, packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the options with which DVC trains both sides without what it trained before, if it must.
+
+    DVC does not see two kinds of differences: packages that no fingerprint names, and code of a version that computes
+    no digests of code. DVC would then reuse one side's training for the other side.
     """
-    control, *others = rounds.arms
-    base, head = ({arm.variant: arm for arm in arms} for arms in (others[::2], others[1::2]))
-    return control, base, head
+    unseen = packages or any("stages" not in side.fingerprint for side in (base, head))
+    return ("--force", "--no-run-cache", "--single-item") if unseen else ()
+
+
+def trained_by(side: Described, names: Sequence[str]) -> list[str]:
+    """Return the stages of DVC that train the variants on this side. The other side may train them by other stages."""
+    return [results.stage_of(name, side.about["variants"][name]) for name in names]
+
+
+def _compared(base: Described, head: Described, effective: Config, unit: Unit) -> dict[str, Difference]:
+    tests = head.about["dataset"]["test_count"] * unit.per_sample
+    return accuracies(tests, base.test_accuracies, head.test_accuracies, effective.compare.margins.accuracy)
 
 
 def _budget(rounds: Rounds, config: Config) -> str:
     return "bench.max_rounds" if len(rounds.arms[0].samples) == config.bench.max_rounds else "gate.max_minutes"
 
 
-def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Accuracy], confidence: float = 0.95) -> Judged:
-    control, base, head = _sides(rounds)
-    cost = RoundCost(_budget(rounds, config), len(control.samples), rounds.seconds)
-    machine = noises(base[config.compare.baseline], control, config.compare.max_spread, cost)
-    return judge(base, head, machine, config.compare.margins, compared, config.gate.must_see, confidence)
+def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Difference], *, look: bool = False) -> Judged:
+    """Judge what was measured so far."""
+    cost = RoundCost(_budget(rounds, config), len(rounds.arms[0].samples), rounds.seconds)
+    samples = Samples.of(*_by_side(rounds.arms), compared, cost)
+    return judge(samples, config.compare, config.gate.must_see, look=look)
 
 
-def arms_of(names: Sequence[str], baseline: str, sides: Mapping[str, tuple[Server, dict[str, Any]]]) -> list[ArmSpec]:
+def _by_side(arms: tuple[Arm, ...]) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
+    """Return the arms of base and head from those of ``arms_of``; the control is the base's first arm."""
+    return (arms[0], *arms[1::2]), arms[2::2]
+
+
+def arms_of(names: Sequence[str], sides: Mapping[str, tuple[Server, Mapping[str, Any]]]) -> list[ArmSpec]:
     """Return the A/A control (a second arm of the first side's baseline), then each variant on every side.
 
-    The baseline comes first among the variants. ``sides``: name -> its server, and the server's description.
+    ``names``: the baseline first. ``sides``: name -> its server, and the server's description.
     """
-    ordered = [baseline, *(name for name in names if name != baseline)]
     arms = [
         ArmSpec(f"{side} {name}", "variant", name, None, server, server.plan(name, about["variants"][name]))
-        for name in ordered
+        for name in names
         for side, (server, about) in sides.items()
     ]
     return [replace(arms[0], name=f"{arms[0].name}, A/A control", role="aa_control"), *arms]
@@ -191,12 +228,12 @@ def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float
 
     Every arm is measured once; this also loads its files into the page cache.
     """
-    others = [calibration.calibrate(each) for each in arms[1:]]
-    steps, first = calibration.steps_of(arms[0], window_seconds, others)
-    return steps, sum(each.seconds(steps) for each in (first, *others))
+    calibrated = [rounds.calibrate(arm) for arm in arms[1:]]
+    steps, first = rounds.steps_of(arms[0], window_seconds, calibrated)
+    return steps, sum(window.seconds(steps) for window in (first, *calibrated))
 
 
-def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Accuracy]) -> Rounds:
+def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Difference]) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = fewest_rounds(config.bench)
     try:
@@ -210,8 +247,8 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
             steps=steps,
             turns=turns,
             fewest=fewest,
-            leaves_open=lambda found: _judged(found, config, compared).outcome == "undecided",
-            decided=lambda found: settled(_judged(found, config, compared, CONFIDENCE_OF_LOOKS)),
+            leaves_open=lambda rounds: _judged(rounds, config, compared).outcome == "undecided",
+            decided=lambda rounds: settled(_judged(rounds, config, compared, look=True)),
         )
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
@@ -233,51 +270,55 @@ def _other_code(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _described(server: Server, side: str) -> dict[str, Any]:
-    about = server.describe()
+def complete(about: dict[str, Any], side: str) -> dict[str, Any]:
+    """Return ``about``, a server's answer. Raises GateError if it lacks what the gate needs."""
     needed = {"variants", "train", "bench", "compare", "gate", "dataset", "device", "environment", "requests"}
     if lacking := needed - about.keys():
         raise GateError(f"{side} does not report its {', '.join(sorted(lacking))}: compare newer commits.")
     return about
 
 
-def _check_comparable(
-    base: Mapping[str, Any],
-    head: Mapping[str, Any],
-    rulers_of_base: Mapping[str, str] | None,
-    rulers_of_head: Mapping[str, str] | None,
-) -> None:
-    """Raise GateError unless the ``train`` sections of base and head lead to accuracies that can be compared.
+def check(base: Described, head: Described, effective: Config, against: str) -> None:
+    """Raise GateError unless both sides have the same data and, if accuracies are compared, the same score and seeds.
 
-    The rulers are the digests of the user's own task and metric; None if a side's version computes none.
+    The rulers are the digests of the user's own task and metric; a side's version may compute none.
     """
-    of_base, of_head = ({key: train.get(key, value) for key, value in SCORED.items()} for train in (base, head))
+    dataset, trained = base.about["dataset"], [side.about["train"] for side in (base, head)]
+    known = {key: head.about["dataset"].get(key) for key in dataset}  # a newer version may have more keys
+    if problems := differing(dataset, known, "dataset"):
+        raise GateError("\n".join([f"{against} trains on other data than this work tree.", *problems]))
+    if not effective.gate.accuracy:
+        return
+    of_base, of_head = ({key: job.get(key, value) for key, value in SCORED.items()} for job in trained)
     problems = differing(of_base, of_head, "train")
-    if not problems and rulers_of_base is not None and rulers_of_head is not None:
-        changed = [key for key, value in rulers_of_base.items() if rulers_of_head[key] != value]
+    rulers, own = base.fingerprint.get("rulers"), head.fingerprint.get("rulers")
+    if not problems and rulers is not None and own is not None:
+        changed = [key for key, value in rulers.items() if own[key] != value]
         problems = [f"train.{key}: the code of {of_base[key]} differs" for key in changed]
     if problems:
         raise GateError(
             f"{'; '.join(problems)}: the two accuracies are different scores, so they cannot be compared. Make this "
             "change in a commit of its own without running the gate on it, or set gate.accuracy: false on both sides."
         )
-    check_seeds(base["seeds"], head["seeds"])
+    check_seeds(*(job["seeds"] for job in trained))
 
 
-def _test_accuracies(root: Path, names: Sequence[str]) -> tuple[dict[str, dict[int, float]], Unit]:
+def accuracies_in(root: Path, names: Sequence[str]) -> tuple[dict[str, dict[int, float]], Unit]:
     """Return variant -> seed -> test accuracy from the results in ``root``, and the unit that the accuracies count.
 
     Only keys that every version writes are required. Without a unit in a result, the accuracies count samples.
     """
-    found, unit = {}, Unit()
+    accuracies, unit = {}, Unit()
     for name in names:
         file = root / results.result_file(name)
         try:
             result = read_json(file)
             runs, unit = result["runs"], Unit.model_validate(result.get("unit", {}))
-            found[name] = {run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs}
+            accuracies[name] = {
+                run["seed"]: accuracy_of(run["test_correct"], run["test_count"], str(file)) for run in runs
+            }
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise GateError(
                 f"{file} has no test accuracies, which the stage that trains {name} should write: {error!r}"
             ) from None
-    return found, unit
+    return accuracies, unit

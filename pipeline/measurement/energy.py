@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import pynvml
 import torch
 
-from pipeline.measurement.nvml import handle_of
+from pipeline.measurement.windows import handle_of
+from pipeline.results.rejections import Rejection, rejection
 
 POWERCAP = Path("/sys/class/powercap")
 SHORTEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
 """Smallest accepted mean length of a measured window. NVML updates its counter every 20 to 100 ms, RAPL every ms."""
 
-Read = tuple[dict[str, float], str | None]
+Read = tuple[dict[str, float], Rejection | None]
 """Joules by counter name, and the reason if the joules are unknown. All processes of a host use the same names."""
 
 
@@ -45,13 +46,13 @@ class Energy:
     def __init__(self, devices: Sequence[torch.device] = (), remedy: str = "") -> None:
         self._kind, self._remedy = devices[0].type if devices else "cpu", remedy
         self._counters: dict[str, _Counter] = {}
-        self._why_not: str | None = None
+        self._why_not: Rejection | None = None
         self._before: dict[str, int] = {}
         self._opened = self._seconds = 0.0
         self._windows = 0
         with self._asking():
             if devices:
-                self._counters = dict(map(_of_gpu, devices)) if self._kind == "cuda" else _of_packages()
+                self._counters = dict(map(_counter_of_gpu, devices)) if self._kind == "cuda" else _of_packages()
         self._joules = dict.fromkeys(self._counters, 0.0)
 
     def open(self) -> None:
@@ -75,23 +76,21 @@ class Energy:
         """Return the joules of the measured windows so far, and the reason if they are unknown."""
         return self._joules, self._why_not or self._doubt()
 
-    def _doubt(self) -> str | None:
+    def _doubt(self) -> Rejection | None:
         mean, shortest = self._seconds / max(1, self._windows), SHORTEST_SECONDS[self._kind]
         if not self._counters:
-            return f"{POWERCAP} lists no CPU package, as is usual in a virtual machine"
+            return rejection("no_energy_counter", place=str(POWERCAP))
         if mean < shortest:
-            return (
-                f"the device's energy counter needs windows of at least {shortest:g} s, but the windows took "
-                f"{mean:.3f} s: {self._remedy}"
-            )
-        return None if all(self._joules.values()) else "the device's energy counter did not advance"
+            times = {"shortest_seconds": shortest, "mean_seconds": mean}
+            return rejection("energy_windows_short", **times, remedy=self._remedy)
+        return None if all(self._joules.values()) else rejection("energy_stands")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
         try:
             yield
         except (OSError, pynvml.NVMLError) as error:
-            self._why_not = f"the device's energy counter cannot be read: {error} (docs/measuring.md, Energy)"
+            self._why_not = rejection("energy_unreadable", error=str(error)[:1000])
 
 
 def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
@@ -102,12 +101,12 @@ def per_sample(ranks: Sequence[Read], samples: int) -> dict[str, Any]:
     if why_not := next((why_not for _, why_not in ranks if why_not), None):
         return {"why_no_energy": why_not}
     joules: dict[str, float] = {}
-    for name, read in (item for each, _ in ranks for item in each.items()):
+    for name, read in (item for counters, _ in ranks for item in counters.items()):
         joules[name] = max(read, joules.get(name, 0.0))
     return {"joules_per_sample": sum(joules.values()) / samples}
 
 
-def _of_gpu(device: torch.device) -> tuple[str, _Counter]:
+def _counter_of_gpu(device: torch.device) -> tuple[str, _Counter]:
     """Return a GPU's UUID and its counter of millijoules since the driver was loaded.
 
     Raises NVMLError, for example on GPUs older than Volta.
@@ -122,10 +121,10 @@ def _of_packages() -> dict[str, _Counter]:
     Raises OSError. Source: Linux, Documentation/power/powercap/powercap.rst; AMD's packages have the same names.
     """
     zones = sorted(POWERCAP.glob("intel-rapl:*"))
-    packages = (each for each in zones if (each / "name").read_text(encoding="ascii").startswith("package"))
+    packages = (zone for zone in zones if (zone / "name").read_text(encoding="ascii").startswith("package"))
     return {
-        each.name: _Counter(partial(_number, each / "energy_uj"), 1e-6, _number(each / "max_energy_range_uj") + 1)
-        for each in packages
+        zone.name: _Counter(partial(_number, zone / "energy_uj"), 1e-6, _number(zone / "max_energy_range_uj") + 1)
+        for zone in packages
     }
 
 

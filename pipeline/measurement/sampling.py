@@ -16,7 +16,7 @@ import pynvml
 import torch
 
 from pipeline.errors import say
-from pipeline.measurement.nvml import answer, handle_of
+from pipeline.measurement.windows import answer, handle_of
 
 
 class SystemSampler(AbstractContextManager["SystemSampler"]):
@@ -39,7 +39,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
         }
         for device in devices:
             if device.type == "cuda":
-                self._columns |= _of_gpu(device)
+                self._columns |= _gpu_columns(device)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         self.seed = 0
@@ -70,7 +70,7 @@ class SystemSampler(AbstractContextManager["SystemSampler"]):
             say(said, file=sys.stderr)
 
 
-def _of_gpu(device: torch.device) -> dict[str, Callable[[], float | None]]:
+def _gpu_columns(device: torch.device) -> dict[str, Callable[[], float | None]]:
     """Return column -> function that reads a figure of the GPU from NVML; a figure that is missing later is None.
 
     A figure that the driver does not provide at the start, for example for a MIG instance or a virtual GPU, has no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +14,7 @@ import numpy as np
 import pynvml
 import torch
 
-from pipeline.measurement.nvml import answer, handle_of
-
 T = TypeVar("T")
-
-CLOCK_TOLERANCE_FRACTION = 0.05
-"""Largest accepted difference between the sum of the step times and the wall time, as a share of the wall time."""
 
 
 class Resumable:
@@ -101,16 +96,6 @@ class Clock(Resumable):
             self._inputs += (start, self._mark())
             yield item
 
-    def disagreement(self) -> str | None:
-        """Return a message if the sum of the step times differs too much from the wall time; None if they agree."""
-        total = sum(self.step_seconds)
-        if abs(total - self.measured_seconds) <= CLOCK_TOLERANCE_FRACTION * self.measured_seconds:
-            return None
-        return (
-            f"step times add up to {total:.3f} s, but the wall clock around them shows {self.measured_seconds:.3f} s "
-            f"(more than {CLOCK_TOLERANCE_FRACTION:.0%} apart)"
-        )
-
     def _mark(self) -> Any:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -180,8 +165,8 @@ class Memory(Resumable):
             peaks = (torch.cuda.max_memory_allocated(device) + graphs_bytes(device) for device in self._devices)
             self.peak_bytes = max(self.peak_bytes or 0, *peaks)
             self.reserved_bytes = max(self.reserved_bytes or 0, *map(torch.cuda.max_memory_reserved, self._devices))
-            told = [driver_bytes(device) for device in self._devices]
-            self.driver_bytes = max((each for each in [*told, self.driver_bytes] if each is not None), default=None)
+            reported = [driver_bytes(device) for device in self._devices]
+            self.driver_bytes = max((held for held in [*reported, self.driver_bytes] if held is not None), default=None)
             self.retries = (self.retries or 0) + self._retries_so_far() - self._retries
         elif self._resets and self.imported_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, (own_peak_bytes() or 0) - self.imported_bytes)
@@ -229,4 +214,23 @@ def own_peak_bytes() -> int | None:
         sizes = {name: int(size.split()[0]) * 1024 for name, _, size in lines if name in ("VmHWM", "RssFile")}
         return sizes["VmHWM"] - sizes["RssFile"]
     except (OSError, KeyError):
+        return None
+
+
+def handle_of(device: torch.device | str) -> Any:
+    """Return NVML's handle of torch's ``device`` or of the UUID that torch gives, by UUID, because NVML's indices
+    ignore CUDA_VISIBLE_DEVICES.
+
+    Raises NVMLError.
+    """
+    pynvml.nvmlInit()
+    uuid = device if isinstance(device, str) else torch.cuda.get_device_properties(device).uuid
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+
+def answer(ask: Callable[..., T], *arguments: Any) -> T | None:
+    """Return ``ask(*arguments)``; None if it raises NVMLError, because the driver does not provide the answer."""
+    try:
+        return ask(*arguments)
+    except pynvml.NVMLError:
         return None

@@ -282,16 +282,16 @@ def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int
         for rows, mode in ((inputs, "training"), (inputs[:1], "evaluation")):
             where, expected = f"train.model: {name} in {mode} mode", (len(rows), *outputs)
             with nullcontext() if mode == "training" else keeping.evaluating(tried):
-                found = _output(where, tried, rows)
-            if not isinstance(found, torch.Tensor) or (tuple(found.shape), found.dtype) != (expected, torch.float32):
-                shape = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
+                made = _output(where, tried, rows)
+            if not isinstance(made, torch.Tensor) or (tuple(made.shape), made.dtype) != (expected, torch.float32):
+                shape = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else ""
                 raise ModelError(
-                    f"{where} on a batch of shape {list(rows.shape)} returns {shape or type(found).__name__}; expected "
+                    f"{where} on a batch of shape {list(rows.shape)} returns {shape or type(made).__name__}; expected "
                     f"a tensor, torch.float32 of shape {list(expected)}."
                 )
         sets_weights = versions != [parameter._version for parameter in model.parameters()]
         state = tried.state_dict(keep_vars=True)
-        unfit = {key: each for key, each in state.items() if not (torch.is_tensor(each) or keeping.is_plain(each))}
+        unfit = {key: value for key, value in state.items() if not (torch.is_tensor(value) or keeping.is_plain(value))}
         if unfit:
             raise ModelError(
                 f"train.model: the state dict of {name} has {unfit}, which no checkpoint can hold; expected tensors, "

@@ -41,6 +41,12 @@ def overlaps(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return a key of the memory that holds the tensor's elements, which several tensors can share. It is also defined
+    for fake tensors, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_plain(value: Any) -> bool:
     """Return True if a checkpoint can hold the value: tensors, numbers, text, None, and lists, tuples and dicts."""
     if type(value) in (list, tuple):

@@ -43,13 +43,13 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
     ``train.loss_options``. The factory returns the loss, which is a function or an nn.Module without parameters. A
     user's ``train.metric`` is ``module:function``. The function returns a score for every sample.
     """
-    found = task
+    objective = task
     if ":" in train.loss:
         loss = _own_loss(train, device, arguments)
-        found = replace(found, loss=loss, test_losses=partial(_summed, loss))
+        objective = replace(objective, loss=loss, test_losses=partial(_summed, loss))
     if ":" in train.metric:
-        found = replace(found, scores=partial(_own_scores, train.metric, _metric(train.metric)))
-    return found
+        objective = replace(objective, scores=partial(_own_scores, train.metric, _metric(train.metric)))
+    return objective
 
 
 def load(train: Train) -> None:
@@ -80,9 +80,9 @@ def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) 
 def _check_loss(where: str, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
     whole = objective.loss(outputs, targets)
     if not isinstance(whole, Tensor) or whole.shape != () or not whole.is_floating_point() or not whole.requires_grad:
-        found = f"a tensor of shape {list(whole.shape)}" if isinstance(whole, Tensor) else repr(whole)
+        shown = f"a tensor of shape {list(whole.shape)}" if isinstance(whole, Tensor) else repr(whole)
         raise ObjectiveError(
-            f"{where} returned {found}; expected a scalar tensor with a gradient, the mean over the samples."
+            f"{where} returned {shown}; expected a scalar tensor with a gradient, the mean over the samples."
         )
     parts = torch.stack([objective.loss(outputs[rows], targets[rows]) for rows in torch.arange(len(outputs)).split(2)])
     if not torch.allclose(parts.mean(), whole, rtol=1e-4, atol=1e-6):
@@ -144,9 +144,9 @@ def _summed(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: 
 def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targets: Tensor) -> Tensor:
     scores = metric(outputs, targets)
     if not isinstance(scores, Tensor) or scores.shape != (len(targets),):
-        found = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
+        shown = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
         raise ObjectiveError(
-            f"train.metric: {name} returned {found} for {count(len(targets), 'sample')}; expected a tensor with one "
+            f"train.metric: {name} returned {shown} for {count(len(targets), 'sample')}; expected a tensor with one "
             f"score per sample, of shape [{len(targets)}]."
         )
     return scores

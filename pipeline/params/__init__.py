@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pipeline.params.catalogue import (
     CATALOGUE,
-    Variant,
+    COMPILER,
+    Entry,
     entries,
     entry,
     exclusions,
@@ -17,10 +18,7 @@ from pipeline.params.catalogue import (
     techniques,
     without,
 )
-from pipeline.params.catalogue.base import COMPILER, Entry
-from pipeline.params.catalogue.communication import LOCAL_STEPS
-from pipeline.params.catalogue.models import is_file
-from pipeline.params.catalogue.speed import GRAPH_WARMUP_STEPS
+from pipeline.params.conditions import GRAPH_WARMUP_STEPS
 from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
 from pipeline.params.machine import Machine
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
@@ -31,6 +29,7 @@ from pipeline.params.sections import (
     Fetch,
     Gate,
     Margins,
+    Prepare,
     Publish,
     Section,
     Seed,
@@ -38,3 +37,4 @@ from pipeline.params.sections import (
     Train,
     VariantName,
 )
+from pipeline.params.variants import Variant, is_file

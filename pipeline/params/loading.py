@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import ConfigError, did_you_mean
-from pipeline.files import open_regular
+from pipeline.files import read_bytes
 from pipeline.params import sections
-from pipeline.params.catalogue import CATALOGUE, Variant, contradiction, extra_problems, misplaced
-from pipeline.params.catalogue.models import Distillation
+from pipeline.params.catalogue import CATALOGUE, contradiction, extra_problems, misplaced
 from pipeline.params.sections import Section, Train, VariantName
+from pipeline.params.variants import Distillation, Variant
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
 
-LIMIT = 1 << 18
-"""Maximum number of characters in a parameter file. A longer file is a mistake or an attack, and parsing it could take
-minutes."""
-VALUES = 10_000
-"""Maximum number of keys and values in a parameter file, counted after every alias is expanded."""
-CHARACTERS = 2000
-"""Maximum number of characters of one value. Messages could not show much longer integers, because Python refuses to
-print them."""
+LIMIT_BYTES = 1 << 18
+"""Largest size of a parameter file. A larger file is a mistake, and parsing it could take minutes."""
 
 _OF_MODEL = {"model", "model_options"}
 _FUNCTION = r"[^:.][^:]*:[^:]+"
@@ -80,10 +75,9 @@ def load(path: Path = PARAMS_FILE) -> Config:
 
 def read(path: Path) -> Any:
     """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, exceeds
-    a limit, or has a key that is a duplicate or no text."""
+    the limit, or has a key that is a duplicate or no text."""
     try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
-            text = file.read(LIMIT + 1)
+        text = read_bytes(path, LIMIT_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing: run in the folder that has it, or run `python -m pipeline init` in a repository of "
@@ -91,11 +85,13 @@ def read(path: Path) -> Any:
         ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
-    if len(text) > LIMIT:
-        raise ConfigError(f"{path}: more than {LIMIT:,} characters; this is not a params.yaml.")
+    if re.search(r"\w{2000}", text):  # Python refuses to print a number of so many digits
+        raise ConfigError(f"{path}: a word of more than 2,000 characters; this is not a params.yaml.")
+    loader = YAML(typ="safe", pure=True)
+    loader.Constructor = _Constructor
     try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2024-13-01
+        return loader.load(text)
+    except (YAMLError, RecursionError, AssertionError, LookupError, ValueError) as error:  # such as the date 2024-13-01
         raise ConfigError(f"{path} is not YAML: {error}") from None
 
 
@@ -129,11 +125,11 @@ def _with_students(config: Config) -> Config:
 def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
     """Yield the problems of teachers, and of variants that are in the wrong section, or in both sections."""
     for name, variant in config.variants.items():
-        found = " and ".join(section for section in ("variants", "students") if name in values.get(section, {}))
+        place = " and ".join(section for section in ("variants", "students") if name in values.get(section, {}))
         expected = "students" if config.teacher_of(name) else "variants"
-        if found != expected:
-            yield f"{found}.{name}: expected under {expected} only (students are variants that learn from a variant)."
-        learns, others = variant.distillation, [each for each in config.variants if each != name]
+        if place != expected:
+            yield f"{place}.{name}: expected under {expected} only (students are variants that learn from a variant)."
+        learns, others = variant.distillation, [other for other in config.variants if other != name]
         made_here = learns and learns.file and Path("models").resolve() in learns.file.resolve().parents
         if learns and (made_here or learns.variant not in (None, *others)):
             yield (
@@ -149,9 +145,9 @@ def schema() -> str:
     """
     described = Config.model_json_schema()
     keys = described["$defs"]["Variant"]["properties"]
-    for each in CATALOGUE:
-        said = keys[each.key].get("description", "")
-        keys[each.key]["description"] = f"{said} {each.setting.partition(': ')[2]}: {each.does}.".lstrip()
+    for technique in CATALOGUE:
+        description = keys[technique.key].get("description", "")
+        keys[technique.key]["description"] = f"{description} {technique.shown_value}: {technique.does}.".lstrip()
     for section in ("variants", "students"):
         described["properties"][section]["additionalProperties"] = False  # refuses names that do not match VariantName
     text = json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **described}, indent=2) + "\n"
@@ -208,9 +204,9 @@ def _own_code(train: Train) -> Iterator[str]:
     yield from _model_problems("train.model", train.model)
     loss, metric = sections.TASKS.get(train.task, sections.OF_OWN_TASK)
     for key, known in {"task": [*sections.TASKS], "loss": [loss], "metric": [metric]}.items():
-        found = getattr(train, key)
-        if found not in known and not re.fullmatch(_FUNCTION, found):
-            yield f"train.{key}: found {found!r}; expected {', '.join(known)}, or module:name of your own."
+        name = getattr(train, key)
+        if name not in known and not re.fullmatch(_FUNCTION, name):
+            yield f"train.{key}: found {name!r}; expected {', '.join(known)}, or module:name of your own."
     if train.loss == loss and train.loss_options:
         yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:
@@ -222,58 +218,30 @@ def _model_problems(key: str, name: str | None) -> Iterator[str]:
         yield f"{key}: found {name!r}; expected a model's name, or module:factory of your own, such as my_models:mlp."
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys (PyYAML would silently keep the last value) and keys that are no text,
-    such as ``no``. It also limits the length of a value, and the number of values. Values are counted after aliases are
-    expanded, because a few lines of aliases can expand to more values than fit in RAM."""
+class _Constructor(SafeConstructor):
+    """Refuses a key that occurs twice, also beside ``<<``, where ruamel.yaml keeps the last value, and a key that is no
+    text, such as ``no``."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._counts: dict[yaml.Node, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        assert node is not None
-        if not alias:
-            inside = node.value if isinstance(node, yaml.CollectionNode) else ()
-            if isinstance(node, yaml.MappingNode):
-                inside = [each for pair in inside for each in pair]
-            self._counts[node] = 1 + sum(self._counts[each] for each in inside)
-        # A node without a count contains itself, so its values cannot be counted yet; it is refused too.
-        if max(len(self._counts), self._counts.get(node, VALUES + 1)) > VALUES:
-            raise yaml.composer.ComposerError(None, None, f"more than {VALUES:,} values", node.start_mark)
-        if isinstance(node, yaml.ScalarNode) and len(node.value) > CHARACTERS:
-            raise yaml.composer.ComposerError(None, None, f"more than {CHARACTERS:,} characters", node.start_mark)
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def flatten_mapping(self, node: Any) -> None:
         seen = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                kind = key.tag.rpartition(":")[2]  # YAML 1.1 reads no, on and 16 as other types than text
-                typed = kind not in ("str", "merge")
+            kind = str(key.tag).rpartition(":")[2]
+            if kind == "str" and key.style is None and key.value.lower() in ("yes", "no", "on", "off"):
+                kind = "bool"  # for tools that read YAML 1.1; here, and for DVC, it is text
+            typed = kind not in ("str", "merge")
+            if typed or key.value in seen:
                 wrong = f"is of type {kind} in YAML; quote it" if typed else "occurs twice in one mapping"
-                if typed or key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} {wrong}", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_UniqueKeyLoader.add_implicit_resolver(  # numbers such as 1e-3, which YAML 1.1 would read as text
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+                raise ConstructorError(None, None, f"the key {key.value!r} {wrong}", key.start_mark)
+            seen.add(key.value)
+        super().flatten_mapping(node)
 
 
 def _mistakes(error: ValidationError, values: Any) -> list[str]:
     """Return a line for each wrong key in ``values``: its path, the value found, and what is allowed."""
     at: dict[tuple[Any, ...], list[Any]] = {}
-    for each in error.errors(include_url=False):
-        if each["type"] == "default_factory_not_called":  # another error is the reason
-            continue
-        at.setdefault(_path(each, values), []).append(each)
+    for mistake in error.errors(include_url=False):
+        if mistake["type"] != "default_factory_not_called":  # another error is the reason
+            at.setdefault(_path(mistake, values), []).append(mistake)
     return [f"{'.'.join(map(str, path)).removesuffix('.[key]')}: {_mistake(path, at[path])}" for path in at]
 
 
@@ -290,7 +258,7 @@ def _path(error: Any, values: Any) -> tuple[Any, ...]:
 
 def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
     """Return what is wrong at ``path``. If the value may have several types, ``errors`` has one error for each type."""
-    found, kinds = errors[0]["input"], {each["type"] for each in errors}
+    value, kinds = errors[0]["input"], {error["type"] for error in errors}
     if "missing" in kinds:
         return "missing; it is required."
     if "extra_forbidden" in kinds:
@@ -299,12 +267,12 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
         for key in path[:-1] if section is Config else ():
             section = section.model_fields[key].annotation
         return f"unknown key.{did_you_mean(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
-    said = " or ".join(each["msg"] for each in errors).replace(" or Input should be ", " or ")
-    allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping, such as {}", said)
-    hint = did_you_mean(found, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
-    if "string_type" in kinds and not isinstance(found, dict | list | None):
+    expected = " or ".join(error["msg"] for error in errors).replace(" or Input should be ", " or ")
+    allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping, such as {}", expected)
+    hint = did_you_mean(value, re.findall("'(.*?)'", allowed) if "literal_error" in kinds else ())
+    if "string_type" in kinds and not isinstance(value, dict | list | None):
         hint = " If it is a name, quote it."
-    return f"found {_shown(found)}; {allowed[0].lower()}{allowed[1:]}.{hint}"
+    return f"found {_shown(value)}; {allowed[0].lower()}{allowed[1:]}.{hint}"
 
 
 def _shown(value: Any) -> str:

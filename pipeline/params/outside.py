@@ -49,21 +49,23 @@ def load(group: str, name: str) -> Any:
 def _point(group: str, name: str) -> EntryPoint:
     point = _points(group).get(name)
     if point is None:
-        there = ", ".join(sorted(_points(group))) or "none"
-        raise ConfigError(f"no technique {name!r} is installed; the entry points of the group {group} are: {there}.")
+        installed = ", ".join(sorted(_points(group))) or "none"
+        raise ConfigError(
+            f"no technique {name!r} is installed; the entry points of the group {group} are: {installed}."
+        )
     return point
 
 
 @functools.cache
 def _points(group: str) -> dict[str, EntryPoint]:
     """Return the group's entry points by name. Raises ConfigError if two packages provide the same name."""
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
-        other = found.setdefault(point.name, point)
+        other = points.setdefault(point.name, point)
         if other.value != point.value:
             packages = f"{_package(other)} and {_package(point)}"
             raise ConfigError(f"{packages} both provide the technique {point.name!r}; uninstall one of them.")
-    return found
+    return points
 
 
 def _package(point: EntryPoint) -> str:

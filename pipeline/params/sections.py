@@ -1,4 +1,4 @@
-"""The sections of params.yaml as frozen, validated pydantic models. A variant's section is ``catalogue.Variant``."""
+"""The sections of params.yaml as frozen, validated pydantic models. A variant's section is ``variants.Variant``."""
 
 from __future__ import annotations
 

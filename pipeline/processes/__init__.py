@@ -16,6 +16,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
+STAT = Path("/proc/stat")
 
 
 def launched_size() -> int | None:
@@ -40,18 +41,44 @@ def age_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def let_threads_sleep() -> None:
-    """Let OpenMP's threads spin only briefly between parallel regions. Do nothing if the user has set OMP_WAIT_POLICY
-    or GOMP_SPINCOUNT.
+SHORT_SPINS, LONG_SPINS = 1_000, 300_000
+"""How often a waiting OpenMP thread looks for work before it sleeps. The long spin is libgomp's own value."""
+_BUSY_CORES = 0.15
+"""If other processes use more than this many cores, a machine is busy."""
 
-    If other processes use the cores too, a spinning thread can take the core from the thread that it waits for. On two
-    cores, with threads that sleep after a short spin, the default job ran 1.2 to 17 times as fast beside one busy
-    process, and up to 3 times as fast beside two. But waking the threads takes time: on an idle machine, a small
-    model's throughput was the same with AVX2, but 15% lower with AVX-512. Call this before torch is loaded, because
-    torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
+
+def set_openmp_spins(*, measures: bool) -> None:
+    """Set GOMP_SPINCOUNT for this process and its children, unless the user has set it or OMP_WAIT_POLICY. Call this
+    before torch is loaded, because torch's OpenMP library reads GOMP_SPINCOUNT when it is loaded.
+
+    If other processes use the cores too, a spinning thread can take the core from the thread that it waits for: beside
+    one or two busy processes, training on two cores ran up to ten times as fast with short spins. But waking a thread
+    takes time: on an idle machine, a small model ran 10% faster with long spins (``benchmarks.spins``). So a process
+    that ``measures`` looks at the load for a quarter of a second, and spins long if the machine is idle. All arms of
+    the measurement are its children, and inherit the value. Other processes, and processes that a launcher has started
+    together, spin shortly.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        is_idle = measures and launched_size() is None and _cores_in_use() < _BUSY_CORES
+        os.environ["GOMP_SPINCOUNT"] = str(LONG_SPINS if is_idle else SHORT_SPINS)
+
+
+def _cores_in_use(seconds: float = 0.25) -> float:
+    """Return how many of the cores on which this process may run are in use by others during the next ``seconds``.
+    Infinity if the system does not say."""
+
+    def used() -> float:
+        rows = (line.split() for line in STAT.read_text(encoding="ascii").splitlines())
+        times = {row[0]: list(map(int, row[1:9])) for row in rows if row[0].startswith("cpu")}
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        ticks = sum(sum(times[f"cpu{core}"]) - sum(times[f"cpu{core}"][3:5]) for core in os.sched_getaffinity(0))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    if not STAT.exists():
+        return float("inf")
+    before, started = used(), time.monotonic()
+    time.sleep(seconds)
+    return (used() - before) / (time.monotonic() - started)
 
 
 def end_with_parent() -> None:

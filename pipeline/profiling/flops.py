@@ -72,7 +72,7 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """
     with randomness.kept():
         model = task.model()
-        recomputing = [each(plan, ALONE) for each in of_plan(plan) if entry(each.name).recomputes]
+        recomputing = [technique(plan, ALONE) for technique in of_plan(plan) if entry(technique.name).recomputes]
         counts = [_count(model, task, changing) for changing in ([], recomputing)]
         if taught_by := plan.applied.distillation:
             teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)

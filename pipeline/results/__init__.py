@@ -10,10 +10,8 @@ from pipeline.results.bench_file import (
     Flops,
     Ledger,
     Ledgers,
+    SameJob,
     Session,
-    kind_of,
-    rejected,
-    rejections,
     sessions_of,
 )
 from pipeline.results.files import (
@@ -27,7 +25,6 @@ from pipeline.results.files import (
     SESSIONS,
     ResultError,
     adding_to_history,
-    differing,
     digest,
     history_file,
     history_row,
@@ -49,7 +46,7 @@ from pipeline.results.files import (
     write_history,
 )
 from pipeline.results.records import (
-    Dataset,
+    DatasetFacts,
     Document,
     HistoryRow,
     R,
@@ -61,5 +58,6 @@ from pipeline.results.records import (
     Unit,
     VariantDocument,
     Window,
+    over_seeds,
     summarise,
 )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from pipeline.errors import count
 from pipeline.params import Margins, VariantName
-from pipeline.results.records import Dataset, Document, Positive, Record, RunConditions, Window
+from pipeline.results.figures import THROUGHPUT
+from pipeline.results.records import DatasetFacts, Document, Positive, Record, RunConditions, Share, Window
+
+FEWEST_PAIRS = THROUGHPUT.fewest_pairs
+"""Fewer rounds decide nothing about speed."""
+NEGLIGIBLE = 0.001
+"""A bias up to this size between equal arms disturbs no comparison: of speed or energy, or of memory that differs by a
+page."""
 
 
 class Ledger(Record):
@@ -58,6 +64,21 @@ class Flops(Record):
     """Peak rate of all the variant's devices for dense matrices at its precision; None for an unknown device."""
 
 
+class SameJob(Record):
+    """Whether a variant computes what the baseline computes: its parameters after a few steps, beside the baseline's.
+    For the baseline: its control beside it."""
+
+    steps: int
+    equal_bits: bool
+    difference: float | None
+    """The largest difference of a parameter's update, relative to the baseline's update; None if a value is not finite
+    or the parameters have other shapes."""
+    rounding: float
+    """A difference up to this one can come from rounding, or from what the baseline itself does not repeat."""
+    samples_per_step: int | None
+    """None if unknown."""
+
+
 class Arm(RunConditions):
     """One configuration that the bench measures, in fresh processes each round."""
 
@@ -72,7 +93,16 @@ class Arm(RunConditions):
     """One sample per round. A settled arm has samples of the first rounds only. Samples of different arms with the same
     index were measured side by side."""
     settled: bool = False
-    """True if the last rounds left the arm out, because ``benchmark.settling`` found its ratios settled."""
+    """True if the last rounds left the arm out, because ``benchmark.rounds`` found its ratios settled."""
+
+    def advising(self, values: Mapping[str, float]) -> Arm:
+        """Return this arm with ``Rejection.advising`` applied to all its rejections."""
+        if not values or not any(sample.rejections for sample in self.samples):
+            return self
+        rejections = [tuple(rejection.advising(values) for rejection in sample.rejections) for sample in self.samples]
+        pairs = zip(self.samples, rejections, strict=True)
+        samples = tuple(sample.model_copy(update={"rejections": advising}) for sample, advising in pairs)
+        return self.model_copy(update={"samples": samples})
 
 
 def _utc(text: str) -> str:
@@ -100,7 +130,9 @@ class Session(Record):
     steal_fraction: float | None
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
     end_utc: Utc | None = None
-    """None in a file of an older version, which did not record the end."""
+    """None in a file of an older version, which did not record the end, nor ``spins``."""
+    spins: int | None = None
+    """How often a waiting OpenMP thread looked for work before it slept (``processes.set_openmp_spins``)."""
 
 
 ONE_SESSION = 3600.0
@@ -113,8 +145,11 @@ CLOCKS_AGREE = 60.0
 class Bench(Document):
     """``bench.json``, and each file of ``sessions``."""
 
-    schema_: Literal[3] = Field(default=3, alias="schema")
-    """Files of older versions are refused, because a new measurement takes only minutes."""
+    schema_: Annotated[Literal[4], BeforeValidator(lambda schema: 4 if schema == 3 else schema)] = Field(
+        default=4, alias="schema"
+    )
+    """Schema 3, in which rejections are texts, is read as the present one. Older files are refused, because a new
+    measurement takes only minutes."""
     indent = 1
     environment: str
     """Hash of the environment on which all variants' numbers depend."""
@@ -123,7 +158,8 @@ class Bench(Document):
     git."""
     config: dict[str, dict[str, Any]]
     """``train``, ``bench`` and ``variants`` as params.yaml asked for them."""
-    dataset: Dataset
+    dataset: DatasetFacts | None
+    """None if unknown."""
     baseline: VariantName
     """Name of the baseline, which the bench measures twice per round."""
     steps: int
@@ -132,6 +168,9 @@ class Bench(Document):
     """Number of turns into which these steps were divided. If there are several, the arms took turns alternately."""
     seconds: Positive
     """Duration of the whole measurement."""
+    window_fraction: Share | None = None
+    """Share of ``seconds`` that accepted windows took (``windows_seconds``). The rest is the start of processes, steps
+    before the windows, memory, ends, and rejected windows. None in a file of an older version."""
     interrupted: bool
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     ledgers: dict[VariantName, Ledgers]
@@ -143,6 +182,8 @@ class Bench(Document):
     session: Session
     margins: Margins | None = None
     """The margins at the time of the measurement. None in a file of an older version, which did not record them."""
+    same_job: dict[VariantName, SameJob] = Field({}, exclude_if=operator.not_)
+    """Variant -> its parameters beside the baseline's. Empty if no digests were taken."""
     keys: dict[VariantName, str]
     """Variant -> digest of the code, plan, settings and environment of its measurement (``stages.key``). Benches with
     equal keys measured the variant in the same way, but perhaps on other data."""
@@ -151,6 +192,12 @@ class Bench(Document):
     def rounds(self) -> int:
         """Number of rounds. An arm that was settled early has samples of the first rounds only."""
         return max(len(arm.samples) for arm in self.arms)
+
+    @property
+    def windows_seconds(self) -> float:
+        """Time of all windows whose speed is known, summed over the arms, of which only one runs at a time."""
+        windows = ((arm.batch_size * window.measured_steps, window) for arm in self.arms for window in arm.samples)
+        return float(sum(samples / speed for samples, window in windows if (speed := THROUGHPUT.of(window))))
 
     @property
     def lasted_seconds(self) -> float:
@@ -173,36 +220,31 @@ class Bench(Document):
         return one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
     def problems(self) -> list[str]:
-        found = []
-        windows = [
-            window.measured_steps * arm.batch_size / window.samples_per_second
-            for arm in self.arms
-            for window in arm.samples
-            if window.samples_per_second
-        ]
-        if sum(windows) > self.seconds:
-            found.append(f"the bench took {self.seconds:g} s, although its windows alone took {sum(windows):g} s")
+        problems = []
+        if (windows := self.windows_seconds) > self.seconds:
+            problems.append(f"the bench took {self.seconds:g} s, although its windows alone took {windows:g} s")
         if self.lasted_seconds < self.seconds - CLOCKS_AGREE:
             times = f"from {self.session.start_utc} to {self.session.end_utc}"
-            found.append(f"the bench ran {times}, although it took {self.seconds:g} s")
+            problems.append(f"the bench ran {times}, although it took {self.seconds:g} s")
         for arm in self.arms:
             rounds: dict[str, int] = {}
             for number, sample in enumerate(arm.samples, 1):
                 where = f"{arm.name}, round {number}"
-                found += [f"{where}: {problem}" for problem in sample.problems(arm.batch_size)]
+                problems += [f"{where}: {problem}" for problem in sample.problems(arm.batch_size)]
                 if sample.measured_steps != self.steps and not sample.rejections:
                     steps = f"{sample.measured_steps} of {self.steps} steps"
-                    found.append(f"{where}: only {steps} were measured, and no reason is given")
+                    problems.append(f"{where}: only {steps} were measured, and no reason is given")
                 first = rounds.setdefault(sample.model_dump_json(), number)
-                if first != number and sample.samples_per_second:
-                    found.append(f"{arm.name}: rounds {first} and {number} are equal in every figure, so one is a copy")
-        for one, other in combinations(self.arms, 2):
-            pairs = zip(one.samples, other.samples, strict=False)
-            speeds = [(mine.samples_per_second, theirs.samples_per_second) for mine, theirs in pairs]
+                if first != number and THROUGHPUT.of(sample):
+                    same = f"rounds {first} and {number} are equal in every figure"
+                    problems.append(f"{arm.name}: {same}, so one is a copy")
+        for first_arm, second_arm in combinations(self.arms, 2):
+            pairs = zip(first_arm.samples, second_arm.samples, strict=False)
+            speeds = [tuple(map(THROUGHPUT.of, pair)) for pair in pairs]
             known = [pair for pair in speeds if all(pair)]
-            if known and all(first == second for first, second in known):
-                found.append(f"{one.name} and {other.name} are equal in every sample, so one is a copy")
-        return found
+            if known and all(first_speed == second_speed for first_speed, second_speed in known):
+                problems.append(f"{first_arm.name} and {second_arm.name} are equal in every sample, so one is a copy")
+        return problems
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """Return the arm of this role, variant and technique; None if there is none."""
@@ -220,31 +262,9 @@ def sessions_of(benches: Iterable[Bench]) -> list[list[Bench]]:
 
     A bench belongs to the session of the previous bench if this bench ``goes_on_in`` it.
     """
-    found: list[list[Bench]] = []
-    for each in sorted(benches, key=lambda each: each.session.start_utc):
-        if not found or not found[-1][-1].goes_on_in(each.session):
-            found.append([])
-        found[-1].append(each)
-    return found
-
-
-def kind_of(reason: str) -> str:
-    """Return the kind of a rejection's reason. Reasons that differ only in their numbers have the same kind."""
-    return re.sub(r"\d+", "", reason)
-
-
-def rejected(windows: Sequence[tuple[int, Window]]) -> dict[str, list[int]]:
-    """Return a dictionary: first reason of each kind -> numbers of the windows that were rejected for this kind."""
-    kinds: dict[str, tuple[str, dict[int, None]]] = {}
-    for number, window in windows:
-        for reason in window.rejections:
-            kinds.setdefault(kind_of(reason), (reason, {}))[1][number] = None
-    return {reason: list(numbers) for reason, numbers in kinds.values()}
-
-
-def rejections(arm: Arm) -> list[str]:
-    """Return one line per kind of reason, with the number of the arm's rounds that were rejected for this kind."""
-    return [
-        f"rejected in {len(rounds)} of {count(len(arm.samples), 'round')}: in round {rounds[0]}, {reason.rstrip('.')}"
-        for reason, rounds in rejected(list(enumerate(arm.samples, 1))).items()
-    ]
+    sessions: list[list[Bench]] = []
+    for bench in sorted(benches, key=lambda bench: bench.session.start_utc):
+        if not sessions or not sessions[-1][-1].goes_on_in(bench.session):
+            sessions.append([])
+        sessions[-1].append(bench)
+    return sessions

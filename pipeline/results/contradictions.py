@@ -11,19 +11,22 @@ from pipeline.results.records import HistoryRow, Result, Run, summarise
 
 def of_result(result: Result, train: Train) -> list[str]:
     """Return one message for each figure of a result that contradicts the job ``train``, the data or another figure."""
-    found = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
+    problems = [f"seed {run.seed}: {problem}" for run in result.runs for problem in _of_run(run, result, train)]
     seeds: dict[str, list[int]] = {}
     for run in result.runs:
         seeds.setdefault(run.model_sha256, []).append(run.seed)
-    found += [
+    problems += [
         f"seeds {', '.join(map(str, equal))} ended in the same weights, so they are copies, or the job ignores its "
-        f"seed (then draw its random numbers from torch's generators, or set train.seeds: [{equal[0]}])"
+        "seed (then training again changes nothing: draw its random numbers from torch's generators, or set "
+        f"train.seeds: [{equal[0]}])"
         for equal in seeds.values()
         if len(equal) > 1
     ]
-    told, expected = result.summary.model_dump(), summarise(result.runs).model_dump()
-    wrong = [key for key in told if not _close(told[key], expected[key])]
-    return found + [f"summary.{key} is {told[key]}, but the runs give {expected[key]}" for key in wrong]
+    expected = summarise(result.runs)
+    wrong = [key for key in (result.summary | expected) if not _close(result.summary.get(key), expected.get(key))]
+    return problems + [
+        f"summary.{key} is {result.summary.get(key)}, but the runs give {expected.get(key)}" for key in wrong
+    ]
 
 
 def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
@@ -39,25 +42,27 @@ def of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:
 
 
 def _of_run(run: Run, result: Result, train: Train) -> list[str]:
-    found = run.problems(result.batch_size)
-    requested = train.epochs * (result.dataset.train_count // max(1, result.batch_size))
+    problems, data = run.problems(result.batch_size), result.dataset
+    if data is None:
+        return [*problems, "the data set is unknown"]
+    requested = train.epochs * (data.train_count // max(1, result.batch_size))
     if run.steps != requested:
-        found.append(f"the run has {run.steps} steps, but the job has {requested}")
+        problems.append(f"the run has {run.steps} steps, but the job has {requested}")
     # Each process that resumed the run warmed up again.
     fewest, most = (max(0, requested - train.warmup_steps * times) for times in (1 + run.resumes, 1))
     if not fewest <= run.measured_steps <= most:
         expected = f"{most}" if fewest == most else f"{fewest} to {most}, because each resume warms up again"
-        found.append(f"{run.measured_steps} of {run.steps} steps were measured; expected {expected}")
-    if run.test_count != result.dataset.test_count:
-        found.append(
-            f"{run.test_count} samples were tested, but the data set has {result.dataset.test_count} test samples"
-        )
+        problems.append(f"{run.measured_steps} of {run.steps} steps were measured; expected {expected}")
+    if run.test_count != data.test_count:
+        problems.append(f"{run.test_count} samples were tested, but the data set has {data.test_count} test samples")
     if run.test_correct > run.test_count:
-        found.append(f"{run.test_correct} of only {run.test_count} test samples are right")
+        problems.append(f"{run.test_correct} of only {run.test_count} test samples are right")
     elif not _close(run.test_accuracy * run.test_count, run.test_correct):
-        found.append(f"test_accuracy is {run.test_accuracy}, but {run.test_correct} of {run.test_count} are right")
-    return found
+        problems.append(f"test_accuracy is {run.test_accuracy}, but {run.test_correct} of {run.test_count} are right")
+    return problems
 
 
-def _close(one: float | None, other: float | None) -> bool:
-    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
+def _close(value: float | None, expected: float | None) -> bool:
+    if value is None or expected is None:
+        return value == expected
+    return math.isclose(value, expected, rel_tol=1e-9)

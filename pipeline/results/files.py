@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 from pipeline.errors import PipelineError, say
-from pipeline.files import LIMIT_BYTES, json_sha256, naming, read_bytes, read_json, read_text, write_text
+from pipeline.files import LIMIT_BYTES, differing, json_sha256, naming, read_bytes, read_json, read_text, write_text
 from pipeline.params import Config, Train, Variant, is_file
 from pipeline.results.bench_file import Bench
 from pipeline.results.contradictions import of_result
@@ -127,15 +127,6 @@ def stage_of(variant: str, settings: Variant | Mapping[str, Any] | None) -> str:
 def train_again(stage: str) -> str:
     """Return the command that runs ``stage`` even if DVC's cache contains the result; for use in a message."""
     return f"`dvc repro --single-item --force {stage}`"
-
-
-def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted path of each value that differs between ``found`` and ``requested``, and both values."""
-    if isinstance(found, Mapping) and isinstance(requested, Mapping):
-        for key in dict.fromkeys([*requested, *found]):
-            yield from differing(found.get(key), requested.get(key), f"{path}.{key}" if path else key)
-    elif found != requested:
-        yield path, found, requested
 
 
 def read_bench(path: Path = BENCH_FILE) -> Bench:

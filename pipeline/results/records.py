@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import operator
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.params import Seed, VariantName
+from pipeline.results.figures import FIGURES, Figure
+from pipeline.results.rejections import Rejection
 
 
 class Record(BaseModel):
@@ -73,7 +75,13 @@ class HistoryRow(Record):
 
 
 class Window(Record):
-    """Measurements of a window of steps: after the warm-up, without evaluation, in a steady state."""
+    """Measurements of a window of steps: after the warm-up, without evaluation, in a steady state.
+
+    Besides the fields below, a window may hold any declared figure (``results.figures``).
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Count | Amount | None] = Field(init=False)
 
     measured_steps: Count
     """Steps in the window, from which the speeds and step times below are computed."""
@@ -90,7 +98,8 @@ class Window(Record):
     so the sum can slightly exceed the real peak."""
     peak_memory_rank_bytes: tuple[Count | None, ...]
     """One peak per rank. CUDA: max_memory_allocated, plus what CUDA graphs keep. CPU: the peak resident memory
-    minus its peak after the imports, both without the pages of mapped files."""
+    minus its peak after the imports, both without the pages of mapped files. Empty if the round was not to measure
+    memory (``Figure.taken_in``)."""
     peak_reserved_bytes: Count | None
     """CUDA: the largest max_memory_reserved of all ranks. None on a CPU."""
     driver_memory_bytes: Count | None = None
@@ -98,12 +107,18 @@ class Window(Record):
     largest value of all ranks. None on a CPU, or if the driver does not report it."""
     allocator_retries: Count | None
     """CUDA: number of cudaMalloc retries after a cache flush, summed over all ranks. None on a CPU."""
-    rejections: tuple[str, ...]
-    """Reasons why some of the numbers above are None or cannot be trusted; empty if there is no reason."""
+    rejections: tuple[Rejection, ...]
+    """Why some of the numbers above are None or cannot be trusted; empty if there is no reason."""
     joules_per_sample: Positive | None = Field(None, exclude_if=operator.not_)
     """Energy of all ranks' devices per sample of the global batches. None: rejected, unknown or not requested."""
-    why_no_energy: str | None = Field(None, exclude_if=operator.not_)
+    why_no_energy: Rejection | None = Field(None, exclude_if=operator.not_)
     """Why ``joules_per_sample`` is unknown."""
+
+    @model_validator(mode="after")
+    def _of_declared_figures(self) -> Self:
+        if undeclared := sorted(self.__pydantic_extra__.keys() - {figure.field for figure in FIGURES}):
+            raise ValueError(f"{', '.join(undeclared)}: extra inputs are not permitted")
+        return self
 
     def problems(self, batch_size: int) -> list[str]:
         """Return contradictions between the window's figures. ``batch_size`` is the global batch size."""
@@ -176,7 +191,7 @@ class Unit(Record):
     per_sample: Count = 1
 
 
-class Dataset(Record):
+class DatasetFacts(Record):
     name: str
     sha256: str
     train_count: Count
@@ -185,22 +200,6 @@ class Dataset(Record):
     """Number of test inputs that are also training inputs. This count and the next come from ``dataset.json``."""
     test_repeated_count: Count | None = None
     """Number of test inputs that repeat an earlier test input."""
-
-
-class Summary(Record):
-    """Each quantity's mean, median or largest value over the seeds, for ``dvc metrics``."""
-
-    test_accuracy_mean_fraction: float
-    test_accuracy_spread_fraction: float | None
-    """Sample standard deviation over seeds; None for a single seed."""
-    samples_per_second: float | None
-    """Median over seeds."""
-    step_p50_ms: float | None
-    """Median over seeds."""
-    peak_memory_bytes: int | None
-    """Largest over seeds."""
-    train_seconds: float
-    """Median over seeds."""
 
 
 class RunConditions(Record):
@@ -217,8 +216,8 @@ class RunConditions(Record):
     """Global batch size of the training; with weak scaling, a multiple of the job's batch size."""
     learning_rate: float
     """Peak learning rate of the training; with weak scaling, a multiple of the job's learning rate."""
-    micro_batches: int
-    """Micro-batches of each process in one step."""
+    micro_batches: int | None
+    """Micro-batches of each process in one step. None if unknown."""
     device: str
     """Name of the GPU or CPU."""
     backend: str | None
@@ -226,8 +225,11 @@ class RunConditions(Record):
     world_size: int
     threads_per_process: int
     """Intra-operation CPU threads of each process."""
-    placement: Literal["resident", "streamed", "dataloader"]
+    placement: Literal["resident", "streamed", "dataloader"] | None
+    """None if unknown."""
     parameter_count: int
+    changed: str = Field("", exclude_if=operator.not_)
+    """What ran instead of a variant's settings, such as the arguments of a command."""
 
     @property
     def conditions(self) -> RunConditions:
@@ -244,13 +246,14 @@ class VariantDocument(Document):
     inference measurements, for the forms in ``infer.forms``."""
     config: dict[str, dict[str, Any]]
     """``train`` and ``variant``, or ``train`` and ``infer``, as params.yaml asked for them."""
-    dataset: Dataset
+    dataset: DatasetFacts | None
+    """None if unknown."""
 
 
 class Result(RunConditions, VariantDocument):
     """``results/<variant>.json``."""
 
-    schema_: Literal[3] = Field(default=3, alias="schema")
+    schema_: Literal[4] = Field(default=4, alias="schema")
     """Files of older versions are refused."""
     key: str
     """Digest of the code, plan, settings and environment of the training (``stages.key``)."""
@@ -260,23 +263,27 @@ class Result(RunConditions, VariantDocument):
     unit: Unit = Unit()
     directions: dict[str, Literal["higher is better", "lower is better"]] = {}
     """For each of the task's figures in the runs' ``findings``: whether higher or lower values are better."""
-    summary: Summary
+    summary: dict[str, int | float | None]
+    """What ``summarise`` returns for the runs."""
     runs: tuple[Run, ...]
 
 
-def summarise(runs: Sequence[Run]) -> Summary:
-    """Return each quantity's mean, median or largest value over the seeds; None if a seed's value is unknown."""
-
-    def over_seeds(field: str, choose: Callable[[list[Any]], Any]) -> Any:
-        values = [getattr(run, field) for run in runs]
-        return None if None in values else choose(values)
-
+def summarise(runs: Sequence[Run]) -> dict[str, int | float | None]:
+    """Return the seeds' mean accuracy, its sample standard deviation (None for a single seed), and each figure that is
+    joined over seeds; None if a seed's value is unknown, or without seeds."""
     accuracies = [run.test_accuracy for run in runs]
-    return Summary(
-        test_accuracy_mean_fraction=statistics.fmean(accuracies),
-        test_accuracy_spread_fraction=statistics.stdev(accuracies) if len(runs) > 1 else None,
-        samples_per_second=over_seeds("samples_per_second", statistics.median),
-        step_p50_ms=over_seeds("step_p50_ms", statistics.median),
-        peak_memory_bytes=over_seeds("peak_memory_bytes", max),
-        train_seconds=over_seeds("train_seconds", statistics.median),
-    )
+    return {
+        "test_accuracy_mean_fraction": statistics.fmean(accuracies) if runs else None,
+        "test_accuracy_spread_fraction": statistics.stdev(accuracies) if len(runs) > 1 else None,
+        **{figure.field: over_seeds(figure, runs) for figure in FIGURES if figure.over_seeds in ("median", "largest")},
+    }
+
+
+def over_seeds(figure: Figure, runs: Sequence[Run]) -> Any:
+    """Join the seeds' values of ``figure``; return None if a value is unknown, or without seeds."""
+    values = [figure.of(run) for run in runs] or [None]
+    if figure.over_seeds == "first":
+        return values[0]
+    if None in values:
+        return None
+    return max(values) if figure.over_seeds == "largest" else statistics.median(values)

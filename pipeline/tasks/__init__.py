@@ -6,20 +6,150 @@ DataLoader.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pipeline import factories
 from pipeline.data.prepared import Dataset
 from pipeline.params import Train
-from pipeline.tasks.base import CPU, Task, TaskError
-from pipeline.tasks.classification import Classification
-from pipeline.tasks.language_model import LanguageModel
-from pipeline.tasks.regression import Regression
+from pipeline.tasks.base import CPU, Batch, LogitsTask, Normalise, Task, TaskError
 
 __all__ = ["Task", "TaskError", "of_job"]
+
+
+class Classification(LogitsTask):
+    """The loss is the cross-entropy, and the score is the accuracy."""
+
+    needs = "labels"
+
+    def output_arguments(self) -> dict[str, int]:
+        return {"classes": len(self.dataset.classes)}
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return whether the label has the largest logit, [b]."""
+        return self.predicted(outputs) == targets
+
+
+class Regression(Task):
+    """The loss is the mean squared error. The score is the share of samples whose outputs are all near their targets.
+
+    Errors are in standard deviations of the training targets. The option ``tolerance`` of ``train.task_options`` is the
+    largest error that counts as near (0.5 by default).
+    """
+
+    needs = "float targets"
+    directions: ClassVar = {"explained_variance_fraction": "higher is better"}
+
+    def __post_init__(self) -> None:
+        unknown, given = set(self.train.task_options) - {"tolerance"}, self.tolerance
+        if unknown or not isinstance(given, int | float) or not given > 0:
+            raise TaskError(
+                f"train.task_options: found {self.train.task_options}; regression takes tolerance, a number above 0."
+            )
+
+    @property
+    def tolerance(self) -> float:
+        value: float = self.train.task_options.get("tolerance", 0.5)
+        return value
+
+    @cached_property
+    def postprocess(self) -> Restored:
+        return Restored(self.dataset.statistics["targets"], self.dataset.train.targets).to(self.device)
+
+    def raw(self, rows: Sequence[Tensor]) -> Batch:
+        inputs, targets = rows
+        known = self.postprocess
+        return inputs, ((targets - known.mean) / known.std).unsqueeze(-1).flatten(1)
+
+    def output_arguments(self) -> dict[str, int]:
+        return {"outputs": self.dataset.train.targets[0].numel()}
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).double().square().mean(1).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return whether all errors of a sample are within the tolerance, [b]."""
+        return ((outputs - targets).abs() <= self.tolerance).all(1)
+
+    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:
+        """Return the number of samples with an error that is nearly equal to the tolerance."""
+        beyond = (outputs - targets).abs() - self.tolerance
+        return int((beyond.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).any(1).sum())
+
+    def findings(self, test_loss: float) -> dict[str, float]:
+        """Return the explained variance, 1 - MSE, because the loss is in units of the targets' variance. Return nothing
+        for a loss of the user's own."""
+        return {} if ":" in self.train.loss else {"explained_variance_fraction": 1.0 - test_loss}
+
+
+class Restored(Normalise):
+    """Maps outputs x [b, outputs] to x * std + mean, with the mean and standard deviation of the training targets."""
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        mean, std = self.mean.view(-1, 1), self.std.view(-1, 1)
+        by_channel: Tensor = outputs.unflatten(1, (len(mean), -1))
+        return (by_channel * std + mean).flatten(1)
+
+
+class LanguageModel(LogitsTask):
+    """The loss is the next token's cross-entropy, and the score is the next token's accuracy.
+
+    A sample is a window. Its loss and its score are means over its tokens.
+    """
+
+    arrays = ("inputs",)
+    needs = "tokens"
+    unit = "tokens"
+    loss_by_row = True
+    directions: ClassVar = {"perplexity": "lower is better"}
+
+    @property
+    def units_per_sample(self) -> int:
+        """Number of tokens that a sample predicts."""
+        return self.dataset.train.inputs.shape[1] - 1
+
+    def raw(self, rows: Sequence[Tensor]) -> Batch:
+        (windows,) = rows
+        return windows[:, :-1], windows[:, 1:].long()
+
+    @cached_property
+    def preprocess(self) -> nn.Module:
+        return _AsIndices()
+
+    def input_arguments(self) -> dict[str, Any]:
+        return {"length": self.units_per_sample}
+
+    def output_arguments(self) -> dict[str, int]:
+        assert self.dataset.vocabulary is not None
+        return {"vocabulary": self.dataset.vocabulary}
+
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.units_per_sample, *self.output_arguments().values())
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the share of a window's tokens for which the next token has the largest logit, [b]."""
+        return (self.predicted(outputs) == targets).double().mean(1)
+
+    def findings(self, test_loss: float) -> dict[str, float]:
+        """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""
+        return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
+
+
+class _AsIndices(nn.Module):
+    """Converts tokens of any integer type to int64, which torch's embeddings need."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.long()
+
 
 _OWN = {"classification": Classification, "language_model": LanguageModel, "regression": Regression}
 
@@ -40,10 +170,10 @@ def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
             f"train.task: {train.task} needs {task.needs}, and {dataset.name} has none; allowed: "
             f"{', '.join([*fitting, 'module:class of your own'])}."
         )
-    found, takes = set(dataset.train.arrays), set(task.arrays)
-    if takes - found or found - takes - {"inputs", "targets"}:
+    names, takes = set(dataset.train.arrays), set(task.arrays)
+    if takes - names or names - takes - {"inputs", "targets"}:
         raise TaskError(
-            f"train.task: {dataset.name} has the arrays {', '.join(sorted(found))}, but {train.task} takes "
+            f"train.task: {dataset.name} has the arrays {', '.join(sorted(names))}, but {train.task} takes "
             f"{', '.join(task.arrays)}: rename or drop arrays, or name them in `arrays` of a task of your own."
         )
     return task

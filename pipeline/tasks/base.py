@@ -217,8 +217,8 @@ class LogitsTask(Task):
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the samples' losses, without label smoothing."""
-        each = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
-        return each.view(len(targets), -1).double().mean(1).sum()
+        token_losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return token_losses.view(len(targets), -1).double().mean(1).sum()
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
         """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.
@@ -226,7 +226,7 @@ class LogitsTask(Task):
         The gradients of KL shrink as 1 / T^2, and the factor T^2 compensates for this. Source: Hinton et al.,
         "Distilling the Knowledge in a Neural Network", 2015, section 2.
         """
-        ours, theirs = ((each.float() / temperature).flatten(0, -2).log_softmax(-1) for each in (outputs, taught))
+        ours, theirs = ((logits.float() / temperature).flatten(0, -2).log_softmax(-1) for logits in (outputs, taught))
         return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
     def predicted(self, outputs: Tensor) -> Tensor:

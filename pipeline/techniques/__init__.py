@@ -19,23 +19,23 @@ def of_plan(plan: Plan) -> list[type[Technique]]:
     Raises ConfigError if another package's technique cannot be loaded, or is not a class derived from ``Technique``.
     """
     return [
-        _own(each.implementation) if each.implementation else _from_outside(each.name)
-        for each in in_effect(plan.applied)
-        if each.implementation or each.key == "extra"
+        _own(entry.implementation) if entry.implementation else _from_outside(entry.name)
+        for entry in in_effect(plan.applied)
+        if entry.implementation or entry.key == "extra"
     ]
 
 
 def _own(implementation: str) -> type[Technique]:
     module, _, attribute = implementation.partition(".")
-    found: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
-    return found
+    technique: type[Technique] = getattr(importlib.import_module(f"pipeline.techniques.{module}"), attribute)
+    return technique
 
 
 def _from_outside(name: str) -> type[Technique]:
-    found = outside.load(outside.TECHNIQUES, name)
-    if not (isinstance(found, type) and issubclass(found, Technique) and found.name == name):
+    loaded = outside.load(outside.TECHNIQUES, name)
+    if not (isinstance(loaded, type) and issubclass(loaded, Technique) and loaded.name == name):
         raise ConfigError(
-            f"the entry point {name!r} of the group {outside.TECHNIQUES} is {found!r}; expected a class derived from "
+            f"the entry point {name!r} of the group {outside.TECHNIQUES} is {loaded!r}; expected a class derived from "
             f"pipeline.techniques.Technique with {name!r} as its `name`."
         )
-    return found
+    return loaded

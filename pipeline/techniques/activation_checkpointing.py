@@ -61,15 +61,15 @@ class ActivationCheckpointing(Technique):
 
     def change_model(self, setup: Setup) -> None:
         model = setup.model
-        found = list(blocks(model))
-        if not found:
+        options = list(blocks(model))
+        if not options:
             raise ConfigError(
                 f"{self.where('activation_checkpointing')}, but {type(model).__name__} has no blocks to checkpoint: "
                 "none of its submodules has submodules of its own. Put layers that belong together into an "
                 "nn.Sequential, or remove activation_checkpointing."
             )
         self._model = type(model).__name__
-        for block in self.choice(setup, found):
+        for block in self.choice(setup, options):
             block.forward = self._recomputed(block)  # a wrapper would change names in the state dict
         setup.outputs()  # shows which blocks overwrite their inputs; the other blocks need no copies of them
 
@@ -90,9 +90,9 @@ class ActivationCheckpointing(Technique):
             "allowed: false, or blocks that are called like functions."
         )
 
-    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
-        """Return the blocks to checkpoint, out of the blocks ``found``."""
-        return found
+    def choice(self, setup: Setup, options: Sequence[nn.Module]) -> Sequence[nn.Module]:  # noqa: ARG002
+        """Return the blocks to checkpoint, out of the blocks ``options``."""
+        return options
 
     def contexts(self) -> Callable[[], Contexts]:
         """Return the function that makes the contexts of a block's two forward passes."""
@@ -150,8 +150,10 @@ class SelectiveCheckpointing(ActivationCheckpointing):
 
     name = "selective_checkpointing"
 
-    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        if modules := [each for block in found for each in block.modules() if getattr(each, "inplace", False) is True]:
+    def choice(self, setup: Setup, options: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        if modules := [
+            part for block in options for part in block.modules() if getattr(part, "inplace", False) is True
+        ]:
             expected = setup.outputs()
             for module in modules:
                 vars(module)["inplace"] = False
@@ -163,7 +165,7 @@ class SelectiveCheckpointing(ActivationCheckpointing):
                     "differ if its modules with inplace=True write to new tensors, as selective checkpointing needs; "
                     "allowed: true, or a model that computes the same with inplace=False."
                 )
-        return super().choice(setup, found)
+        return super().choice(setup, options)
 
     def contexts(self) -> Callable[[], Contexts]:
         return partial(create_selective_checkpoint_contexts, _KEPT)
@@ -179,13 +181,14 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     stack of Sequentials, each Sequential of layers.
     """
     for child in model.children():
-        if _holds_a_sequence_of_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if _has_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from blocks(child)
         elif any(child.children()) and any(True for _ in child.parameters()):
             yield child
 
 
-def _holds_a_sequence_of_blocks(module: nn.Module) -> bool:
+def _has_blocks(module: nn.Module) -> bool:
+    """True if the module is a sequence of blocks, or contains one, even of a single block."""
     return any(
         isinstance(part, _SEQUENCES) and any(any(child.children()) for child in part.children())
         for part in module.modules()
@@ -230,4 +233,4 @@ def _drawn() -> bytes:
 
 
 def _versions(values: Any) -> list[int]:
-    return [each._version for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [tensor._version for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)]

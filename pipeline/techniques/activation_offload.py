@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeline.models.keeping import storage_of
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
@@ -34,7 +35,7 @@ class ActivationOffload(Technique):
         forward = step.forward
 
         def offloaded(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with _offloaded(copies, {_storage(tensor) for tensor in (*step.model.parameters(), inputs)}) as sizes:
+            with _offloaded(copies, {storage_of(tensor) for tensor in (*step.model.parameters(), inputs)}) as sizes:
                 loss = forward(inputs, targets)
             self.offloaded += len(sizes)
             return loss
@@ -59,7 +60,7 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[list[in
         torch.cuda.current_stream(tensor.device).wait_event(copied)  # so that its memory is not reused during the copy
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
-        if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or _storage(tensor) in staying:
+        if not tensor.is_cuda or tensor.nbytes < LEAST_BYTES or storage_of(tensor) in staying:
             return tensor
         device = tensor.device
         waiting = torch.empty_like(tensor, device="cpu", pin_memory=True)  # with the same strides
@@ -82,7 +83,3 @@ def _offloaded(copies: torch.cuda.Stream, staying: set[int]) -> Iterator[list[in
         yield sizes
     while leaving:
         let_go()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

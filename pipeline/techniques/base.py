@@ -1,7 +1,7 @@
 """The base class of techniques: its hooks define what a technique may change in a training.
 
 ``Technique`` lists its hooks in the order of their calls. A hook is called on all techniques before the next hook is
-called. The ``change_`` hooks are called when a run is set up (``pipeline.training.composition``). Between
+called. The ``change_`` hooks are called when a run is set up (``pipeline.training.assembly``). Between
 ``change_optimizer`` and ``change_step`` the optimizer and the plain step are made. A step does not check which
 techniques are applied, so a technique that is not applied takes no time.
 """
@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
@@ -78,15 +80,15 @@ class Setup:
     def outputs(self) -> torch.Tensor:
         """Return the model's outputs for ``inputs``. The model and the random state stay unchanged."""
         with torch.no_grad(), unchanged(self.model):
-            found: torch.Tensor = self.model(self.inputs())
-        return found
+            outputs: torch.Tensor = self.model(self.inputs())
+        return outputs
 
 
 def load_share(optimizer: torch.optim.Optimizer, whole: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
     """Load the state of the optimizer's own parameters, and the groups' settings, from the state dict ``whole``. The
     keys of ``whole["state"]`` are places in ``parameters``."""
     place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
-    own = [place_of[id(each)] for group in optimizer.param_groups for each in group["params"]]
+    own = [place_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     held = optimizer.state_dict()["param_groups"]
     groups = [{**group, "params": mine["params"]} for group, mine in zip(whole["param_groups"], held, strict=True)]
     state = {index: whole["state"][place] for index, place in enumerate(own) if place in whole["state"]}
@@ -113,6 +115,32 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+class FirstPass(TorchDispatchMode):
+    """The operations of a step's first forward pass, and the number formats of the tensors that they returned. Nothing
+    is noted of a compiled step, nor of a step on several GPUs, whose threads do not inherit this mode."""
+
+    def __init__(self, step: TrainingStep, plan: Plan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+        forward = step.forward
+
+        def noted(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if self.names:
+                return forward(inputs, targets)
+            with self:
+                return forward(inputs, targets)
+
+        if plan.applied.compile == "none" and plan.devices_per_process == 1:
+            step.forward = noted
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:
+        outputs = operation(*inputs, **(named or {}))
+        self.names.add(operation.name())
+        self.dtypes |= {output.dtype for output in tree_leaves(outputs) if isinstance(output, torch.Tensor)}
+        return outputs
 
 
 class Technique:

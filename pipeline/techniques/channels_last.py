@@ -22,7 +22,7 @@ class ChannelsLast(Technique):
 
     def change_model(self, setup: Setup) -> None:
         model, inputs = setup.model, setup.inputs()
-        parameters = [each for each in model.parameters() if each.dim() in _FORMATS]
+        parameters = [parameter for parameter in model.parameters() if parameter.dim() in _FORMATS]
         if not parameters and inputs.dim() not in _FORMATS:
             raise ConfigError(
                 f"{self.where('channels_last')}, but {type(model).__name__} takes inputs of {inputs.dim()} dimensions "

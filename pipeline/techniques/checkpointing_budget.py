@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError, first_line
-from pipeline.models.keeping import copied
+from pipeline.models.keeping import copied, storage_of
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.base import Setup
 from pipeline.techniques.precision import DTYPES
@@ -31,34 +31,34 @@ class CheckpointingBudget(ActivationCheckpointing):
 
     name = "checkpointing_budget"
 
-    def choice(self, setup: Setup, found: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    def choice(self, setup: Setup, options: Sequence[nn.Module]) -> Sequence[nn.Module]:
         fraction, model = float(self.plan.applied.activation_checkpointing), setup.model
         where = self.where("activation_checkpointing")
         like = setup.task.inputs(1)
         try:
             shape = (self.plan.micro_batch_size, *like.shape[1:])
-            kept = measured(model, found, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
+            kept = measured(model, options, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
         except Exception as error:  # a model may use values, which fake tensors lack
             raise ConfigError(
                 f"{where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
-        everything, least = kept.bytes(()), kept.bytes(range(len(found)))
+        everything, least = kept.bytes(()), kept.bytes(range(len(options)))
         if not everything:
             raise ConfigError(f"{where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least > fraction * everything:
             smallest = math.ceil(1000 * least / everything) / 1000
             raise ConfigError(
-                f"{where}, but with all {len(found)} blocks checkpointed, {type(model).__name__} still keeps "
+                f"{where}, but with all {len(options)} blocks checkpointed, {type(model).__name__} still keeps "
                 f"{smallest} of its activations' bytes; allowed: a fraction from this value to 1."
             )
         chosen = kept.cheapest(fraction)
         self._findings = {
             "checkpointed_blocks": len(chosen),
-            "blocks": len(found),
+            "blocks": len(options),
             "kept_activations_fraction": kept.bytes(chosen) / everything,
         }
-        return [found[index] for index in sorted(chosen)]
+        return [options[index] for index in sorted(chosen)]
 
     def findings(self) -> dict[str, float]:
         return self._findings
@@ -124,12 +124,12 @@ def measured(
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
         shadow_model, shadows = _shadow(model, blocks)
         inputs = torch.empty(shape, dtype=dtype)
-        standing = {_storage(tensor) for tensor in (*shadow_model.parameters(), *shadow_model.buffers(), inputs)}
-        here: list[int] = []
+        standing = {storage_of(tensor) for tensor in (*shadow_model.parameters(), *shadow_model.buffers(), inputs)}
+        runs: list[int] = []
         alive = []
 
         def note(tensor: torch.Tensor, place: set[int]) -> torch.Tensor:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if storage not in standing:
                 kept.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
@@ -140,14 +140,14 @@ def measured(
             for value in inputs:
                 if isinstance(value, torch.Tensor):
                     note(value, kept.inputs[index])
-            here.append(index)
+            runs.append(index)
 
         for index, shadow in enumerate(shadows):
             shadow.register_forward_pre_hook(partial(enter, index))
-            shadow.register_forward_hook(lambda *_: here.clear())
+            shadow.register_forward_hook(lambda *_: runs.clear())
         with (
             torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: note(tensor, kept.inside[here[-1]] if here else kept.outside), lambda tensor: tensor
+                lambda tensor: note(tensor, kept.inside[runs[-1]] if runs else kept.outside), lambda tensor: tensor
             ),
             torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
             torch.enable_grad(),
@@ -166,7 +166,3 @@ def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, l
     place_of = {module: place for place, module in enumerate(model.modules())}
     shadows = list(shadow.modules())
     return shadow, [shadows[place_of[block]] for block in blocks]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

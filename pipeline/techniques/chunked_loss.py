@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,18 +32,23 @@ class ChunkedLoss(Technique):
     name = "chunked_loss"
 
     def change_model(self, setup: Setup) -> None:
-        found = head(setup)
-        if found is None:
+        layer = head(setup)
+        if layer is None or not layer.training:  # in evaluation mode, the head would be applied twice
             raise ConfigError(
                 f"{self.where('loss_chunks')}, but {type(setup.model).__name__} does not return the unchanged outputs "
-                "of an nn.Linear that it calls only once; allowed: 1, or a model that does."
+                "of an nn.Linear in training mode that it calls only once; allowed: 1, or a model that does."
             )
-        self._head = found
-        found.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
+        self._head = layer
+        layer.__class__ = _Head  # changes the module in place, so the names in the state dict stay the same
 
     def change_step(self, setup: Setup) -> None:
         criterion = setup.step.criterion
         by_row = setup.task.loss_by_row and ":" not in self.plan.train.loss
+        if self.plan.micro_batch_size * (math.prod(setup.task.output_shape()[:-1]) if by_row else 1) == 1:
+            raise ConfigError(
+                f"{self.where('loss_chunks')}, but a micro-batch has a single row of outputs, which is one chunk; "
+                "allowed: 1, or a larger micro-batch."
+            )
 
         def chunked(hidden: Tensor, targets: Tensor) -> Tensor:
             weight, bias = self._head.weight, self._head.bias
@@ -72,12 +78,12 @@ def head(setup: Setup) -> nn.Linear | None:
 
     Returns None if there is no such layer, or if the model calls the layer more than once.
     """
-    seen: dict[nn.Linear, list[Tensor]] = {each: [] for each in setup.model.modules() if type(each) is nn.Linear}
+    seen: dict[nn.Linear, list[Tensor]] = {linear: [] for linear in setup.model.modules() if type(linear) is nn.Linear}
     with ExitStack() as hooks:
-        for each in seen:
-            hooks.enter_context(each.register_forward_hook(lambda layer, _, output: seen[layer].append(output)))
+        for linear in seen:
+            hooks.enter_context(linear.register_forward_hook(lambda layer, _, output: seen[layer].append(output)))
         outputs = setup.outputs()
-    return next((layer for layer, found in seen.items() if len(found) == 1 and found[0] is outputs), None)
+    return next((layer for layer, made in seen.items() if len(made) == 1 and made[0] is outputs), None)
 
 
 class _LossOfChunks(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import LOCAL_STEPS
 from pipeline.plans import Plan
 from pipeline.step import MicroBatches
-from pipeline.techniques.base import Setup, Stored, Technique, replaced
+from pipeline.techniques.base import Setup, Stored, Technique
 
 RANK = 2
 """The rank of PowerSGD's factors. The PowerSGD paper uses this rank for its image classifiers."""
@@ -27,6 +26,16 @@ DENSE_STEPS = 2
 first step."""
 NEVER_ZERO = 1e-8
 """Added to the norms of the factors' columns, so that no norm is zero even if a gradient is all zeros."""
+LOCAL_STEPS = 4
+"""Number of steps from one averaging of the weights to the next in post-local SGD. It is one more than the entry's
+``max_step_skew``."""
+_ON_CPU = FunctionType(
+    powerSGD_hook.powerSGD_hook.__code__,
+    vars(powerSGD_hook)
+    | {"torch": SimpleNamespace(**vars(torch) | {"cuda": SimpleNamespace(is_available=lambda: False)})},
+)
+"""torch's PowerSGD as it is on a machine without a GPU. If a GPU is visible, torch's own calls ``torch.cuda`` even to
+wait for a bucket on the CPU, which fails."""
 _REMEMBERED = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
 """The fields of torch's ``PowerSGDState`` that change from step to step, and that later steps depend on."""
 
@@ -99,15 +108,13 @@ class PowerSGD(_Hook):
         super().change_model(setup)
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        gloo = self.world.backend == "gloo"
-        # If a GPU is visible, torch's PowerSGD calls ``torch.cuda`` even to wait for a bucket on the CPU.
-        with replaced(torch.cuda, "is_available", lambda: False) if gloo else nullcontext():
-            future = super().reduce(bucket)
-            # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, the
-            # reductions of two buckets could begin in different orders on different ranks. NCCL begins reductions at
-            # once and in order.
-            if gloo:
-                future.wait()
+        if self.world.backend != "gloo":
+            return super().reduce(bucket)
+        future: Future[torch.Tensor] = _ON_CPU(self.torch_state, bucket)
+        # gloo's threads begin the reductions of a bucket's factors one after the other. Without the wait, the
+        # reductions of two buckets could begin in different orders on different ranks. NCCL begins reductions at once
+        # and in order.
+        future.wait()
         return future
 
     def _memory_bytes(self) -> int:
@@ -121,9 +128,9 @@ class PowerSGD(_Hook):
         return on_cpu
 
     def restore(self, state: dict[str, Any]) -> None:
-        here = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state)
+        on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.world.device), state)
         for name in _REMEMBERED:
-            setattr(self.torch_state, name, here[name])
+            setattr(self.torch_state, name, on_device[name])
 
     def _shrinks(self, parameter: torch.Tensor) -> bool:
         """Return whether PowerSGD sends factors in place of the parameter's gradient."""

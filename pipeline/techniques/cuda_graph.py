@@ -62,12 +62,12 @@ class CudaGraph(Technique):
 
     def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take a step without a graph, on the stream on which a later step will be recorded."""
-        here = torch.cuda.current_stream(self.world.device)
+        current = torch.cuda.current_stream(self.world.device)
         self._stream = self._stream or torch.cuda.Stream(self.world.device)
-        self._stream.wait_stream(here)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._rates_on_device():
             take(iter(batch))
-        here.wait_stream(self._stream)
+        current.wait_stream(self._stream)
 
     def _recorded(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
         self._inputs = [(inputs.clone(), targets.clone()) for inputs, targets in batch]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.techniques.base import Setup, Technique, replaced
+from pipeline.techniques.base import FirstPass, Setup, Technique, replaced
 
 
 class CudnnBenchmark(Technique):
@@ -16,4 +16,10 @@ class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
 
     def change_step(self, setup: Setup) -> None:
+        self._first = FirstPass(setup.step, self.plan)
         setup.step.whole = replaced(torch.backends.cudnn, "benchmark", True)(setup.step.whole)
+
+    def why_idle(self) -> str:
+        if not self._first.names or any("convolution" in name for name in self._first.names):
+            return ""
+        return f"{self.where('cudnn_benchmark')}, but a step runs no convolution to search for; allowed: false."

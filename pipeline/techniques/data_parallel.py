@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.lockstep import keep_parameters
 
 
 class DataParallel(Technique):
@@ -21,6 +22,8 @@ class DataParallel(Technique):
     name = "data_parallel"
 
     def change_model(self, setup: Setup) -> None:
+        keep_parameters(setup.model, setup.model.named_parameters, self.where("parallelism"))
+        setup.outputs()
         setup.model = nn.DataParallel(setup.model, device_ids=list(range(self.plan.devices_per_process)))
 
     def state(self) -> dict[str, Any]:

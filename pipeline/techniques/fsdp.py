@@ -114,16 +114,16 @@ class FSDP(Technique):
             if parameter.dim() == 0:
                 raise ConfigError(f"{where} has a parameter, {name!r}, without dimensions; allowed: shape [1].")
         inside = {part for unit in units for part in unit.modules()}
-        own = {each for part in model.modules() if part not in inside for each in part.parameters(recurse=False)}
+        own = {weight for part in model.modules() if part not in inside for weight in part.parameters(recurse=False)}
         groups = [own, *(set(unit.parameters()) for unit in units)]
         for group in groups:
-            types = {each.dtype for each in group}
+            types = {weight.dtype for weight in group}
             if len(types) > 1:
                 raise ConfigError(
                     f"{where} has parameters of {' and '.join(sorted(map(str, types)))} in one block; allowed: 'ddp', "
                     "or parameters of one type."
                 )
-        homes = Counter(each for group in groups for each in group)
+        homes = Counter(weight for group in groups for weight in group)
         if any(count > 1 for count in homes.values()):
             raise ConfigError(f"{where} uses one parameter in several of its blocks; allowed: 'ddp' or 'zero1'.")
 

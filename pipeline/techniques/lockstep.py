@@ -41,10 +41,10 @@ def keep_in_step(
         if now is None:
             return
         names = [first[len(now)], name] if first else world.gather(name)
-        if other := next((module for module in names if module != names[0]), None):
+        if differing := next((module for module in names if module != names[0]), None):
             raise ConfigError(
                 f"{where}, whose processes must run the same parts of the model in the same order in each step, but "
-                f"one ran {names[0]} where another process or step ran {other}. {USE_EVERY_PART}."
+                f"one ran {names[0]} where another process or step ran {differing}. {USE_EVERY_PART}."
             )
         now.append(name)
 
@@ -63,8 +63,8 @@ def keep_in_step(
 def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Tensor]]], where: str) -> None:
     """Make the next forward pass of ``part`` raise ConfigError if it changes one of the ``named`` parameters.
 
-    Each rank would change the parameter for its own samples, as ``nn.Embedding`` with ``max_norm`` does, so the ranks'
-    models would drift apart. ``where``: the beginning of the error.
+    Each copy of the model, on a rank or a GPU, would change the parameter for its own samples, as ``nn.Embedding`` with
+    ``max_norm`` does, so the copies would drift apart. ``where``: the beginning of the error.
     """
     before: list[tuple[str, Tensor, int]] = []
 
@@ -76,9 +76,9 @@ def keep_parameters(part: nn.Module, named: Callable[[], Iterable[tuple[str, Ten
         last.remove()
         if changed := [name for name, parameter, version in before if parameter._version != version]:
             raise ConfigError(
-                f"{where}, but the model's forward pass changes its parameter {changed[0]}. Each process would "
-                "change it for its own samples, so the processes' models would differ. Allowed: parallelism: none, or "
-                "a model that leaves its parameters to the optimizer (nn.Embedding without max_norm)."
+                f"{where}, but the model's forward pass changes its parameter {changed[0]}. Each copy of the model "
+                "would change it for its own samples, so the copies would differ. Allowed: parallelism: none, or a "
+                "model that leaves its parameters to the optimizer (nn.Embedding without max_norm)."
             )
         before.clear()
 

@@ -16,19 +16,18 @@ from torch.utils import swap_tensors
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError, count, say
-from pipeline.plans import Plan, WhyNotHeldBy
+from pipeline.plans import Plan, WhyNot, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique, load_share
-from pipeline.techniques.lockstep import USE_EVERY_PART
-from pipeline.techniques.model_chain import NotAChain, chain, joined
-from pipeline.techniques.pipeline_cut import Cut, best_cut, described, parts
+from pipeline.techniques.lockstep import USE_EVERY_PART, keep_parameters
+from pipeline.techniques.model_chain import Cut, NotAChain, best_cut, chain, described, joined, parts
 from pipeline.techniques.precision import DTYPES
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 _ALLOWED = (
-    "allowed: fewer processes, another parallelism, or a model that is a chain of enough modules, such as an "
+    "fewer processes, another parallelism, or a model that is a chain of enough modules, such as an "
     "nn.Sequential or a ResNet"
 )
 
@@ -76,22 +75,25 @@ class Pipeline(Technique):
         except NotAChain as reason:
             most, why_not = 1, str(reason)
         why_not = why_not or f"{type(model).__name__} can be cut into {count(most, 'part')} at most"
-        return lambda stages: f"{why_not}; {_ALLOWED}" if stages > most else None
+        return lambda stages: WhyNot(why_not, _ALLOWED) if stages > most else None
 
     def change_model(self, setup: Setup) -> None:
         self._model = model = setup.model
-        found: Cut | str | None = None
+        cut: Cut | str | None = None
         if self.world.is_main:  # other ranks wait: on a CPU they would slow down the timed units
             try:
-                found = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
-                say(f"{self.plan.name}: {described(found, self.plan.micro_batches)}")
+                cut = best_cut(model, setup.sample()[0], self._stages, self.world, self._autocast)
+                say(f"{self.plan.name}: {described(cut, self.plan.micro_batches)}")
             except NotAChain as reason:
-                found = str(reason)
-        found = self.world.broadcast(found)
-        if not isinstance(found, Cut):
-            raise ConfigError(f"{self.where('parallelism')} of {self._stages} stages, but {found}; {_ALLOWED}.")
-        self._split(found)
+                cut = str(reason)
+        cut = self.world.broadcast(cut)
+        if not isinstance(cut, Cut):
+            why_not = WhyNot(str(cut), _ALLOWED)
+            raise ConfigError(f"{self.where('parallelism')} of {self._stages} stages, but {why_not}.")
+        self._split(cut)
         setup.model = self._module
+        if self._replicas > 1:
+            keep_parameters(self._module, self._module.named_parameters, f"{self.where('parallelism')} with replicas")
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
@@ -107,7 +109,7 @@ class Pipeline(Technique):
                 return_outputs=False,
             )
             if self._replicas > 1:  # average over the replicas of this stage
-                held = [each.grad for each in self._module.parameters() if each.requires_grad]
+                held = [parameter.grad for parameter in self._module.parameters() if parameter.requires_grad]
                 if any(gradient is None for gradient in held):  # other replicas would wait for this gradient
                     where = f"{self.where('parallelism')} with replicas, which average the gradients of all parameters"
                     raise ConfigError(f"{where}, but a step did not use some parameters. {USE_EVERY_PART}.")
@@ -143,8 +145,8 @@ class Pipeline(Technique):
         return whole
 
     def _read_optimizer(self) -> dict[str, Any]:
-        own, places = self._optimizer.state_dict(), {id(each): n for n, each in enumerate(self._model.parameters())}
-        held = [places[id(each)] for group in self._optimizer.param_groups for each in group["params"]]
+        own, places = self._optimizer.state_dict(), {id(weight): n for n, weight in enumerate(self._model.parameters())}
+        held = [places[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
         mine = {held[index]: state for index, state in own["state"].items()}
         groups = [[held[index] for index in group["params"]] for group in own["param_groups"]]
         stages = self.world.gather((mine, groups))[: self._stages]
@@ -165,7 +167,7 @@ class Pipeline(Technique):
         if tuple(state["ends"]) != self._cut.ends:
             self._split(self._cut._replace(ends=tuple(state["ends"])))
             (group,) = self._optimizer.param_groups
-            group["params"] = [each for each in self._module.parameters() if each.requires_grad]
+            group["params"] = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._optimizer.state.clear()
         whole = self._sent.pop("model")
         self._model.load_state_dict(

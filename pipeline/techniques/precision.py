@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.plans import Plan
-from pipeline.techniques.base import Setup, Technique
+from pipeline.techniques.base import FirstPass, Setup, Technique
 from pipeline.techniques.chunked_loss import head
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +28,16 @@ class BFloat16(Technique):
 
     def change_step(self, setup: Setup) -> None:
         step = setup.step
+        self._first = FirstPass(step, self.plan)
         step.forward = torch.autocast(self.world.device.type, dtype=self.dtype)(step.forward)
+
+    def why_idle(self) -> str:
+        if not self._first.names or self.dtype in self._first.dtypes:
+            return ""
+        return (
+            f"{self.where('precision')}, but no operation of a step computed in {self.dtype}, because the model has no "
+            "matrix product or convolution outside of an autocast of its own; allowed: 'fp32'."
+        )
 
 
 class Float16(BFloat16):
@@ -82,8 +91,8 @@ class Float8(BFloat16):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         model, last, device = setup.model, head(setup), self.world.device
-        linears = [each for each in model.modules() if type(each) is nn.Linear and each is not last]
-        fitting = [each for each in linears if each.in_features % 16 == 0 and each.out_features % 16 == 0]
+        linears = [module for module in model.modules() if type(module) is nn.Linear and module is not last]
+        fitting = [linear for linear in linears if linear.in_features % 16 == 0 and linear.out_features % 16 == 0]
         if not fitting:
             raise ConfigError(
                 f"{self.where('precision')}, but {type(model).__name__} has no linear layer before its last layer "

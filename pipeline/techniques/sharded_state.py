@@ -90,13 +90,13 @@ def in_parts(setup: Setup, model: nn.Module, layouts: Layouts, world: World) -> 
 
     def read_optimizer() -> dict[str, Any]:
         held: Any = get_optimizer_state_dict(model, optimizer)
-        state = {name: {key: part(name, each) for key, each in own.items()} for name, own in held["state"].items()}
+        state = {name: {key: part(name, value) for key, value in own.items()} for name, own in held["state"].items()}
         return {**held, "state": state}
 
     def load_optimizer(saved: dict[str, Any]) -> None:
         held: Any = get_optimizer_state_dict(model, optimizer)["state"]
         state = {
-            name: {key: loaded(name, held[name][key], each) for key, each in own.items()}
+            name: {key: loaded(name, held[name][key], value) for key, value in own.items()}
             for name, own in saved["state"].items()
         }
         lenient = StateDictOptions(strict=False)  # a parameter that no step has used has no state

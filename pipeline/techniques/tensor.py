@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipeline.errors import ConfigError
-from pipeline.plans import WhyNotHeldBy
+from pipeline.plans import WhyNot, WhyNotHeldBy
 from pipeline.techniques.base import Setup, Technique
 from pipeline.techniques.ddp import arrange_buckets, reduced, replicated
 from pipeline.techniques.sharded_state import Layout, in_parts, without_random_warning
@@ -88,20 +88,20 @@ class Tensor(Technique):
         in_parts(setup, self.model, self.layouts, self.world)
 
 
-def _why_not_cut(model: nn.Module, ranks: int) -> str | None:
+def _why_not_cut(model: nn.Module, ranks: int) -> WhyNot | None:
     """Return why no pair of ``model`` can be cut into ``ranks`` parts; None if some pair can."""
     widths = sorted({pair.parts for pair in pairs(model)})
     if any(width % ranks == 0 for width in widths):
         return None
     if widths:
-        return (
+        return WhyNot(
             f"{type(model).__name__} has {', '.join(map(str, widths))} values or heads between linear layers, which "
-            f"{ranks} processes cannot share evenly; allowed: a number of processes (per replica) that divides "
-            "one of these numbers"
+            f"{ranks} processes cannot share evenly",
+            "a number of processes (per replica) that divides one of these numbers",
         )
-    return (
-        f"{type(model).__name__} has no two linear layers with only element-wise functions between them; "
-        "allowed: a model with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism"
+    return WhyNot(
+        f"{type(model).__name__} has no two linear layers with only element-wise functions between them",
+        "a model with such a pair in an nn.Sequential or an nn.TransformerEncoderLayer, or another parallelism",
     )
 
 
@@ -123,12 +123,12 @@ def pairs(model: nn.Module) -> Iterator[Pair]:
     the whole width.
     """
     uses = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
-    uses.update(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    uses.update(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     chained = (pair for chain in _chains(model) for pair in _pairs_of(chain))
     for pair in (*_attentions(model), *chained):
         dropouts = [module for module in pair.between if isinstance(module, nn.Dropout)]
         parts = (pair.first, pair.second, *dropouts)
-        if all(uses[id(each)] == 1 for part in parts for each in (part, *part.parameters())):
+        if all(uses[id(tensor)] == 1 for part in parts for tensor in (part, *part.parameters())):
             yield pair
 
 

@@ -58,10 +58,10 @@ class Zero1(DDP):
             # The keys of own["state"] are the parameters' indices in the whole model.
             own = torch.optim.Optimizer.state_dict(optimizer)
             parts = self.world.gather(own["state"])
-            return own | {"state": dict(sorted((index, each) for part in parts for index, each in part.items()))}
+            return own | {"state": dict(sorted((index, values) for part in parts for index, values in part.items()))}
 
         def load(whole: dict[str, Any]) -> None:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             load_share(optimizer.optim, self.world.sent(whole), parameters)
             optimizer.state = optimizer.optim.state
             optimizer._sync_param_groups(optimizer.optim.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]

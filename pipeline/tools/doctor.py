@@ -23,7 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from pipeline import environment, params, plans
-from pipeline.environment import gpus
+from pipeline.environment import hardware
 from pipeline.errors import ConfigError, count, printable, redacted, said, say
 from pipeline.files import PREPARED
 
@@ -95,8 +95,8 @@ ok, not_applicable = partial(Finding, "ok"), partial(Finding, "-")
 warning, problem = partial(Finding, "warning"), partial(Finding, "PROBLEM")
 
 
-def enough(holds: bool, found: str, wants: str, remedy: str, *, needed: bool = False) -> Finding:
-    return ok(found) if holds else (problem if needed else warning)(f"{found}; {wants}", remedy)
+def enough(holds: bool, fact: str, wants: str, remedy: str, *, needed: bool = False) -> Finding:
+    return ok(fact) if holds else (problem if needed else warning)(f"{fact}; {wants}", remedy)
 
 
 def params_file() -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def parts() -> Iterator[Finding]:
     task.check()
     model = task.model()
     task.try_step(model)
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     yield ok(f"{config.train.model} has {parameters:,} parameters on {dataset.name}")
 
 
@@ -147,8 +147,8 @@ def gpu() -> Iterator[Finding]:
     yield ok(f"PyTorch {torch.__version__}, for {f'CUDA {build}' if build else 'CPUs'}")
     if device == "cpu":
         return
-    shown, version, failure = gpus.shown()
-    devices = [[(each / name).read_text() for name in ("vendor", "class")] for each in PCI.glob("*")]
+    shown, version, failure = hardware.visible_gpus()
+    devices = [[(device / name).read_text() for name in ("vendor", "class")] for device in PCI.glob("*")]
     present = any(vendor.startswith("0x10de") and kind.startswith("0x03") for vendor, kind in devices)
     fault = problem if device == "cuda" else warning
     if failure:
@@ -158,9 +158,9 @@ def gpu() -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         for index in range(len(names)):
             torch.ones(1, device=f"cuda:{index}").add_(1).item()
-        found = f"torch computes on {len(names)} x {', '.join(dict.fromkeys(names))}; the driver is {version}"
+        fact = f"torch computes on {len(names)} x {', '.join(dict.fromkeys(names))}; the driver is {version}"
         same = len(names) == len(shown)
-        yield ok(found) if same else problem(f"{found}, and shows {count(len(shown), 'GPU')}")
+        yield ok(fact) if same else problem(f"{fact}, and shows {count(len(shown), 'GPU')}")
     elif build is None and (present or device == "cuda"):
         yield fault("this build of torch cannot use GPUs", f"install a CUDA build of torch, {USE_CPU}")
     elif hidden is not None and present:
@@ -180,9 +180,9 @@ def cpu() -> Iterator[Finding]:
     remedy = f"give the container more CPUs (--cpus {processes}), or lower processes in params.yaml"
     yield enough(cores >= processes, f"{cores:g} of {present} cores", wants, remedy)
     busy = psutil.getloadavg()[0]
-    found = f"{busy:.1f} threads used or awaited the {count(present, 'core')} in the last minute"
+    fact = f"{busy:.1f} threads used or awaited the {count(present, 'core')} in the last minute"
     wants = "other programs may take the cores from the bench, which then rejects its samples"
-    yield enough(busy <= present / 2, found, wants, "end other programs before the bench (`top` lists them)")
+    yield enough(busy <= present / 2, fact, wants, "end other programs before the bench (`top` lists them)")
 
 
 def memory() -> Iterator[Finding]:
@@ -200,28 +200,28 @@ def shared_memory() -> Iterator[Finding]:
         yield not_applicable(f"this system has no {SHARED_MEMORY}")
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{SHARED_MEMORY}: {_size(usage.free)} of {_size(usage.total)} free"
+    fact = f"{SHARED_MEMORY}: {_size(usage.free)} of {_size(usage.total)} free"
     wants = f"NCCL between GPUs, and a data loader's workers, need {_size(SHARED_MEMORY_BYTES)}"
     remedy = "docker run --shm-size=1g, or --ipc=host; on a host: mount -o remount,size=1g /dev/shm; to remove files "
     remedy += f"of ended jobs: rm {SHARED_MEMORY}/nccl-* {SHARED_MEMORY}/torch_*"
     needed = any(
         (plan.device == "cuda" and plan.processes > 1) or plan.applied.data_loading == "dataloader" for plan in _plans()
     )
-    yield enough(usage.free >= SHARED_MEMORY_BYTES, found, wants, remedy, needed=needed)
+    yield enough(usage.free >= SHARED_MEMORY_BYTES, fact, wants, remedy, needed=needed)
 
 
 def work_tree() -> Iterator[Finding]:
-    here = Path.cwd()
+    folder = Path.cwd()
     if shut := [name for name in OURS if Path(name).exists() and not os.access(name, os.W_OK)]:
         remedy = 'sudo chown -R "$(id -u):$(id -g)" . ; run containers with --user "$(id -u):$(id -g)" and without :ro'
-        yield problem(f"user {os.getuid()} cannot write to {', '.join(shut)} in {here}", remedy)
-    free = shutil.disk_usage(here).free
+        yield problem(f"user {os.getuid()} cannot write to {', '.join(shut)} in {folder}", remedy)
+    free = shutil.disk_usage(folder).free
     wants = f"data, models and DVC's copies of both may need {_size(DISK_BYTES)}"
     remedy = (
         "free space: dvc gc --workspace removes cached data of other versions; docker system prune removes stopped "
         "containers, unused networks, dangling images and unused build cache"
     )
-    yield enough(free >= DISK_BYTES, f"{_size(free)} free for {here}", wants, remedy, needed=free < GIB)
+    yield enough(free >= DISK_BYTES, f"{_size(free)} free for {folder}", wants, remedy, needed=free < GIB)
 
 
 def git() -> Iterator[Finding]:
@@ -252,8 +252,8 @@ def tracking() -> Iterator[Finding]:
     from pipeline.tracking import health
 
     config = _config()
-    well, found, remedy = health(Path(), (config.publish if config else params.Publish()).experiment)
-    yield Finding({True: "ok", False: "PROBLEM", None: "-"}[well], found, remedy)
+    well, fact, remedy = health(Path(), (config.publish if config else params.Publish()).experiment)
+    yield Finding({True: "ok", False: "PROBLEM", None: "-"}[well], fact, remedy)
 
 
 def _config() -> params.Config | None:
@@ -297,17 +297,17 @@ APART = ("model, data", "GPUs", "DVC", "tracking")
 def run() -> int:
     """Run all checks and print their findings, without secrets; return 1 if a finding is a problem, else 0."""
     with ThreadPoolExecutor(2) as pool:  # more threads would delay all checks on a small machine
-        made = pool.map(lambda check: [*(_apart if check in APART else _here)(check)], CHECKS)
-        found = dict(zip(CHECKS, made, strict=True))
+        made = pool.map(lambda check: [*(_apart if check in APART else _findings_of)(check)], CHECKS)
+        by_check = dict(zip(CHECKS, made, strict=True))
     width, column = shutil.get_terminal_size().columns, max(map(len, CHECKS))
-    for name, findings in found.items():
+    for name, findings in by_check.items():
         for status, text, remedy in findings:
             say(_wrapped(f"{status:7}  {name:{column}}  ", text, width))
             if status in ("PROBLEM", "warning") and not remedy:
                 remedy = next((known for part, known in REMEDIES.items() if part in f"{name}: {text}"), "")
             if remedy:  # indented less than the text, so that commands stay on one line
                 say(_wrapped("         -> ", remedy, width))
-    counts = Counter(finding.status for findings in found.values() for finding in findings)
+    counts = Counter(finding.status for findings in by_check.values() for finding in findings)
     say(f"\n{count(counts['PROBLEM'], 'problem')}, {count(counts['warning'], 'warning')}")
     return int(counts["PROBLEM"] > 0)
 
@@ -320,7 +320,7 @@ def _wrapped(head: str, text: str, width: int) -> str:
     return head + f"\n{' ' * len(head)}".join(lines)
 
 
-def _here(check: str) -> Iterator[Finding]:
+def _findings_of(check: str) -> Iterator[Finding]:
     """Yield the findings of the check. An error in the check is a finding, too."""
     try:
         yield from CHECKS[check]()
@@ -329,8 +329,8 @@ def _here(check: str) -> Iterator[Finding]:
 
 
 def _apart(check: str) -> Iterator[Finding]:
-    """Yield what ``_here`` yields in another process, which finds the same modules as this process. If that process
-    hangs or crashes, yield its earlier findings and a finding about the failure."""
+    """Yield what ``_findings_of`` yields in another process, which finds the same modules as this process. If that
+    process hangs or crashes, yield its earlier findings and a finding about the failure."""
     command, same = [sys.executable, "-m", __name__, check], os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     failure = None
     try:
@@ -350,5 +350,5 @@ def _apart(check: str) -> Iterator[Finding]:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's module may print; stdout is for the findings
-    for finding in _here(sys.argv[1]):
+    for finding in _findings_of(sys.argv[1]):
         print(json.dumps(finding), file=answers, flush=True)

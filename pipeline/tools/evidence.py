@@ -51,7 +51,7 @@ class EvidenceError(PipelineError):
     """Evidence cannot be written, or the file to check is not evidence. The message names the file."""
 
 
-class Difference(Exception):
+class Contradiction(Exception):
     """Two parts of the evidence contradict each other. The message names the file and, if it is known, the key."""
 
 
@@ -64,7 +64,7 @@ def write(file: Path = FILE) -> None:
     password or query is in a file that must not change, because another file holds its checksum.
     """
     inputs = {name: _read(name) for name in _inputs(params.load())}
-    unsummed = {str(each) for each in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
+    unsummed = {str(path) for path in (params.PARAMS_FILE, environment.ENVIRONMENT_FILE, LOCK)}
     for name in sorted(inputs.keys() - unsummed):
         if read_bytes(Path(name)) != inputs[name]:
             raise EvidenceError(
@@ -77,7 +77,7 @@ def write(file: Path = FILE) -> None:
         made = _compared(inputs)
         reports = {name: _read(name) for name in made}
         _hold(reports, made)
-    except Difference as error:
+    except Contradiction as error:
         raise EvidenceError(f"{error} Run `dvc repro`, which corrects the file.") from None
     members = inputs | reports
     content = _zipped(members | {MANIFEST: _manifest(members)})
@@ -106,7 +106,7 @@ def check(file: Path = FILE) -> int:
         for entry in archive.infolist():
             members[entry.filename] = archive.read(entry)
         if _zipped(members) != content:
-            raise Difference("the zip archive differs from what `evidence` writes for the same files.")
+            raise Contradiction("the zip archive differs from what `evidence` writes for the same files.")
         sums = {name: members.pop(name) for name in (MANIFEST,) if name in members}
         _hold(sums, {MANIFEST: _manifest(members)})
         reports = {name: members[name] for name in members if name.startswith(f"{results.REPORTS}/")}
@@ -115,15 +115,16 @@ def check(file: Path = FILE) -> int:
     except (MemoryError, OSError):  # a fault of this machine, not of the evidence
         raise
     except Exception as error:  # any other error means that this report does not follow from these files
-        named = isinstance(error, Difference | PipelineError | zipfile.BadZipFile)
+        named = isinstance(error, Contradiction | PipelineError | zipfile.BadZipFile)
         say(f"{file}: {error if named else repr(error)}{_by_other_code(members)}")
         return 1
-    found = json.loads(made[f"{results.REPORTS}/comparison.json"])
-    data, rounds = found["dataset"], f"the rounds of {count(len(found['sessions']), 'session')} of the bench"
-    runs = f"the runs of {count(len(found['seeds']), 'seed')} of each of {len(found['variants'])} variants"
+    comparison = json.loads(made[f"{results.REPORTS}/comparison.json"])
+    commit, environment_hash = comparison["bench"]["commit"], comparison["environment"]["hash"]
+    data, rounds = comparison["dataset"], f"the rounds of {count(len(comparison['sessions']), 'session')} of the bench"
+    runs = f"the runs of {count(len(comparison['seeds']), 'seed')} of each of {len(comparison['variants'])} variants"
     verified = (
-        f"{file}: commit {found['bench']['commit']}, environment {found['environment']['hash'][:12]}, data set "
-        f"{data['name']} (SHA-256 {data['sha256'][:12]}).\n"
+        f"{file}: commit {commit}, environment {environment_hash[:12]}, data set {data['name']} (SHA-256 "
+        f"{data['sha256'][:12]}).\n"
         f"Verified: the SHA-256 of {len(members)} files; and that every ratio, interval and verdict, and the whole "
         f"report, follow from {rounds} and {runs}.\n{NOT_VERIFIED}"
     )
@@ -158,7 +159,7 @@ def _compared(inputs: Mapping[str, bytes]) -> dict[str, bytes]:
         _equal("the archive", dict.fromkeys(inputs, "a file"), dict.fromkeys(_inputs(config), "a file"))
         measured, histories = read_all(config)
         sessions = [results.read_bench(), *results.read_sessions()]
-        _equal("bench.json, sessions", [each.rounds for each in sessions if each.rounds > MOST], [], "rounds")
+        _equal("bench.json, sessions", [bench.rounds for bench in sessions if bench.rounds > MOST], [], "rounds")
         compared = compare(measured, histories, sessions, config.compare, environment.read(), made_of(measured))
         report.write(compared, histories)
         return {path.as_posix(): _read(str(path)) for path in sorted(results.REPORTS.rglob("*")) if path.is_file()}
@@ -173,20 +174,20 @@ def _opened(file: Path, content: bytes) -> zipfile.ZipFile:
         archive = zipfile.ZipFile(io.BytesIO(content))
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
         raise EvidenceError(f"{file} is not evidence: it is not a zip ({error}).") from None
-    names = [each.filename for each in archive.infolist()]
-    size = sum(each.file_size for each in archive.infolist())
-    for each in archive.infolist():
+    entries = archive.infolist()
+    names = [entry.filename for entry in entries]
+    size = sum(entry.file_size for entry in entries)
+    for entry in entries:
         wrong = {
-            "is not a name that a file of evidence can have": not NAME.fullmatch(each.filename),
-            "occurs twice": names.count(each.filename) > 1,
-            "is encrypted, or has another flag": each.flag_bits,
-            "is not a regular file": stat.S_IFMT(each.external_attr >> 16) not in (0, stat.S_IFREG),
-            "is compressed": each.compress_type != zipfile.ZIP_STORED,
+            "is not a name that a file of evidence can have": not NAME.fullmatch(entry.filename),
+            "occurs twice": names.count(entry.filename) > 1,
+            "is encrypted, or has another flag": entry.flag_bits,
+            "is not a regular file": stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG),
+            "is compressed": entry.compress_type != zipfile.ZIP_STORED,
             "would unpack to more bytes than the archive has": size > len(content),
         }
-        for why, so in wrong.items():
-            if so:
-                raise EvidenceError(f"{file} is not evidence: {each.filename!a} {why}.")
+        if why := next((why for why, is_so in wrong.items() if is_so), None):
+            raise EvidenceError(f"{file} is not evidence: {entry.filename!a} {why}.")
     return archive
 
 
@@ -206,42 +207,44 @@ def _manifest(members: Mapping[str, bytes]) -> bytes:
 
 
 def _hold(said: Mapping[str, bytes], made: Mapping[str, bytes]) -> None:
-    """Raise Difference at the first file and key in which ``said`` differs from ``made``."""
+    """Raise Contradiction at the first file and key in which ``said`` differs from ``made``."""
     _equal("the archive", dict.fromkeys(said, "a file"), dict.fromkeys(made, "a file"))
     order = ("reports/metrics/", "reports/comparison.json", "")  # first the files that name the variant and the key
     for name in sorted(made, key=lambda name: next(n for n, start in enumerate(order) if name.startswith(start))):
         if said[name] != made[name]:  # on a CPU whose logarithms round differently, the last digits may differ
             try:
-                there, here = (_values(name, each[name].decode()) for each in (said, made))
+                said_values, made_values = (_values(name, files[name].decode()) for files in (said, made))
             except (RecursionError, ValueError) as error:
-                raise Difference(f"{name} cannot be read: {error}.") from None
-            _equal(name, there, here)
+                raise Contradiction(f"{name} cannot be read: {error}.") from None
+            _equal(name, said_values, made_values)
 
 
 def _values(name: str, text: str) -> Any:
     if name.endswith(".json"):
         values = json.loads(text)
         if json.dumps(values, indent=2) + "\n" != text:
-            raise Difference(f"{name} is not in the form that `compare` writes: a key occurs twice, for example.")
+            raise Contradiction(f"{name} is not in the form that `compare` writes: a key occurs twice, for example.")
         return values
     cells = "," if name.endswith(".csv") else "\n"
     return {f"line {number}": line.split(cells) for number, line in enumerate(text.split("\n"), 1)}
 
 
 def _equal(name: str, said: Any, made: Any, key: str = "") -> None:
-    """Raise Difference, naming the key, unless ``said`` equals ``made`` up to the rounding of figures."""
+    """Raise Contradiction, naming the key, unless ``said`` equals ``made`` up to the rounding of figures."""
     if type(said) is type(made) and isinstance(said, dict | list):
-        there, here = (each if isinstance(each, dict) else dict(enumerate(each)) for each in (said, made))
-        for inner in dict.fromkeys([*here, *there]):
+        said_items, made_items = (
+            values if isinstance(values, dict) else dict(enumerate(values)) for values in (said, made)
+        )
+        for inner in dict.fromkeys([*made_items, *said_items]):
             path = f"{key}[{inner}]" if isinstance(said, list) else f"{key}.{inner}".lstrip(".")
-            _equal(name, there.get(inner, ...), here.get(inner, ...), path)
+            _equal(name, said_items.get(inner, ...), made_items.get(inner, ...), path)
     elif said != made or type(said) is not type(made):
         with contextlib.suppress(ValueError):
             figures = type(said) is type(made) and (isinstance(made, float) or name.endswith(".csv"))
             if figures and math.isclose(float(said), float(made), rel_tol=1e-9, abs_tol=1e-12):
                 return
-        shown = ["missing" if each is ... else json.dumps(each)[:80] for each in (said, made)]
-        raise Difference(f"{name}: {key} is {shown[0]}; recomputed from its sources, it is {shown[1]}.")
+        shown = ["missing" if value is ... else json.dumps(value)[:80] for value in (said, made)]
+        raise Contradiction(f"{name}: {key} is {shown[0]}; recomputed from its sources, it is {shown[1]}.")
 
 
 def _by_other_code(members: Mapping[str, bytes]) -> str:

@@ -17,14 +17,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline import files, params
 from pipeline.errors import ConfigError, PipelineError, say
-from pipeline.params import PARAMS_FILE, Fetch, Machine
+from pipeline.params import PARAMS_FILE, Fetch, Machine, Prepare
+from pipeline.params.loading import read
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
 
@@ -65,6 +65,10 @@ IN_A_FOLDER = (
 """Replacements (old, new) in the GPU workflow if the pipeline is in a folder; {} stands for this folder."""
 
 
+_Inspected = tuple[dict[str, dict[str, Any]], int, bool]
+"""Settings for sections of params.yaml, the number of samples or windows, and whether the inputs are images."""
+
+
 def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data: str | None) -> None:
     """Write the pipeline's files into the current directory, and the GPU workflow to the top of its git repository.
 
@@ -99,9 +103,9 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     offered = {name: _digest(text) for name, text in whole.items()}
     differing = changes | {name: whole[name] for name in kept if record.get(name) != offered[name]}
     for name, text in differing.items():
-        if (there := _text(name)) is not None:
+        if (present := _text(name)) is not None:
             to = f"{name}, as init writes it"
-            lines = difflib.unified_diff(there.splitlines(), text.splitlines(), name, to, lineterm="")
+            lines = difflib.unified_diff(present.splitlines(), text.splitlines(), name, to, lineterm="")
             say("\n".join(lines))
     if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
         raise PipelineError(
@@ -176,9 +180,9 @@ def _check_room() -> None:
     # Ignored files are listed too, because `dvc repro` deletes files at the paths of a stage's outputs.
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--", *names]
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
-    if found := sorted({name.partition("/")[0] for name in listed if name}):
+    if theirs := sorted({name.partition("/")[0] for name in listed if name}):
         raise ConfigError(
-            f"init: found {', '.join(found)}, but the stages use these names. Give the pipeline a folder of its own: "
+            f"init: found {', '.join(theirs)}, but the stages use these names. Give the pipeline a folder of its own: "
             "mkdir performance && cd performance && python -m pipeline init. A link in this folder lets the pipeline "
             "import your package: ln -s ../PACKAGE ."
         )
@@ -204,18 +208,18 @@ def _whole(top: Path) -> dict[str, str]:
 def _is_theirs(name: str, text: str, record: Mapping[str, str]) -> bool:
     """Return True if the user deleted the file, or created or changed it, so that it holds neither ``text`` nor what
     ``init`` last offered."""
-    there = _text(name)
-    return name in record if there is None else there != text and _digest(there) != record.get(name)
+    present = _text(name)
+    return name in record if present is None else present != text and _digest(present) != record.get(name)
 
 
 def _with_lines(name: str, first: str) -> str:
     """Return the user's file with the shipped lines that it lacks added at its end. Shipped lines before ``first`` do
     not count."""
-    there = _text(name) or ""
+    present = _text(name) or ""
     shipped = _shipped(name)
     lines = shipped[shipped.index(first) :].splitlines()
-    missing = [line for line in lines if line not in there.splitlines()]
-    return "\n".join([*filter(None, [there.rstrip("\n")]), *missing]) + "\n" if any(missing) else there
+    missing = [line for line in lines if line not in present.splitlines()]
+    return "\n".join([*filter(None, [present.rstrip("\n")]), *missing]) + "\n" if any(missing) else present
 
 
 def _shipped(name: str) -> str:
@@ -249,100 +253,94 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str
     text = _shipped(str(PARAMS_FILE))
     if not data and model is None:
         return text
-    chosen = dict[str, Any]()
+    editor = variant_sets.editor()
+    document = editor.load(text)
+    images, train = True, {"model": "resnet18"}
     for kind, path in data.items():
-        chosen, count = _LOOKS[kind](path)
-        chosen["batch_size"] = 1 << max(3, min(8, (count // 20).bit_length() - 1))  # about 20 steps per epoch
-    images = chosen.pop("images", True)
-    chosen["model"] = model or chosen.get("model", "resnet18")
-    if chosen["model"] is None:
+        settings, count, images = _LOOKS[kind](path)
+        about_20_steps_an_epoch = 1 << max(3, min(8, (count // 20).bit_length() - 1))
+        train |= settings.pop("train") | {"batch_size": about_20_steps_an_epoch}
+        for section, values in settings.items():
+            document[section].update(values)
+    if (model := model or train["model"]) is None:
         raise ConfigError(
             f"--arrays: init knows no model for the shapes in {path}; name your own, such as --model my_nets:factory."
         )
-    for key, value in chosen.items():
-        text = _with(text, key, value)
-    shipped = params.parse(yaml.safe_load(text))
-    variants, left_out = _variants(machine, yaml.safe_load(text), chosen["model"], images=images)
-    arms, as_shipped = (len(each) + 1 for each in (variants, shipped.variants))  # plus the A/A control
-    text = _with(text, "max_minutes", round(shipped.bench.max_minutes * arms / as_shipped, 1))
-    comment = "\n#   ".join(("\n# What `init` left out for this job and machine:", *left_out)) if left_out else ""
-    written = yaml.safe_dump({"variants": variants}, sort_keys=False)
-    text = re.split(r"(?:\n#.*)*\nvariants:", text)[0] + f"{comment}\n{written}"
-    params.check_names(params.parse(yaml.safe_load(text)).train)
-    return text
+    document["train"].update(train | {"model": model})
+    shipped_arms = len(document["variants"]) + 1  # plus the A/A control
+    left_out = _choose_variants(document, machine, images=images)
+    bench = document["bench"]
+    bench["max_minutes"] = round(bench["max_minutes"] * (len(document["variants"]) + 1) / shipped_arms, 1)
+    if left_out:
+        comment = "\n  ".join(("What `init` left out for this job and machine:", *left_out))
+        document.yaml_set_comment_before_after_key("variants", before=comment)
+    params.check_names(params.parse(document).train)
+    written = StringIO()
+    editor.dump(document, written)
+    return written.getvalue()
 
 
-def _with(text: str, key: str, value: object) -> str:
-    """Return ``text``, the content of a params.yaml, where the first ``key`` in any section gets ``value``. The
-    comment on its line stays."""
-    written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6).strip()[1:-1]
-    old = re.search(rf"(?m)^  {key}: [^#\n]*", text)
-    assert old is not None
-    return text[: old.start()] + f"  {key}: {written} ".ljust(len(old[0])) + text[old.end() :]
-
-
-def _variants(
-    machine: Machine, values: Mapping[str, Any], model: str, *, images: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the variants that this machine can run, and the reasons why others are left out. The candidates are the
-    shipped variants, and the ready-made variants that most often make steps faster.
-
-    ``values``: the content of params.yaml. ``images``: whether the inputs are images.
-    """
-    speed = yaml.safe_load(_shipped("variants/speed.yaml"))
-    found = values["variants"] | {name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")}
+def _choose_variants(document: Any, machine: Machine, *, images: bool) -> list[str]:
+    """Leave those variants in ``document``, the content of params.yaml, that this machine can run, and return the
+    reasons why others are left out. The candidates are the shipped variants, and the ready-made variants that most
+    often make steps faster. ``images``: whether the inputs are images."""
+    speed = read(PROJECT / "variants/speed.yaml")
+    variants, memory = document["variants"], document["variants"]["memory"]
+    variants.update({name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")})
     left_out = {}
     if machine.gpus < 2:
         left_out["ddp"] = "with fewer than 2 GPUs it costs minutes and seldom pays"
     if machine.gpus == 0:
         left_out["compiled"] = "without a GPU it costs minutes and seldom pays"
     if not images:
-        del found["memory"]["channels_last"]
+        del memory["channels_last"]
         left_out["channels-last"] = "the inputs are not images"
-    if ":" in model:
-        del found["memory"]["activation_checkpointing"]
+    if ":" in document["train"]["model"]:
+        del memory["activation_checkpointing"]
         left_out["activation_checkpointing"] = "it needs blocks: add it to memory if your model has blocks"
-    config = params.parse(values)
-    for name, each in found.items():
-        runs, words = variant_sets.can_run(config, name, each, machine)
+    config = params.parse(document)
+    for name, values in variants.items():
+        runs, words = variant_sets.can_run(config, name, values, machine)
         if not runs:
             left_out.setdefault(name, words)
-    kept = {name: each for name, each in found.items() if name not in left_out}
-    return kept, [f"{name}: {reason}" for name, reason in left_out.items()]
+    for name in left_out:
+        variants.pop(name, None)
+    return [f"{name}: {reason}" for name, reason in left_out.items()]
 
 
-def _images(path: str) -> tuple[dict[str, Any], int]:
-    """Return settings for an image folder, and the number of training images. Raises DataError.
+def _images(path: str) -> _Inspected:
+    """Inspect an image folder. Raises DataError.
 
     ``image_size`` is a square. Its side, in pixels, is the median shorter side of up to a hundred training images. It
     is rounded down to a multiple of 8, and is at least 8 and at most 224.
     """
     from PIL import Image
 
-    from pipeline.data.sources.local import images_of
+    from pipeline.data.sources import images_of
 
-    root, found = images_of(Fetch(dataset="image_folder", image_folder=path))
-    found = [each for each in found if each.startswith("train/")]
+    root, names = images_of(Fetch(dataset="image_folder", image_folder=path))
+    names = [name for name in names if name.startswith("train/")]
     sides = []
-    for each in found[:: len(found) // 100 + 1]:
-        with suppress(OSError, Image.DecompressionBombError), Image.open(root / each) as image:
+    for name in names[:: len(names) // 100 + 1]:
+        with suppress(OSError, Image.DecompressionBombError), Image.open(root / name) as image:
             sides.append(min(image.size))
     side = max(8, min(224, int(statistics.median(sides or [224])) // 8 * 8))
-    return {"dataset": "image_folder", "image_folder": path, "image_size": [side, side]}, len(found)
+    fetch = {"dataset": "image_folder", "image_folder": path}
+    return {"fetch": fetch, "prepare": {"image_size": [side, side]}, "train": {}}, len(names), True
 
 
-def _arrays(path: str) -> tuple[dict[str, Any], int]:
-    """Return settings for arrays, and the number of samples. The model is None if ``init`` knows none for these shapes.
-    Raises PipelineError if the arrays cannot be read, or if no task follows from their shapes and types."""
+def _arrays(path: str) -> _Inspected:
+    """Inspect arrays. The model is None if ``init`` knows none for these shapes. Raises PipelineError if the arrays
+    cannot be read, or if no task follows from their shapes and types."""
     from pipeline.data import arrays
 
     fetch = Fetch(dataset="arrays", arrays=path)
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
-    found = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], None, Counter())
-    if "inputs" not in found:
-        raise ConfigError(f"--arrays: {path} has {arrays.named(found) or 'no array'}; expected the array inputs.")
-    inputs, targets = found["inputs"], found.get("targets")
+    contents = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], None, Counter())
+    if "inputs" not in contents:
+        raise ConfigError(f"--arrays: {path} has {arrays.named(contents) or 'no array'}; expected the array inputs.")
+    inputs, targets = contents["inputs"], contents.get("targets")
     task = "regression"
     if targets is None or targets.dtype.kind in "iu":
         task = "language_model" if targets is None else "classification"
@@ -350,24 +348,22 @@ def _arrays(path: str) -> tuple[dict[str, Any], int]:
     model = fitting[task].get(inputs.ndim)
     if targets is None and (model is None or inputs.dtype.kind not in "iu"):
         raise ConfigError(
-            f"--arrays: found {arrays.named(found)}, for which init knows no task; add the array targets, or write "
+            f"--arrays: found {arrays.named(contents)}, for which init knows no task; add the array targets, or write "
             f"{PARAMS_FILE} yourself."
         )
-    about = {"dataset": "arrays", "arrays": path, "task": task, "model": model, "images": inputs.ndim == 4}
-    return about | OPTIMIZERS.get(task, {}), len(inputs)
+    train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
+    return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs), inputs.ndim == 4
 
 
-def _text_files(path: str) -> tuple[dict[str, Any], int]:
-    """Return settings for a folder of text, and the number of windows. Raises DataError if the folder has fewer than
-    two files, or an empty file."""
+def _text_files(path: str) -> _Inspected:
+    """Inspect a folder of text. Raises DataError if the folder has fewer than two files, or an empty file."""
     from pipeline.data import text
 
     fetch = Fetch(dataset="text_folder", text_folder=path)
     size = sum((text.root(fetch) / name).stat().st_size for name in text.files(fetch))
-    about = {"dataset": "text_folder", "text_folder": path, "task": "language_model", "model": "gpt", "images": False}
-    return about | OPTIMIZERS["language_model"], size // params.parse({"variants": {"baseline": {}}}).prepare.window
+    train = {"task": "language_model", "model": "gpt"} | OPTIMIZERS["language_model"]
+    return {"fetch": {"dataset": "text_folder", "text_folder": path}, "train": train}, size // Prepare().window, False
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
-"""Option -> the function that inspects its data. The function returns settings for params.yaml, and whether the inputs
-are ``images`` (True if not named); and the number of samples."""
+"""Option -> the function that inspects its data."""

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from pipeline.errors import ConfigError, say
+from pipeline.pages import render
 from pipeline.params import CATALOGUE, Entry, Machine, entries, exclusions
 
 CHANGES = {
@@ -28,53 +29,26 @@ def show(machine: Machine, words: Sequence[str], *, as_json: bool) -> None:
     A single word that is a technique's name finds only this technique. Raises ConfigError if no technique matches.
     """
     installed = entries()
-    found = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
-    found = [entry for entry in found if [entry.name] == list(words)] or found
-    if not found:
+    matching = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
+    matching = [entry for entry in matching if [entry.name] == list(words)] or matching
+    if not matching:
         raise ConfigError(
             f"techniques: found nothing about {' '.join(words)!r}; there are: {', '.join(e.name for e in installed)}."
         )
     if as_json:
-        print(json.dumps([_described(entry, machine) for entry in found], indent=2))  # noqa: T201
+        print(json.dumps([_described(entry, machine) for entry in matching], indent=2))  # noqa: T201
         return
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    say("\n".join((_details if words else _overview)(found, machine, width)).rstrip("\n"))
+    say("\n".join((_details if words else _overview)(matching, machine, width)).rstrip("\n"))
 
 
 def markdown() -> str:
     """Return the content of ``docs/techniques.md``."""
-    parts = [
-        "# Techniques",
-        "",
-        "Each technique is one line of a variant in `params.yaml`. `python -m pipeline techniques` says which "
-        "techniques this machine can run; `python -m pipeline techniques AMP` finds techniques by the names that "
-        "people search for. `make docs` writes this page.",
-        "",
-        "If a technique's name differs from its setting, the name follows in brackets. *Cannot run with* lists names.",
-        "",
-        "What a technique changes, as the tests and `python -m pipeline verify` check it:",
-        "",
-        *(f"- **{word}**: {meaning}." for word, meaning in CHANGES.items()),
-    ]
-    for group, members in _grouped(CATALOGUE):
-        parts += ["", f"## {group}", ""]
-        parts += ["| `params.yaml` | What it does | When it pays | What it costs | Changes | Cannot run with |"]
-        parts += ["| :-- | :-- | :-- | :-- | :-- | :-- |"]
-        for entry in members:
-            cells = (
-                f"`{entry.setting}`{_name(entry, '`')}",
-                f"{entry.does}. ({entry.source}.)",
-                entry.pays,
-                entry.costs,
-                entry.changes,
-                ", ".join(f"`{name}`" for name in sorted(exclusions(entry))) or "-",
-            )
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(parts) + "\n"
+    return render("techniques.md", changes=CHANGES, groups=_grouped(CATALOGUE), name=_name, exclusions=exclusions)
 
 
-def _grouped(found: Iterable[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:
-    return groupby(found, lambda entry: entry.group)
+def _grouped(techniques: Iterable[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:
+    return groupby(techniques, lambda entry: entry.group)
 
 
 def _name(entry: Entry, quote: str = "") -> str:
@@ -97,52 +71,46 @@ def _described(entry: Entry, machine: Machine) -> dict[str, Any]:
     why_not = entry.why_not(machine, on_gpu)
     if machine.gpus == 1 and (entry.key == "parallelism" or entry.needs):
         why_not = "there is only one GPU, so the work is not shared"
-    return {
-        "name": entry.name,
-        "group": entry.group,
+    texts = {"name", "group", "searched_for", "does", "pays", "costs", "source", "changes"}
+    return entry.model_dump(include=texts) | {
         "setting": entry.setting,
-        "searched_for": list(entry.searched_for),
-        "does": entry.does,
-        "pays": entry.pays,
-        "costs": entry.costs,
-        "source": entry.source,
-        "changes": entry.changes,
         "excludes": dict(sorted(exclusions(entry, entries()).items())),
         "why_not_here": why_not,
         "why_not_values_here": {
-            str(value): reason for value, refuse in entry.why_not_value.items() if (reason := refuse(machine, on_gpu))
+            value: reason for value, refuse in entry.why_not_value.items() if (reason := refuse(machine, on_gpu))
         },
         "emulated_here": entry.emulated(machine, on_gpu),
     }
 
 
-def _here(entry: Entry, machine: Machine) -> str:
-    """Return whether this machine can run the technique and, if it cannot, why."""
+def _here(entry: Entry, machine: Machine) -> tuple[str, str]:
+    """Return whether this machine can run the technique ("yes", "slowly" or "no"), and the sentence's rest, which says
+    why not."""
     described = _described(entry, machine)
     if described["why_not_here"]:
-        return f"no: {described['why_not_here']}."
+        return "no", f": {described['why_not_here']}."
     if described["emulated_here"]:
-        return f"slowly: {described['emulated_here']}."
+        return "slowly", f": {described['emulated_here']}."
     values = [f"not {value}: {reason}" for value, reason in described["why_not_values_here"].items()]
-    return f"yes, but {'; '.join(values)}." if values else "yes"
+    return "yes", f", but {'; '.join(values)}." if values else ""
 
 
-def _overview(found: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
+def _overview(techniques: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
     """Yield one line for each technique: its name, whether this machine can run it, and what it does."""
-    column = max(len(entry.name) for entry in found)
-    for group, members in _grouped(found):
+    column = max(len(entry.name) for entry in techniques)
+    for group, members in _grouped(techniques):
         yield group
         for entry in members:
-            here = _here(entry, machine).partition(":")[0].partition(",")[0]
-            line = f"  {entry.name:{column}}  {here:6}  {entry.does}"
+            suitability, _ = _here(entry, machine)
+            line = f"  {entry.name:{column}}  {suitability:6}  {entry.does}"
             yield line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
         yield ""
     yield "To see one technique in detail, run: python -m pipeline techniques NAME (or a word such as AMP)"
 
 
-def _details(found: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
+def _details(techniques: Sequence[Entry], machine: Machine, width: int) -> Iterator[str]:
     installed = entries()
-    for group, members in _grouped(found):
+    for group, members in _grouped(techniques):
         yield f"{group}\n"
         for entry in members:
             yield f"  {entry.setting}{_name(entry)}"
@@ -153,7 +121,7 @@ def _details(found: Sequence[Entry], machine: Machine, width: int) -> Iterator[s
                 "changes": f"{entry.changes}: {CHANGES[entry.changes]}.",
                 "excludes": "; ".join(f"{name} ({why})" for name, why in sorted(exclusions(entry, installed).items())),
                 "with": PROCESSES if entry.key == "parallelism" else "",
-                "here": _here(entry, machine),
+                "here": "".join(_here(entry, machine)),
                 "also": ", ".join(entry.searched_for),
             }
             for label, text in texts.items():

@@ -38,8 +38,9 @@ def show(config: Config, name: str | None, machine: Machine, prepared: Path) -> 
     of the training each technique changes. Raises PipelineError under a launcher, or if the variant cannot train here.
     """
     if name is None:
-        for each, variant in config.variants.items():
-            say(f"{each}: {', '.join(one.name for one in requested(variant)) or 'no technique'}")
+        for variant_name, variant in config.variants.items():
+            named = ", ".join(technique.name for technique in requested(variant))
+            say(f"{variant_name}: {named or 'no technique'}")
         say("To see the plan of one variant, run: python -m pipeline plan VARIANT")
         return
     if launched_size() is not None:
@@ -73,9 +74,9 @@ def _setting_up(plan: Plan, prepared: Path) -> Generator[list[str], None, None]:
 
 def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return lines about the techniques that the training applies, and about the decisions made during its setup."""
-    applied, made = in_effect(plan.applied), {each.name: each for each in techniques}
+    applied, made = in_effect(plan.applied), {technique.name: technique for technique in techniques}
     lines = ["applied, in this order:" if applied else "applied: no technique; the training runs the plain step"]
-    width = max((len(each.name) for each in applied), default=0)
+    width = max((len(entry.name) for entry in applied), default=0)
     for entry in applied:
         changes = ["input"] * bool(entry.placement)
         if entry.name in made:

@@ -6,20 +6,22 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from pipeline import files
-from pipeline.environment.code import PACKAGE
+from pipeline.environment.imports import PACKAGE
 from pipeline.errors import ConfigError, say
 from pipeline.params import PARAMS_FILE, Config, Machine, Variant, load, parse, requested
 from pipeline.params.loading import read
 from pipeline.plans import plan
 
-PROJECT = next(each for each in (PACKAGE / "project", PACKAGE.parent) if each.is_dir())
+PROJECT = next(folder for folder in (PACKAGE / "project", PACKAGE.parent) if folder.is_dir())
 """Directory of the files that the project ships: ``project`` in an installed package (see pyproject.toml), or the
 checkout."""
 FOLDER = Path("variants")
@@ -38,20 +40,20 @@ def show(machine: Machine, name: str | None, *, add: bool) -> None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 15, break_on_hyphens=False)
         for path in sorted(folder.glob("*.yaml")):
-            for first, text in ((path.stem, _about(path)), ("", ", ".join(_read(path)))):
+            for first, text in ((path.stem, _about(path)), ("", ", ".join(_variants_in(path)))):
                 wrapper.initial_indent = f"{first:15}"
                 say(wrapper.fill(text))
         return
     path = folder / f"{name}.yaml"
-    known = sorted(each.stem for each in folder.glob("*.yaml"))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
         raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.")
-    config, chosen = load(), _read(path)
-    here = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
-    for variant, (_, words) in here.items():
+    config, chosen = load(), _variants_in(path)
+    runs = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
+    for variant, (_, words) in runs.items():
         say(f"{variant:28} {words}")
     if add:
-        added = _add(config, {variant: values for variant, values in chosen.items() if here[variant][0]})
+        added = _add(config, {variant: values for variant, values in chosen.items() if runs[variant][0]})
         say(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: it already has all variants that can run here'}")
 
 
@@ -61,7 +63,7 @@ def _about(path: Path) -> str:
     return " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _variants_in(path: Path) -> dict[str, dict[str, Any]]:
     values = read(path)
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
@@ -87,32 +89,40 @@ def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
     return parse({"compare": {"baseline": name}, "variants": {name: dict(values)}}).variants[name]
 
 
-def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Add ``variants`` after those of params.yaml, keeping comments and order, and return the names of the new ones."""
-    from ruamel.yaml import YAML
+def editor() -> YAML:
+    """Return a reader and writer of YAML that keeps comments, order and quotes."""
+    round_trip = YAML()
+    round_trip.preserve_quotes = True
+    round_trip.default_flow_style = None  # new variants take one line
+    round_trip.width = 1 << 20
+    round_trip.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
+    return round_trip
 
+
+def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Add ``variants`` after those of params.yaml, and return the names of the new ones."""
+    added = [name for name in variants if name not in config.variants]
+    for name, values in variants.items():
+        if name not in added and config.variants[name] != _parsed(name, values):
+            raise ConfigError(
+                f"variants.{name}: {PARAMS_FILE} has {config.variants[name].model_dump(exclude_defaults=True)} under "
+                f"this name, but the set has {dict(values)}; rename your variant."
+            )
+    if added:
+        edit(lambda params: params["variants"].update({name: dict(variants[name]) for name in added}))
+    return added
+
+
+def edit(change: Callable[[Any], None]) -> None:
+    """Apply ``change`` to the content of params.yaml, keeping comments and order, and check the file.
+
+    Raises ConfigError if it cannot be written."""
     file = PARAMS_FILE.resolve()  # if it is a link, write its target, so that the link stays
     if not os.access(file, os.W_OK):
-        raise ConfigError(f"{file} cannot be written; make it writable, or copy the variants into it yourself.")
-    text = YAML()  # round trip: keeps comments
-    text.preserve_quotes = True
-    text.width = 120
-    text.representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(NULL_TAG, "null"))
+        raise ConfigError(f"{file} cannot be written; make it writable, or copy the change into it yourself.")
+    text, written = editor(), StringIO()
     params = text.load(files.read_text(file))
-    there = params["variants"]
-    added = []
-    for name, values in variants.items():
-        if name not in there:
-            there[name] = dict(values)
-            added.append(name)
-        elif config.variants[name] != _parsed(name, values):
-            raise ConfigError(
-                f"variants.{name}: {PARAMS_FILE} has {dict(there[name])} under this name, but the set has "
-                f"{dict(values)}; rename your variant."
-            )
-    written = StringIO()
+    change(params)
     text.dump(params, written)
-    if added:
-        files.write_text(file, written.getvalue())
-        load()
-    return added
+    files.write_text(file, written.getvalue())
+    load()

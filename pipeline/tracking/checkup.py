@@ -23,7 +23,7 @@ _NEW_STORE = "python -m pipeline publish (it writes the runs of the present resu
 class Health(NamedTuple):
     well: bool | None
     """None if the check gave no answer."""
-    found: str
+    fact: str
     remedy: str = ""
 
 
@@ -45,13 +45,13 @@ def health(root: Path, experiment: str) -> Health:
     if not embedded:
         return _server(open_client, uri, experiment)
     try:
-        found = open_client(_read_only(path)).get_experiment_by_name(experiment)
+        stored = open_client(_read_only(path)).get_experiment_by_name(experiment)
     except Exception as error:  # an error of SQLAlchemy or MLflow
         return _unreadable(error, where, path)
-    if found and stores.is_misplaced(uri, root, found.artifact_location):
+    if stored and stores.is_misplaced(uri, root, stored.artifact_location):
         return Health(
             False,
-            f"{where} was made in another directory: its artifacts are in {found.artifact_location}",
+            f"{where} was made in another directory: its artifacts are in {stored.artifact_location}",
             f"move {stores.DATABASE} and {stores.ARTIFACTS} away and run: {_NEW_STORE}",
         )
     if not os.access(path, os.W_OK):
@@ -81,12 +81,12 @@ def _unreadable(error: Exception, where: str, path: Path) -> Health:
 def _server(open_client: type[MlflowClient], uri: str, experiment: str) -> Health:
     place = redacted(uri)
     try:
-        found = open_client(uri).get_experiment_by_name(experiment)
+        stored = open_client(uri).get_experiment_by_name(experiment)
     except Exception as error:  # an error of MLflow or of a parser
         return _failure(error, uri, place)
-    if found and found.name != experiment:
+    if stored and stored.name != experiment:
         return Health(False, f"{place}: {_STRANGE}", _OTHER_ADDRESS)
-    artifacts = str(found.artifact_location) if found else ""
+    artifacts = str(stored.artifact_location) if stored else ""
     if artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
         return Health(
             False,
@@ -107,23 +107,23 @@ def _failure(error: Exception, uri: str, place: str) -> Health:
     cause = error.__context__  # requests' own error, which MLflow's message repeats
     reason = redacted(str(getattr(next(iter(cause.args), None), "reason", cause))) if cause else ""
     if isinstance(cause, exceptions.SSLError):
-        found = f"its certificate is not trusted ({reason})"
+        failure = f"its certificate is not trusted ({reason})"
         remedy = "export MLFLOW_TRACKING_SERVER_CERT_PATH=/path/to/ca.pem"
     elif isinstance(cause, exceptions.RetryError):
-        found = f"the server fails ({reason})"
+        failure = f"the server fails ({reason})"
         remedy = "read the server's log; its database or artifact store may be down"
     elif isinstance(cause, exceptions.RequestException):
-        found = f"no answer ({reason})"
+        failure = f"no answer ({reason})"
         remedy = "start the server, or unset MLFLOW_TRACKING_URI to use the embedded store"
         if address.hostname in ("localhost", "127.0.0.1", "::1"):
             remedy += "; in a container, this address is the container itself: use the server's name or --network host"
     elif status == 403 and "host" in str(error).lower():
-        found = f"the server rejects the host name {host} (403)"
+        failure = f"the server rejects the host name {host} (403)"
         names = ",".join(dict.fromkeys([host, address.hostname or host]))  # with and without the port
         remedy = f"on the server, restart MLflow with these names added to MLFLOW_SERVER_ALLOWED_HOSTS: {names}"
     elif status in (401, 403):
-        found = f"the server does not accept these credentials ({status})"
+        failure = f"the server does not accept these credentials ({status})"
         remedy = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     else:
-        found, remedy = _STRANGE, _OTHER_ADDRESS
-    return Health(False, f"{place}: {found}", remedy)
+        failure, remedy = _STRANGE, _OTHER_ADDRESS
+    return Health(False, f"{place}: {failure}", remedy)

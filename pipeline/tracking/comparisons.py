@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pipeline import results
 from pipeline.comparison import consistency
+from pipeline.comparison.comparison_file import Comparison
 from pipeline.environment import ENVIRONMENT_FILE
-from pipeline.files import PREPARED, file_sha256, json_sha256
+from pipeline.files import PREPARED, differing, file_sha256, json_sha256
 from pipeline.params import Compare, Config, Train
 from pipeline.results import Result, ResultError, Run
 
@@ -79,8 +80,6 @@ class Wanted:
     """One comparison that the store must hold."""
 
     key: str
-    settings: Compare
-    """The section ``compare`` of params.yaml."""
     report: str
     """Digest of the report's files, and of the JSON files of profiles and inference."""
     children: Mapping[str, Child]
@@ -92,6 +91,10 @@ class Wanted:
     records: Sequence[Path] = ()
     """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show whether
     something was measured anew."""
+    stale: Sequence[str] = ()
+    """The files and settings that have changed since comparison.json was made from them."""
+    comparison: Comparison | None = None
+    """The content of comparison.json; None if this file does not exist or is stale."""
 
     @property
     def name(self) -> str:
@@ -104,29 +107,46 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     Raises ResultError if a file is not a result, is of another job than ``config``, or does not match its inputs or
     dvc.lock; the message names the file. Also raises the errors of ``consistency.broken_links``.
     """
-    found = []
-    for variant in config.variants:
-        path = results.result_file(variant, root / results.RESULTS)
-        if path.exists():
-            found.append(results.read(path, config))
-    if not found:
+    files = [results.result_file(variant, root / results.RESULTS) for variant in config.variants]
+    measured = [results.read(file, config) for file in files if file.exists()]
+    if not measured:
         return None
     reports = (results.REPORTS / f"comparison.{kind}" for kind in ("json", "md", "html"))
-    if problems := consistency.broken_links(found, root, *reports):
+    if problems := consistency.broken_links(measured, root, *reports):
         raise ResultError("\n".join(problems))
-    children = [child_of(config, root, result, run) for result in found for run in result.runs]
+    children = [child_of(config, root, result, run) for result in measured for run in result.runs]
     profiles, inference = _profiles(config, root), _inference(config, root)
     records = [file for files in (*profiles.values(), *inference.values()) for file in files if file.suffix == ".json"]
     shown = [*report_files(root), *records]
+    comparison = read_comparison(root)
+    stale = _changed(comparison, measured, config.compare, root) if comparison else []
     return Wanted(
-        key=json_sha256([LAYOUT, *sorted(results.digest(result) for result in found)]),
-        settings=config.compare,
+        key=json_sha256([LAYOUT, *sorted(results.digest(result) for result in measured)]),
         report=json_sha256([REPORT_LAYOUT, *([file.name, file_sha256(file)] for file in shown)]),
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
         records=records,
+        stale=stale,
+        comparison=None if stale else comparison,
     )
+
+
+def read_comparison(root: Path) -> Comparison | None:
+    """Read comparison.json; return None if it does not exist. Raises ResultError if it is not a comparison."""
+    file = root / results.REPORTS / "comparison.json"
+    return results.read_document(file, Comparison, "run `dvc repro compare`") if file.exists() else None
+
+
+def _changed(comparison: Comparison, measured: Sequence[Result], settings: Compare, root: Path) -> list[str]:
+    """Return the files and settings that have changed since ``comparison`` was made from them."""
+    then = comparison.settings and comparison.settings.model_dump(mode="json")
+    moved = differing(then, settings.model_dump(mode="json"), "compare")
+    runs = {result.variant: result.runs for result in measured}
+    others = [compared for compared in comparison.variants if compared.runs != runs.get(compared.variant)]
+    changed = consistency.changed_since(comparison.made_of, root)
+    changed = changed or [f"the runs of {compared.variant}" for compared in others]
+    return [*(f"{key} in params.yaml" for key, *_ in moved), *changed]
 
 
 def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
@@ -157,15 +177,15 @@ def context_files(root: Path) -> list[Path]:
 def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:
     directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
     return {
-        name: [file for each in PROFILE if (file := directory / each).exists()]
-        for name, directory in directories.items()
+        variant: [file for name in PROFILE if (file := directory / name).exists()]
+        for variant, directory in directories.items()
         if (directory / "profile.json").exists()
     }
 
 
 def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
-    found = {
-        name: [results.inference_file(name, kind, root / results.INFERENCE) for kind in ("json", "md")]
-        for name in config.infer.variants
+    files = {
+        variant: [results.inference_file(variant, kind, root / results.INFERENCE) for kind in ("json", "md")]
+        for variant in config.infer.variants
     }
-    return {name: files for name, files in found.items() if all(file.exists() for file in files)}
+    return {variant: pair for variant, pair in files.items() if all(file.exists() for file in pair)}

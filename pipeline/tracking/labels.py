@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import environment, results
-from pipeline.comparison.consistency import changed_since
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.stats import Difference
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
-from pipeline.files import read_json, read_text
+from pipeline.files import read_text
+from pipeline.pages import formats
 from pipeline.params import Config
 from pipeline.results import Result
+from pipeline.results.figures import QUANTITIES
 from pipeline.tracking.comparisons import RUN, Child, Wanted
 from pipeline.tracking.metrics import allowed
 
 NOTE = "mlflow.note.content"
 VERDICT = "verdict"
 """Tag of a child: its variant's verdict. A parent has one tag ``verdict.<variant>`` per variant."""
-COLUMNS = (VERDICT, "speed", "memory", "accuracy")
-"""Tags of a child: the comparison's figures for its variant, shown in a table."""
 REJECTIONS = "rejections"
 """Tag of a child: why numbers of the run were rejected. A parent has one tag ``rejections.<variant>`` per variant: the
 variant's rejected samples in the bench."""
@@ -53,7 +54,7 @@ def child_tags(child: Child) -> dict[str, str]:
         **_origin_of(child.result, child.root),
     }
     if child.run.rejections:
-        tags[REJECTIONS] = "\n".join(child.run.rejections)
+        tags[REJECTIONS] = "\n".join(rejection.text for rejection in child.run.rejections)
     return tags
 
 
@@ -64,7 +65,7 @@ def parent_params(wanted: Wanted) -> dict[str, str]:
     return flatten(
         {
             "train": first.config.get("train", {}),
-            "dataset": first.dataset.model_dump(mode="json"),
+            "dataset": first.dataset.model_dump(mode="json") if first.dataset else {},
             "device": first.device,
             "parameter_count": first.parameter_count,
             "variants": sorted(by_variant),
@@ -82,24 +83,23 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
         tags[NOTE] = _cut(read_text(note))
     for variant, files in wanted.profiles.items():
         record = next(file for file in files if file.name == "profile.json")
-        found = results.read_values(record, variant)["findings"]
-        tags[f"{FINDING}.{variant}"] = _cut("\n".join(each["text"] for each in found))
-    comparison = compared(wanted, root)
-    if comparison:
-        ratios = [each[field] for each in comparison["variants"] for field in ("throughput", "memory")]
-        measured = max((session_count(each) for each in ratios if each), default=0)
-        one = "1; in other sessions these ratios may differ by an unknown amount"
-        tags |= {"sessions": one if measured == 1 else str(measured), **champion(comparison)}
-    for variant, verdict in verdicts(comparison).items():
-        tags[f"{VERDICT}.{variant}"] = verdict
-        # "none" replaces the tag of an older report.
-        tags[f"{REJECTIONS}.{variant}"] = _rejections(comparison, variant) or "none"
+        findings = results.read_values(record, variant)["findings"]
+        tags[f"{FINDING}.{variant}"] = _cut("\n".join(finding["text"] for finding in findings))
+    if comparison := wanted.comparison:
+        ratios = [ratio for compared in comparison.variants for ratio in (compared.throughput, compared.memory)]
+        sessions = max((session_count(ratio) for ratio in ratios if ratio), default=0)
+        single = "1; in other sessions these ratios may differ by an unknown amount"
+        tags |= {"sessions": single if sessions == 1 else str(sessions), **champion(comparison)}
+        for variant, verdict in verdicts(comparison).items():
+            tags[f"{VERDICT}.{variant}"] = verdict
+            # "none" replaces the tag of an older report.
+            tags[f"{REJECTIONS}.{variant}"] = _rejections(comparison, variant) or "none"
     return tags
 
 
-def session_count(ratio: Mapping[str, Any]) -> int:
-    """Return the number of sessions in which ``ratio`` (from comparison.json) is trusted and has bounds."""
-    return sum(one["trusted"] and one["low"] is not None for one in ratio["sessions"])
+def session_count(ratio: Difference) -> int:
+    """Return the number of sessions in which ``ratio`` is trusted and has bounds."""
+    return sum(part.counts for part in ratio.parts.values())
 
 
 def origin_tags(root: Path, command: str) -> dict[str, str]:
@@ -114,83 +114,55 @@ def origin_tags(root: Path, command: str) -> dict[str, str]:
     return tags
 
 
-def compared(wanted: Wanted, root: Path) -> dict[str, Any]:
-    """Return the content of comparison.json; an empty dict if this file does not exist or is ``stale``."""
-    return {} if stale(wanted, root) else _comparison(root)
+def verdicts(comparison: Comparison) -> dict[str, str]:
+    """Return variant -> its verdict, with the reasons if the verdict is undecided or untrusted. The baseline's verdict
+    is "baseline"."""
+    texts = {}
+    for compared in comparison.variants:
+        verdict, reasons = compared.verdict or "baseline", (*compared.reasons, *compared.shared_reasons)
+        explained = bool(reasons) and verdict in ("undecided", "untrusted")
+        texts[compared.variant] = _cut(f"{verdict}: {'; '.join(reasons)}") if explained else verdict
+    return texts
 
 
-def stale(wanted: Wanted, root: Path) -> list[str]:
-    """Return the files and settings that have changed since comparison.json was made from them."""
-    runs = {child.variant: [run.model_dump(mode="json") for run in child.result.runs]
-            for child in wanted.children.values()}  # fmt: skip
-    content = _comparison(root)
-    told = [each for each in content.get("variants", ()) if each["runs"] != runs.get(each["variant"])]
-    now = wanted.settings.model_dump(mode="json") if content else None
-    settings = [f"{path} in params.yaml" for path, *_ in results.differing(content.get("settings"), now, "compare")]
-    return settings + (changed_since(content, root) or [f"the runs of {each['variant']}" for each in told])
+def columns(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Return variant -> tags of its children, for a table: the verdict, the compared figures, the accuracy."""
+    tags = {variant: {VERDICT: verdict} for variant, verdict in verdicts(comparison).items()}
+    for compared in comparison.variants:
+        for figure in QUANTITIES:
+            value, ratio = compared.of(figure), compared.ratios.get(figure)
+            if not value and figure.optional:
+                continue
+            text = formats.of_figure(figure, value, comparison.unit).replace(formats.JOINED, " ")
+            if value and ratio and ratio.decision != "untrusted":
+                text += f", {formats.TIMES}{_ratio(ratio)}"
+            tags[compared.variant][figure.word] = text
+        accuracy = formats.percent(compared.trained["test_accuracy_mean_fraction"])
+        difference = compared.accuracy.estimate if compared.accuracy else None
+        points = "" if difference is None else f", {100 * difference:+.2f} points"
+        tags[compared.variant]["accuracy"] = accuracy + points
+    return tags
 
 
-def _comparison(root: Path) -> dict[str, Any]:
-    path = root / results.REPORTS / "comparison.json"
-    try:
-        content = read_json(path) if path.exists() else {}
-        if all(each["runs"] and each["variant"] for each in content.get("variants", ())):
-            return dict(content)
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
-        pass
-    raise results.ResultError(f"{path} is not a comparison: run `dvc repro compare`.")
-
-
-def verdicts(comparison: Mapping[str, Any]) -> dict[str, str]:
-    """Return variant -> its verdict in ``comparison``, with the reasons if the verdict is undecided or untrusted.
-    The baseline's verdict is "baseline"."""
-    found = {}
-    for each in comparison.get("variants", ()):
-        verdict, reasons = each.get("verdict") or "baseline", each.get("reasons", ())
-        plain = verdict not in ("undecided", "untrusted") or not reasons
-        found[str(each["variant"])] = verdict if plain else _cut(f"{verdict}: {'; '.join(reasons)}")
-    return found
-
-
-def columns(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return variant -> tags of its children: the verdict, and speed, memory and accuracy as text for a table."""
-    found, said, unit = {}, verdicts(comparison), comparison.get("unit", {"name": "samples", "per_sample": 1})
-    for each in comparison.get("variants", ()):
-        speed, memory, difference = each["samples_per_second"], each["peak_memory_bytes"], each["accuracy_difference"]
-        points = f", {100 * difference['mean_fraction']:+.2f} points" if difference else ""
-        texts = (
-            said[each["variant"]],
-            f"{speed * unit['per_sample']:,.0f} {unit['name']}/s{_beside(each['throughput'])}" if speed else "unknown",
-            f"{memory / 2**20:,.1f} MiB{_beside(each['memory'])}" if memory else "unknown",
-            f"{each['test_accuracy_mean_fraction']:.2%}{points}",
-        )
-        found[str(each["variant"])] = dict(zip(COLUMNS, texts, strict=True))
-    return found
-
-
-def _beside(ratio: Mapping[str, Any] | None) -> str:
-    return f", \N{MULTIPLICATION SIGN}{_ratio(ratio)}" if ratio and ratio["decision"] != "untrusted" else ""
-
-
-def champion(comparison: Mapping[str, Any]) -> dict[str, str]:
+def champion(comparison: Comparison) -> dict[str, str]:
     """Return tags: the best variant, its gain over the baseline, and its ratio to the second-best variant.
     If no variant pays, the baseline is the best."""
-    best = comparison.get("champion")
+    best = comparison.champion
     if not best:
-        return {"champion": comparison["baseline"], "champion.gain": "none", "champion.head_to_head": "none"}
-    gain, pair = best["ratio"], best["head_to_head"]
+        return {"champion": comparison.baseline, "champion.gain": "none", "champion.head_to_head": "none"}
+    gain, pair = best.ratio, best.head_to_head
     return {
-        "champion": best["variant"],
-        "champion.gain": f"{_ratio(gain)} times the {best['quantity']}" if gain else "unknown",
-        "champion.head_to_head": f"{_ratio(pair)} against {best['runner_up']}: {pair['decision']}" if pair else "none",
+        "champion": best.variant,
+        "champion.gain": f"{_ratio(gain)} times the {best.quantity}" if gain else "unknown",
+        "champion.head_to_head": f"{_ratio(pair)} against {best.runner_up}: {pair.decision}" if pair else "none",
     }
 
 
-def _ratio(ratio: Mapping[str, Any]) -> str:
-    if ratio["estimate"] is None:  # no round has samples of both variants
+def _ratio(ratio: Difference) -> str:
+    if ratio.estimate is None:  # no round has samples of both variants
         return "unknown"
-    ends = (ratio["low"], ratio["high"])
-    return f"{ratio['estimate']:.3f}" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else "")
+    low, high = ratio.bounds
+    return f"{ratio.estimate:.3f}" + ("" if ratio.low is None else f" ({low:.3f} to {high:.3f})")
 
 
 def lock_sha256(lock: Path) -> str:
@@ -199,7 +171,7 @@ def lock_sha256(lock: Path) -> str:
     So the digest stays the same when DVC adds this stage.
     """
     stages = re.split(r"^(?=  \S)", read_text(lock), flags=re.MULTILINE)
-    return hashlib.sha256("".join(each for each in stages if not each.startswith("  publish:")).encode()).hexdigest()
+    return hashlib.sha256("".join(stage for stage in stages if not stage.startswith("  publish:")).encode()).hexdigest()
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, str]:
@@ -208,13 +180,13 @@ def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     >>> flatten({"train": {"seeds": [0, 1], "augment": {"flip": False}, "model": "small_cnn"}})
     {'train.seeds': '[0, 1]', 'train.augment.flip': 'false', 'train.model': 'small_cnn'}
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= {f"{allowed(key)}.{inner}": text for inner, text in flatten(value).items()}
+            texts |= {f"{allowed(key)}.{inner}": text for inner, text in flatten(value).items()}
         else:
-            found[allowed(key)] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            texts[allowed(key)] = value if isinstance(value, str) else json.dumps(value)
+    return texts
 
 
 def _origin_of(result: Result, root: Path) -> dict[str, str]:
@@ -231,13 +203,13 @@ def _origin_of(result: Result, root: Path) -> dict[str, str]:
     return tags
 
 
-def _rejections(comparison: Mapping[str, Any], variant: str) -> str:
+def _rejections(comparison: Comparison, variant: str) -> str:
     """Return why the bench rejected samples of a variant: one line per round with a rejected sample."""
-    [arm] = [each for each in comparison["bench"]["arms"] if (each["role"], each["variant"]) == ("variant", variant)]
+    arm = comparison.bench.arm("variant", variant)
     lines = [
-        f"round {index}: {'; '.join(sample['rejections'])}"
-        for index, sample in enumerate(arm["samples"], 1)
-        if sample["rejections"]
+        f"round {number}: {'; '.join(rejection.advising(comparison.advised).text for rejection in sample.rejections)}"
+        for number, sample in enumerate(arm.samples if arm else (), 1)
+        if sample.rejections
     ]
     return _cut("\n".join(lines))
 

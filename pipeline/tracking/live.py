@@ -145,10 +145,10 @@ class _Tail:
     def _written(self) -> tuple[int, int, int] | None:
         """Identify the file and its last write by inode, time and size; None: there is no file."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def read(self) -> list[dict[str, str]]:
         """Return the complete rows that were not read yet. A file that was not written since this object was made

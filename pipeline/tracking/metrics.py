@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import results
+from pipeline.comparison.comparison_file import Compared
 from pipeline.files import read_json, read_text
 from pipeline.results import HistoryRow, Run
+from pipeline.results.figures import FIGURES
 from pipeline.tracking.comparisons import Child, Wanted
-
-COMPARED = {
-    "bench/samples_per_second": "samples_per_second",
-    "bench/peak_memory_bytes": "peak_memory_bytes",
-    "median/train_seconds": "train_seconds",
-}
-"""Metrics of a child -> their names in comparison.json: medians over the bench's rounds or over the seeds. All children
-of a variant have the same values, so MLflow's average over the children equals the figure in the tables."""
 
 
 class Point(NamedTuple):
@@ -75,17 +69,22 @@ def recorded_points(child: Child, started: float) -> list[Point]:
     return points
 
 
-def compared_points(comparison: Mapping[str, Any], child: Child, known: Mapping[str, float]) -> Iterator[Point]:
-    """Yield the comparison's figures for the child's variant. The run's own speed and memory are not used, because the
-    trainings ran one after the other, so their figures cannot be compared.
+def compared_points(compared: Compared, known: Mapping[str, float]) -> Iterator[Point]:
+    """Yield a variant's figures in the comparison: ``bench/<field>``, joined over the bench's rounds, and
+    ``median/<field>``, joined over seeds. The run's own speed and memory are not used, because the trainings ran one
+    after the other, so their figures cannot be compared. All children of a variant have the same values, so MLflow's
+    average over the children equals the figure in the tables.
 
     ``known``: the metrics of the run in the store. Only values that differ from ``known`` are yielded. A value that
     became unknown is yielded as NaN.
     """
     now = round(time.time() * 1000)  # MLflow shows a metric's latest value
-    [found] = [each for each in comparison["variants"] if each["variant"] == child.variant]
-    for key, field in {**COMPARED, "bench/joules_per_sample": "joules_per_sample"}.items():
-        value = math.nan if found.get(field) is None else float(found[field])
+    for figure in FIGURES:
+        if figure.over_seeds == "first":  # each run has its own
+            continue
+        key = f"{'median' if figure.over_seeds and not figure.over_rounds else 'bench'}/{figure.field}"
+        figure_value = compared.of(figure)
+        value = math.nan if figure_value is None else float(figure_value)
         before = known.get(key, math.nan)
         if value != before and not (math.isnan(value) and math.isnan(before)):
             yield Point(key, value, now, 0)
@@ -100,7 +99,7 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     metrics get the time of the newest file, because MLflow shows a metric's latest value.
     """
     folder = root / results.REPORTS / "metrics"
-    files = [file for each in wanted.children.values() if (file := folder / f"{each.variant}.json").exists()]
+    files = [file for child in wanted.children.values() if (file := folder / f"{child.variant}.json").exists()]
     youngest = max([timestamp_ms, *(round(file.stat().st_mtime * 1000) for file in [*files, *wanted.records])])
     figures = {
         f"{file.stem}/{name}": value
@@ -108,8 +107,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
         for name, value in read_json(file).items()
         if isinstance(value, int | float)
     }
-    for variant, kept in (*wanted.profiles.items(), *wanted.inference.items()):
-        for file in (each for each in kept if each.suffix == ".json"):
+    for variant, measured in (*wanted.profiles.items(), *wanted.inference.items()):
+        for file in (file for file in measured if file.suffix == ".json"):
             figures |= _figures_of(variant, results.read_values(file, variant))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
@@ -147,10 +146,10 @@ def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, 
             yield f"{where}/latency_p50_ms", latency["p50_ms"]
             if latency["p99_ms"] is not None:
                 yield f"{where}/latency_p99_ms", latency["p99_ms"]
-            for each in measured["throughput"]:
-                yield f"{where}/batch_{each['batch_size']}_samples_per_second", each["samples_per_second"]
-                if each.get("joules_per_sample"):
-                    yield f"{where}/batch_{each['batch_size']}_joules_per_sample", each["joules_per_sample"]
+            for batch in measured["throughput"]:
+                for figure in FIGURES:
+                    if batch.get(figure.field):
+                        yield f"{where}/batch_{batch['batch_size']}_{figure.field}", batch[figure.field]
             yield f"{where}/test_accuracy", agreement["correct_count"] / agreement["test_count"]
             yield f"{where}/equal_fraction", agreement["equal_count"] / agreement["test_count"]
             yield f"{where}/model_bytes", measured["model_bytes"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.comparison.comparison_file import Champion, Comparison
 from pipeline.errors import PipelineError, count, say
 from pipeline.files import PREPARED, read_json
 from pipeline.params import Config
@@ -14,8 +15,7 @@ from pipeline.processes import importing
 from pipeline.results import REPORTS
 from pipeline.tracking import comparisons, labels, stores
 from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
-from pipeline.tracking.reconciliation import StoredRun
-from pipeline.tracking.stores import Store
+from pipeline.tracking.stores import Store, StoredRun
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -56,24 +56,25 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         say(f"not promoted: {gate['against']} has the same code and settings. {GATE_AGAIN}", file=sys.stderr)
         return TOO_FEW
     wanted = comparisons.wanted(config, root)
-    compared = labels.compared(wanted, root) if wanted else {}
-    if wanted is None or not compared:
-        other = wanted and labels.stale(wanted, root)
-        why = f" (reports/comparison.json was made from other inputs: {', '.join(other)})" if other else ""
+    if wanted is None or wanted.comparison is None:
+        stale = ", ".join(wanted.stale) if wanted else ""
+        why = f" (reports/comparison.json was made from other inputs: {stale})" if stale else ""
         raise PromotionError(
             f"there is no comparison of the results that are here{why}; run `dvc repro`, which makes it."
         )
-    best = compared["champion"]
-    variant = best["variant"] if best else compared["baseline"]
-    if best and (lacking := _undecided(compared, best)):
+    comparison = wanted.comparison
+    best = comparison.champion
+    variant = best.variant if best else comparison.baseline
+    if best and (lacking := _undecided(comparison, best)):
         again = "Run `python -m pipeline bench --again` on another day."
         say(f"not promoted: {lacking} {again}", file=sys.stderr)
         return TOO_FEW
     # Take the first seed. The seed with the highest test accuracy would be chosen partly by luck, and look too good.
-    child = next((each for each in wanted.children.values() if each.variant == variant), None)
+    child = next((child for child in wanted.children.values() if child.variant == variant), None)
     if child is None:
         raise PromotionError(f"the comparison names {variant!r}, which is not under variants; run `dvc repro`.")
-    if gate["dataset"]["sha256"] != child.result.dataset.sha256:
+    data = child.result.dataset
+    if data is None or gate["dataset"]["sha256"] != data.sha256:
         raise PromotionError(f"the gate measured on another data set than that of {child.result_file}. {GATE_AGAIN}")
     if variant not in (measured := [row["variant"] for row in gate["variants"]]):
         raise PromotionError(
@@ -92,8 +93,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
-            verdict = labels.verdicts(compared)[variant]
-            tags = _evidence(gate, child, verdict, parent, run) | labels.champion(compared)
+            verdict = labels.verdicts(comparison)[variant]
+            tags = _evidence(gate, child, verdict, parent, run) | labels.champion(comparison)
             model = logged_models.log(store, run.run_id, child)
             version = _registered(store, config.publish.registered_model, model, tags)
             for file in GATE:
@@ -110,31 +111,32 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
     return 0
 
 
-def _undecided(compared: Mapping[str, Any], best: Mapping[str, Any]) -> str | None:
+def _undecided(comparison: Comparison, best: Champion) -> str | None:
     """Return why the gain of the best variant is not sure yet; None if it is sure."""
-    sessions = sessions_of(compared, best["variant"])
+    sessions = sessions_of(comparison, best.variant)
     if sessions < FEWEST_SESSIONS:
         return (
-            f"{best['variant']} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} sessions are "
-            f"required, each with all {best['among']} variants that pay."
+            f"{best.variant} pays in {count(sessions, 'session')} of the bench, but {FEWEST_SESSIONS} sessions are "
+            f"required, each with all {best.among} variants that pay."
         )
-    if best["quantity"] and (best["ratio"] or {}).get("decision") != "better":
+    if best.quantity and not (best.ratio and best.ratio.decision == "better"):
         return (
-            f"{best['among']} variants pay by {best['quantity']}. If some sessions choose the best variant and the "
+            f"{best.among} variants pay by {best.quantity}. If some sessions choose the best variant and the "
             "other sessions measure its gain, this gain is not decided."
         )
     return None
 
 
-def sessions_of(compared: Mapping[str, Any], variant: str) -> int:
+def sessions_of(comparison: Comparison, variant: str) -> int:
     """Return the smallest number of sessions behind any trusted ratio of the variant, the champion's gain included; 0
     if no ratio is trusted."""
+    gain = comparison.champion and comparison.champion.ratio
     return min(
         (
             labels.session_count(ratio)
-            for each in compared["variants"]
-            for ratio in (each["throughput"], each["memory"], (compared.get("champion") or {}).get("ratio"))
-            if each["variant"] == variant and ratio and ratio["decision"] != "untrusted"
+            for compared in comparison.variants
+            for ratio in (compared.throughput, compared.memory, gain)
+            if compared.variant == variant and ratio and ratio.decision != "untrusted"
         ),
         default=0,
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError, redacted, say
-from pipeline.files import PREPARED
+from pipeline.files import PREPARED, read_json, write_text
 from pipeline.params import Config
 from pipeline.processes import importing
-from pipeline.tracking import comparisons, labels, metrics, stamps, stores
-from pipeline.tracking.comparisons import COMPARISON, COMPLETE, PARENT, REPORT, RUN, Child, Wanted
-from pipeline.tracking.reconciliation import Changes, reconcile
-from pipeline.tracking.stores import Store
+from pipeline.results import DatasetFacts
+from pipeline.tracking import comparisons, labels, metrics, stores
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, REPORT, RUN, Child, Wanted
+from pipeline.tracking.stores import SQLITE, Store, StoredRun
 
 NO_HARM = (
     "The result files are complete and nothing is lost. Once MLflow works, run `python -m pipeline publish` "
@@ -37,6 +37,23 @@ class Published:
     """True if MLflow failed. A warning has reported the failure, and the store may lack runs."""
 
 
+@dataclass(frozen=True)
+class Changes:
+    """The changes from the store's state to the wanted one; every change can be repeated."""
+
+    parent: StoredRun | None
+    """The run to use as parent; None if a parent must be created."""
+    finish_parent: bool
+    """True if the parent must be written (again): it is new or half-written, or its report has changed."""
+    create: list[str] = field(default_factory=list)
+    """Keys of children to write from the files."""
+    delete: list[str] = field(default_factory=list)
+    """Ids of runs that are half-written, duplicate or superseded, and of live runs that a result replaces."""
+
+    def __bool__(self) -> bool:
+        return self.finish_parent or bool(self.create or self.delete)
+
+
 def publish(config: Config, root: Path = Path()) -> Published:
     """Make the MLflow store hold the comparison of the results under ``root`` exactly once.
 
@@ -48,11 +65,11 @@ def publish(config: Config, root: Path = Path()) -> Published:
     if wanted is None:
         say("MLflow: no results yet, nothing to publish.")
         return Published()
-    if other := labels.stale(wanted, root):
-        names = ", ".join(other)
+    if wanted.stale:
+        names = ", ".join(wanted.stale)
         stores.warn(f"the report was made from other files or settings ({names}): its verdicts are not published.")
     uri, experiment, children = stores.address(root), config.publish.experiment, len(wanted.children)
-    experiment_id, changes = stamps.agreeing(uri, experiment, wanted), None
+    experiment_id, changes = agreeing(uri, experiment, wanted), None
     if experiment_id is None:
         try:
             with stores.locked(uri):
@@ -62,7 +79,7 @@ def publish(config: Config, root: Path = Path()) -> Published:
                 if changes:
                     say(f"MLflow: writing {wanted.name} ...")
                     _apply(changes, wanted, store, config)
-                stamps.write(store, experiment, wanted)
+                record(store, experiment, wanted)
         except PipelineError:
             raise
         except Exception as error:  # any error of MLflow, its database or its server
@@ -104,7 +121,8 @@ def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> 
     run_id = str(created.info.run_id)
     points = [*metrics.recorded_points(child, started), *metrics.final_points(child.run, ended_ms)]
     store.log(run_id, points, labels.child_params(child.result))
-    client.log_inputs(run_id, [_dataset(child)])
+    if data := child.result.dataset:
+        client.log_inputs(run_id, [_dataset(data)])
     for file in (child.result_file, child.history_file):
         if file.exists():
             store.log_file(run_id, file)
@@ -125,10 +143,9 @@ def _log_model(child: Child, run_id: str, store: Store) -> None:
         stores.warn(f"the model of {child.name} is not in MLflow: {error}")
 
 
-def _dataset(child: Child) -> Any:
+def _dataset(about: DatasetFacts) -> Any:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    about = child.result.dataset
     dataset = Dataset(
         name=about.name,
         digest=about.sha256[:16],
@@ -150,13 +167,15 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
 
     If there is no comparison of these results, the earlier tags and metrics stay.
     """
-    comparison = labels.compared(wanted, store.root)
-    columns = labels.columns(comparison)
+    if wanted.comparison is None:
+        return
+    columns = labels.columns(wanted.comparison)
+    by_variant = {compared.variant: compared for compared in wanted.comparison.variants}
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
-        if child is None or child.variant not in columns or run.tags.get(COMPARISON) != wanted.key:
-            continue
-        store.log(run.run_id, metrics.compared_points(comparison, child, run.metrics), tags=columns[child.variant])
+        if child and child.variant in columns and run.tags.get(COMPARISON) == wanted.key:
+            points = metrics.compared_points(by_variant[child.variant], run.metrics)
+            store.log(run.run_id, points, tags=columns[child.variant])
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
@@ -176,3 +195,99 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
             store.log_file(run_id, file, folder)
     client.set_terminated(run_id, "FINISHED", ended_ms)
     store.log(run_id, tags={REPORT: wanted.report, COMPLETE: "true"})
+
+
+def reconcile(wanted: Wanted, stored: Sequence[StoredRun], checkout: str) -> Changes:
+    """Return the changes that make the store hold ``wanted`` exactly once.
+
+    ``stored``: all runs tagged with this comparison's key, and all live runs of this checkout. ``checkout``: the
+    value of their tag LIVE.
+
+    Runs of other comparisons are history and stay. Live runs of this checkout are treated as follows. If the seed has a
+    result, a live run is deleted when it has ended, or when it started before the result was written. A live run that
+    started later and has not ended stays, because its training may still run. A live run whose seed has no result yet
+    stays, as the record of an interrupted training.
+    """
+    ours = sorted((run for run in stored if run.tags.get(COMPARISON) == wanted.key), key=_precedence)
+    parents = [run for run in ours if RUN not in run.tags]
+    parent = parents[0] if parents else None
+    delete = [run.run_id for run in parents[1:]]
+
+    held: set[str] = set()
+    for run in ours:
+        key = run.tags.get(RUN)
+        if key is None:  # a parent
+            continue
+        has_parent = parent is not None and run.tags.get(PARENT) == parent.run_id
+        if has_parent and run.is_complete and key in wanted.children and key not in held:
+            held.add(key)
+        else:
+            delete.append(run.run_id)
+
+    seeds = {(child.variant, str(child.run.seed)): child for child in wanted.children.values()}
+    for run in stored:
+        child = seeds.get((run.tags.get("variant", ""), run.tags.get("seed", "")))
+        if child is None or run.tags.get(LIVE) != checkout:
+            continue
+        if run.status != "RUNNING" or run.start_ms < child.written_ms:
+            delete.append(run.run_id)
+
+    return Changes(
+        parent=parent,
+        finish_parent=parent is None or not parent.is_complete or parent.tags.get(REPORT) != wanted.report,
+        create=[key for key in wanted.children if key not in held],
+        delete=delete,
+    )
+
+
+def _precedence(run: StoredRun) -> tuple[bool, int, str]:
+    """Sort key: complete before half-written, then oldest first, so that two publishers choose the same run."""
+    return not run.is_complete, run.start_ms, run.run_id
+
+
+# The record of an embedded store's content and of the state of its files, in a file next to the store. If it shows that
+# nothing is new, MLflow, whose import takes seconds, is not needed. For a server there is no record, because files on
+# this machine do not show a server's state.
+
+
+def agreeing(uri: str, experiment: str, wanted: Wanted) -> str | None:
+    """Return the experiment's id if the store held ``wanted`` when the record was written, and has not changed since.
+
+    Otherwise return None; MLflow must then be asked.
+    """
+    try:
+        recorded = read_json(_file(uri))
+        experiment_id = str(recorded["experiment_id"])
+        now = _content(uri, experiment, experiment_id, recorded["artifacts"], wanted)
+    except (OSError, KeyError, TypeError, ValueError):  # there is no record, or it is broken
+        return None
+    return experiment_id if recorded == now else None
+
+
+def record(store: Store, experiment: str, wanted: Wanted) -> None:
+    """Record that ``store`` holds ``wanted``; do nothing for a server. Call this while holding ``stores.locked``, when
+    nothing is left to write."""
+    if store.uri.startswith(SQLITE):
+        content = _content(store.uri, experiment, store.experiment_id, store.artifacts, wanted)
+        write_text(_file(store.uri), json.dumps(content, indent=1))
+
+
+def _file(uri: str) -> Path:
+    """Return the path of the record. Raises ValueError for a store that is not embedded."""
+    if not uri.startswith(SQLITE):
+        raise ValueError(uri)
+    return Path(uri.removeprefix(SQLITE) + ".published")
+
+
+def _content(uri: str, experiment: str, experiment_id: str, artifacts: str, wanted: Wanted) -> dict[str, Any]:
+    database, directory = Path(uri.removeprefix(SQLITE)).stat(), Path(artifacts)
+    kept = directory.stat() if directory.is_dir() else None  # None for an address: its state is unknown
+    return {
+        "comparison": wanted.key,
+        "report": wanted.report,
+        "experiment": experiment,
+        "experiment_id": experiment_id,
+        "artifacts": artifacts,
+        "database_state": [database.st_ino, database.st_size, database.st_mtime_ns],
+        "artifacts_state": [kept.st_ino, kept.st_mtime_ns] if kept else None,
+    }

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -19,9 +20,8 @@ from urllib.parse import urlsplit
 from pipeline.errors import redacted, say
 from pipeline.processes import importing
 from pipeline.results import ResultError
-from pipeline.tracking.comparisons import COMPARISON, LIVE
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE
 from pipeline.tracking.metrics import Point
-from pipeline.tracking.reconciliation import StoredRun
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment
@@ -121,6 +121,24 @@ def describe(uri: str, error: Exception) -> str:
     return " ".join([f"MLflow at {redacted(uri)}: {shown}", *(REMEDIES[key] for key in REMEDIES if key in reason)])
 
 
+@dataclass(frozen=True)
+class StoredRun:
+    """What ``reconcile`` needs to know about a run in the store. There is no such record for a deleted run."""
+
+    run_id: str
+    status: str
+    start_ms: int
+    tags: Mapping[str, str]
+    intact: bool = True
+    """False if the run's artifacts should be on this machine but are missing."""
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The latest value of each metric."""
+
+    @property
+    def is_complete(self) -> bool:
+        return COMPLETE in self.tags and self.intact
+
+
 Texts = Mapping[str, str] | None
 
 
@@ -134,23 +152,23 @@ class Store:
 
     def runs(self, comparison: str) -> list[StoredRun]:
         """Return the runs of the comparison with this key, and the live runs of this checkout, without deleted runs."""
-        found = {}
+        stored = {}
         for condition in (f"tags.`{COMPARISON}` = '{comparison}'", f"tags.`{LIVE}` = '{checkout(self.root)}'"):
             for run in self.client.search_runs([self.experiment_id], condition, max_results=MOST_RUNS):
                 info, data = run.info, run.data
                 intact = (
                     not self.uri.startswith(SQLITE) or "://" in info.artifact_uri or Path(info.artifact_uri).is_dir()
                 )
-                found[info.run_id] = StoredRun(
+                stored[info.run_id] = StoredRun(
                     info.run_id, info.status, info.start_time, data.tags, intact, data.metrics
                 )
-        return list(found.values())
+        return list(stored.values())
 
     def log(self, run_id: str, points: Iterable[Point] = (), params: Texts = None, tags: Texts = None) -> None:
         """Log metrics, parameters and tags of a run."""
         from mlflow.entities import Metric, Param, RunTag
 
-        named = [Param(*each) for each in (params or {}).items()], [RunTag(*each) for each in (tags or {}).items()]
+        named = [Param(*item) for item in (params or {}).items()], [RunTag(*item) for item in (tags or {}).items()]
         self.client.log_batch(run_id, [Metric(*point) for point in points], *named)
 
     def log_file(self, run_id: str, file: Path, folder: str | None = None) -> None:
@@ -227,19 +245,19 @@ def locked(uri: str) -> Iterator[None]:
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:
     """Return the experiment ``name``. It is created if it does not exist, and restored if it was deleted."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         place = None if uri.startswith(("http://", "https://")) else str(root.resolve() / ARTIFACTS)
         return client.get_experiment(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    if is_misplaced(uri, root, found.artifact_location):
+    if experiment.lifecycle_stage == "deleted":
+        client.restore_experiment(experiment.experiment_id)
+    if is_misplaced(uri, root, experiment.artifact_location):
         raise MisplacedStore(
-            f"this store was made for another directory and keeps its artifacts in {found.artifact_location}. "
+            f"this store was made for another directory and keeps its artifacts in {experiment.artifact_location}. "
             f"Move {DATABASE} and {ARTIFACTS} out of this directory, and run `python -m pipeline publish`, which "
             "writes the runs of the present results into a new store. Earlier comparisons stay in the old store only."
         )
-    return found
+    return experiment
 
 
 def is_misplaced(uri: str, root: Path, artifacts: str) -> bool:

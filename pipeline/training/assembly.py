@@ -1,11 +1,14 @@
-"""Turn a plan into a training: set up one process of a variant's job before the first step."""
+"""Turn a plan into a training: set up one process of a variant's job before the first step.
+
+``compose`` makes the model, the techniques, the optimizer, the step and the checkpoint, in this order.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,23 +21,30 @@ from pipeline import environment, models, tasks
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
-from pipeline.environment import code, cores, stages
-from pipeline.errors import ConfigError, count, say
-from pipeline.measurement.detectors.base import Detector
+from pipeline.environment import audit, cores, stages
+from pipeline.errors import ConfigError, count, said, say
+from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Memory
-from pipeline.models import loss_and_metric
+from pipeline.models import loss_and_metric, optimizers
 from pipeline.models.keeping import trial
 from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan, variant_relies_on
 from pipeline.plans import plan as plan_of
 from pipeline.processes import importing, malloc, randomness
+from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
-from pipeline.tasks.batches import Placement, choose_placement, evaluation_batches
-from pipeline.techniques import Setup, Technique, of_plan
+from pipeline.tasks.batches import Placement, TrainBatches, choose_placement, evaluation_batches
+from pipeline.techniques import Setup, Stored, Technique, of_plan
 from pipeline.techniques.precision import DTYPES
-from pipeline.training.composition import batches_of, compose
-from pipeline.training.failures import OutOfMemory, TooFewSamples, without_deterministic_form
 from pipeline.training.loop import Training
+from pipeline.training.outcomes import (
+    DeviceLosses,
+    HostLosses,
+    OutOfMemory,
+    TooFewSamples,
+    without_deterministic_form,
+    without_weights,
+)
 
 _OF_A_RANK = ("_SOCKET_IFNAME", "_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
 """Ends of the names of variables that bind a rank to cores and cards."""
@@ -50,17 +60,17 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
     number is checked when the model is set up. Raises PipelineError.
     """
     launched = launched_size()
-    found = plan_of(config, name, machine, launched)
-    if found.model_processes == 1 or launched is not None:
-        return found
+    planned_variant = plan_of(config, name, machine, launched)
+    if planned_variant.model_processes == 1 or launched is not None:
+        return planned_variant
     with redirect_stdout(sys.stderr):  # a user's model may print while it is built; training builds it again
-        task = tasks.of_job(found.train, read_dataset(prepared))
+        task = tasks.of_job(planned_variant.train, read_dataset(prepared))
         setup = Setup(task.model(), task)
-        for kind in of_plan(found):
-            if kind.name == found.applied.parallelism:
+        for kind in of_plan(planned_variant):
+            if kind.name == planned_variant.applied.parallelism:
                 return plan_of(config, name, machine, None, kind.why_not_held_by(setup))
-            kind(found, ALONE).change_model(setup)
-    raise AssertionError(f"{found.applied.parallelism} is not a technique")
+            kind(planned_variant, ALONE).change_model(setup)
+    raise AssertionError(f"{planned_variant.applied.parallelism} is not a technique")
 
 
 @contextmanager
@@ -70,7 +80,7 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     ``prepared``: the data set's folder. ``settings``: plain values that must be the same on all ranks, in addition to
     the plan. Raises PipelineError.
     """
-    train, check_followed = plan.train, code.unfollowed(plan)
+    train, check_followed = plan.train, audit.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
         import torch._dynamo  # noqa: F401  (the first optimizer would import it)
 
@@ -87,7 +97,7 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     task.check()
     with joined_world(plan.device, cores(), lambda: settings | _depends_on(plan, task)) as world:
         _make_exact()
-        wanted = next((each.placement for each in catalogue.in_effect(plan.applied) if each.placement), train.placement)
+        wanted = next((used.placement for used in catalogue.in_effect(plan.applied) if used.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_followed)
 
@@ -125,7 +135,7 @@ class Assembly:
     techniques: Sequence[type[Technique]]
     """The classes of the techniques that the plan applies, in the order in which they apply."""
     check_followed: Callable[[], None] = lambda: None
-    """Raises Unfollowed if a module or file that the user's code uses has no digest (``code.unfollowed``)."""
+    """Raises Unfollowed if a module or file that the user's code uses has no digest (``audit.unfollowed``)."""
 
     @contextmanager
     def training(
@@ -158,7 +168,12 @@ class Assembly:
             training = compose(plan, model, task, batches, world, self.techniques, seed, detectors, **options)
             options.clear()  # frees the memory of a teacher's weights
             self.check_followed()
-            yield training
+            try:
+                yield training
+            except Exception as error:
+                if not training.steps and not said(error):  # in a plain step, the job may fail with a plain reason
+                    task.try_step(task.model())
+                raise
             self.check_followed()  # steps may have imported or read more
 
     def fitted(self) -> Plan:
@@ -181,7 +196,7 @@ class Assembly:
                 "model, or a technique that saves memory, such as activation_checkpointing."
             )
 
-        for parts in (each for each in range(plan.micro_batches, samples + 1) if samples % each == 0):
+        for parts in (number for number in range(plan.micro_batches, samples + 1) if samples % number == 0):
             reason = f", because {failed} did not fit into its memory" if failed else ", which is its whole share"
             decision = f"{count(parts, 'micro-batch')} of {count(samples // parts, 'sample')} per process{reason}"
             tried = plan.divided(parts, decided=plan.decided | {technique: decision})
@@ -274,3 +289,67 @@ def forget_last_run(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     malloc.trim()
+
+
+def batches_of(plan: Plan, task: Task, world: World, seed: int, placement: Placement) -> TrainBatches:
+    """Return the micro-batches that this rank trains on."""
+    return TrainBatches(
+        task,
+        batch_size=plan.train.batch_size,
+        micro_batches=plan.micro_batches,
+        rank=world.rank // plan.model_processes,
+        world_size=plan.data_processes,
+        seed=seed,
+        augment=plan.train.augment,
+        placement=placement,
+        workers=plan.applied.loader_workers,
+    )
+
+
+def compose(
+    plan: Plan,
+    model: nn.Module,
+    task: Task,
+    batches: TrainBatches,
+    world: World,
+    techniques: Sequence[type[Technique]],
+    seed: int,
+    detectors: Sequence[Detector] = (),
+    *,
+    losses: Losses | None = None,
+    steady: bool = False,
+    teacher: Mapping[str, torch.Tensor] | None = None,
+) -> Training:
+    """Compose the training of ``model``, which is moved to the rank's device. All ranks call this function together.
+
+    ``model``: a single-device module with the same initial weights on every rank. ``losses``: adds up the losses;
+    by default HostLosses on a CPU and DeviceLosses on a GPU. ``steady``: True if a steady state is measured; techniques
+    then do not wait for the learning rate's warm-up. ``teacher``: the weights of the variant's teacher.
+    """
+    train, model = plan.train, model.to(world.device)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    whole = without_weights(model) if any(used.evaluates_whole for used in catalogue.in_effect(plan.applied)) else None
+    rising = optimizers.rising_steps(train, train.epochs * batches.steps_per_epoch)
+    made = [technique(plan, world) for technique in techniques]
+    setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher)
+    for technique in made:
+        technique.change_model(setup)
+    setup.optimizer_choice = optimizers.of_job(train)
+    for technique in made:
+        technique.change_optimizer(setup)
+    optimizer = setup.optimizer_choice.make(setup.model.parameters())
+    losses = losses or (HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world))
+    setup.step = step = TrainingStep(setup.model, task.objective.loss, optimizer, losses, plan.micro_batches)
+    setup.model_state = Stored(model.state_dict, lambda state: model.load_state_dict(world.sent(state)))
+    setup.optimizer_state = Stored(optimizer.state_dict, lambda state: optimizer.load_state_dict(world.sent(state)))
+    changes = {}
+    for technique in made:
+        before = vars(step).copy()
+        technique.change_step(setup)
+        changes[technique.name] = [name for name, part in vars(step).items() if part is not before[name]]
+    for technique in made:
+        technique.change_checkpoint(setup)
+    setup.teacher = None  # frees memory: the teacher model has these weights
+    return Training(
+        plan, world, task, batches, model, parameter_count, whole, made, setup, changes, seed=seed, detectors=detectors
+    )

@@ -76,6 +76,24 @@ def discard(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def finished(path: Path) -> Path:
+    """Return the file that keeps what the finished run of the checkpoint at ``path`` gave."""
+    return path.with_suffix(".finished")
+
+
+def all_finished(variant: str, root: Path = CHECKPOINTS) -> set[Path]:
+    return set((root / variant).glob("*.finished"))
+
+
+def finish(path: Path) -> None:
+    """Keep only the record, history and weights of the finished run of the checkpoint at ``path``, so that a training
+    with more seeds need not repeat it. DVC deletes the outputs of the stage before the stage runs again."""
+    if path.exists():
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        save({key: state[key] for key in ("identity", "resumes", "history", "run", "plan", "model")}, finished(path))
+    discard(path)
+
+
 def load(path: Path, identity: str) -> tuple[dict[str, Any], Path] | None:
     """Load the checkpoint at ``path`` or, if this checkpoint cannot be used, the checkpoint at ``before(path)``.
 
@@ -112,15 +130,15 @@ def weights(result: Result, seed: int, root: Path = MODELS) -> dict[str, torch.T
     retrain = results.train_again(stage)
     expected = next(run.model_sha256 for run in result.runs if run.seed == seed)
     try:
-        state, found = _weights_in(path)
+        state, why_not = _weights_in(path)
     except FileNotFoundError:
         raise ResultError(f"{path} is missing; run `dvc repro {stage}` first.") from None
     except Unreadable as error:
         raise ResultError(f"{path} cannot be read as weights ({error}). Run {retrain}.") from None
-    if found != expected:
+    if why_not != expected:
         raise ResultError(
             f"{path} does not hold the weights that its result describes: expected model_sha256 {expected}, found "
-            f"{found}. Train again: {retrain}."
+            f"{why_not}. Train again: {retrain}."
         )
     return state
 
@@ -157,7 +175,7 @@ def _weights_in(path: Path) -> tuple[dict[str, torch.Tensor], str]:
 def seed_random(seed: int, plan: Plan, world: World) -> None:
     """Seed the random draws that follow the model's initialisation. The draws differ by rank. But if a technique needs
     equal draws, all ranks that share one model draw the same numbers."""
-    alike = any(each.shared_rng for each in catalogue.in_effect(plan.applied))
+    alike = any(entry.shared_rng for entry in catalogue.in_effect(plan.applied))
     stream = world.rank // plan.model_processes if alike else world.rank
     randomness.seed(seed + 1_000_003 * (stream + 1))
 

@@ -31,9 +31,9 @@ from pipeline.processes import age_seconds, malloc
 from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit, summarise
 from pipeline.training import checkpoints
 from pipeline.training.assembly import assembled, forget_last_run, planned
-from pipeline.training.counting import WorkLeftOut
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
+from pipeline.training.outcomes import WorkLeftOut
 
 FOLLOWER_PATIENCE_SECONDS = 20.0
 """How long a job that has ended waits for its live mirror (``_live_mirror``) to log the last rows to MLflow. The stage
@@ -83,6 +83,9 @@ class Job:
         """The rows of all seeds so far; the main rank writes them to ``history_file``."""
         self.history_file = results.history_file(name)
         self.environment_hash = environment.hash_of(self.fingerprint, "variants", name)
+        wanted = {checkpoints.finished(checkpoints.checkpoint_file(name, seed)) for seed in seeds}
+        self.other_seeds = checkpoints.all_finished(name) != wanted
+        """True if finished runs count, because the seeds are others than before. Otherwise, all is trained anew."""
         with (
             assembled(self.plan, self.prepared) as self.assembly,
             _alone(name) if self.assembly.world.is_main else nullcontext(),
@@ -94,9 +97,9 @@ class Job:
             live = _live_mirror(name) if world.is_main and self.config.publish.live else nullcontext()
             host = platform.node()
             everywhere = world.gather((host, world.devices(self.plan.devices_per_process)))
-            here = dict.fromkeys(device for node, devices in everywhere if node == host for device in devices)
-            self.sampler = SystemSampler(results.system_file(name), here) if world.is_main else None
-            max_step_skew = max((each.max_step_skew for each in catalogue.in_effect(self.plan.applied)), default=0)
+            host_devices = dict.fromkeys(device for node, devices in everywhere if node == host for device in devices)
+            self.sampler = SystemSampler(results.system_file(name), host_devices) if world.is_main else None
+            max_step_skew = max((entry.max_step_skew for entry in catalogue.in_effect(self.plan.applied)), default=0)
             with live, self.sampler or nullcontext(), interruption(world, max_step_skew) as self.interruption:
                 runs = [self.train(seed) for seed in seeds]
                 if world.is_main:
@@ -105,7 +108,9 @@ class Job:
             sys.exit(self.interruption.exit_code)
         if world.is_main:  # last, because an interrupted job resumes from its checkpoints
             for seed in seeds:
-                checkpoints.discard(checkpoints.checkpoint_file(name, seed))
+                checkpoints.finish(checkpoints.checkpoint_file(name, seed))
+            for of_other_seed in checkpoints.all_finished(name) - wanted:
+                of_other_seed.unlink()
 
     def train(self, seed: int) -> Run:
         """Train with one seed, from the start or from a checkpoint; return the same record on every rank."""
@@ -117,8 +122,10 @@ class Job:
         teacher_sha256 = checkpoints.state_sha256(taught_by) if taught_by else None
         self.world.check_same(teacher_weights=teacher_sha256)
         identity = self._identity(seed, teacher_sha256)
-        found = checkpoints.load(checkpoint, identity) if self.world.is_main else None
-        saved, source = self.world.announced(found) or (None, checkpoint)
+        kept = checkpoints.load(checkpoint, identity) if self.world.is_main else None
+        if kept is None and self.world.is_main and self.other_seeds:
+            kept = checkpoints.load(checkpoints.finished(checkpoint), identity)
+        saved, source = self.world.announced(kept) or (None, checkpoint)
         active_detectors = detectors(
             self.world.devices(self.plan.devices_per_process),
             root_pid=os.getppid() if self.world.backend else os.getpid(),
@@ -134,7 +141,10 @@ class Job:
             self.conditions = conditions_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
-                training.restore(saved)
+                if saved["run"]:
+                    training.model_state.load(saved["model"])
+                else:
+                    training.restore(saved)
                 resumes = saved["resumes"]
                 self.history = earlier + [HistoryRow.model_validate(row) for row in saved["history"]]
             if self.world.is_main:
@@ -152,8 +162,9 @@ class Job:
                     between_windows = training.steps == 1 or (row and row.test_accuracy is not None)
                     if between_windows and (work := training.work()) and work.missing:
                         raise WorkLeftOut(
-                            f"variants.{self.plan.name}: {work}, so the variant does less work than the others, and "
-                            "its numbers cannot be compared. Remove or repair the technique that leaves samples out."
+                            f"variants.{self.plan.name}: {work.rejection.happened}, so the variant does less work "
+                            "than the others, and its numbers cannot be compared. Remove or repair the technique that "
+                            "leaves samples out."
                         )
                     if row:
                         self.history.append(row)

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError, PipelineError, count, first_line
-from pipeline.measurement.detectors.base import Detector
+from pipeline.measurement.detectors import Detector
 from pipeline.measurement.energy import Energy
 from pipeline.measurement.windows import Clock, Memory, Resumable
 from pipeline.models import optimizers
@@ -29,16 +29,20 @@ from pipeline.tasks import Task
 from pipeline.tasks.batches import TrainBatches
 from pipeline.techniques import Setup, Technique
 from pipeline.training import checkpoints
-from pipeline.training.counting import Counted, Work, counted, most_missing
-from pipeline.training.evaluation import Score, evaluate
-from pipeline.training.failures import (
+from pipeline.training.outcomes import (
+    Counted,
+    NonFiniteLoss,
     OutOfMemory,
+    Score,
     TooFewSamples,
+    Work,
+    counted,
+    evaluate,
     is_out_of_memory,
     is_too_few_samples,
+    most_missing,
     without_deterministic_form,
 )
-from pipeline.training.losses import NonFiniteLoss
 
 
 @dataclass(eq=False)
@@ -194,7 +198,7 @@ class Training:
         Every rank returns the same work. All ranks call this method together. Raises ConfigError if a step was counted,
         but a technique had no effect on any rank (``Technique.why_idle``).
         """
-        of_rank = [work.read() for work in self._counted], [each.why_idle() for each in self.techniques]
+        of_rank = [work.read() for work in self._counted], [technique.why_idle() for technique in self.techniques]
         counts, idle = zip(*self.world.gather(of_rank), strict=True)
         steps = list(zip(*counts, strict=True))
         if steps and (error := next((reasons[0] for reasons in zip(*idle, strict=True) if all(reasons)), None)):

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.detectors.base import Rejection
-from pipeline.measurement.detectors.figures import of_clock, of_memory, of_ranks, of_steps
-from pipeline.measurement.windows import Memory, percentile_ms
+from pipeline.measurement.plausibility import of_clock, of_memory, of_steps
+from pipeline.measurement.windows import Clock, Memory, percentile_ms
 from pipeline.results import RunConditions, Window
+from pipeline.results.figures import FIGURES, MEMORY, QUANTITIES, Figure
+from pipeline.results.rejections import Rejection
 from pipeline.training.loop import Training
 
 
-def dataset_of(dataset: Dataset) -> results.Dataset:
+def dataset_of(dataset: Dataset) -> results.DatasetFacts:
     """Describe the data set for a result."""
-    return results.Dataset(
+    return results.DatasetFacts(
         name=dataset.name,
         sha256=dataset.sha256,
         train_count=len(dataset.train),
@@ -54,6 +55,33 @@ def conditions_of(training: Training, device_name: str) -> RunConditions:
     )
 
 
+def of_rank(clock: Clock, memory: Memory, batch_size: int) -> dict[str, float | None]:
+    """Return the figures of a process, by field. ``FIGURES`` says how the processes' values are joined.
+    ``batch_size``: the global batch size."""
+    steps, seconds = clock.step_seconds, clock.measured_seconds
+    return {
+        "samples_per_second": len(steps) * batch_size / seconds if seconds else None,
+        "step_p50_ms": percentile_ms(steps, 50),
+        "step_p90_ms": percentile_ms(steps, 90),
+        "step_p99_ms": percentile_ms(steps, 99),
+        "input_wait_fraction": clock.input_seconds / seconds if seconds else None,
+        "peak_memory_bytes": memory.peak_bytes,
+        "peak_reserved_bytes": memory.reserved_bytes,
+        "driver_memory_bytes": memory.driver_bytes,
+        "allocator_retries": memory.retries,
+    }
+
+
+class OfRank(NamedTuple):
+    """What one process measured."""
+
+    figures: dict[str, float | None]
+    """``of_rank``; a figure that is missing on one process is missing on all."""
+    steps: int
+    seconds: float
+    rejections: list[Rejection]
+
+
 def window_of(
     training: Training,
     *,
@@ -73,37 +101,47 @@ def window_of(
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident")
     mine += of_memory(memory)
-    ranks = world.gather((clock.state(), memory.state(), mine))
-    clocks, memories, rejections = zip(*ranks, strict=True)
-    steps = [len(each["step_seconds"]) for each in clocks]
-    rejected = [*of_steps(steps, requested=requested_steps, warmup=training.train.warmup_steps), *of_ranks(rejections)]
-    if (work := training.work()) and work.missing:
-        rejected.append(Rejection(f"{work}, so the measured speed cannot be compared", voids_memory=True))
-    slowest = max(clocks, key=lambda each: each["measured_seconds"])
-    peaks = tuple(each["peak_bytes"] for each in memories)
-    held = [each["driver_bytes"] for each in memories]
-    unknown = None in peaks or any(rejection.voids_memory for rejection in rejected)
-    seconds = slowest["measured_seconds"]
-    over_ranks = sum if memory.reserved_bytes is None else max  # processes on a CPU share its memory, so peaks add up
+    figures = of_rank(clock, memory, training.train.batch_size)
+    ranks = world.gather(OfRank(figures, len(clock.step_seconds), clock.measured_seconds, mine))
+    more = [work.rejection] if (work := training.work()) and work.missing else []
+    warmup = training.train.warmup_steps
+    return joined(ranks, more, requested_steps=requested_steps, warmup=warmup, on_cpu=memory.reserved_bytes is None)
 
-    def trusted(value: float | None) -> float | None:
-        return None if rejected else value
 
-    return Window(
-        measured_steps=min(steps),
-        samples_per_second=trusted(min(steps) * training.train.batch_size / seconds if seconds else None),
-        step_p50_ms=trusted(percentile_ms(slowest["step_seconds"], 50)),
-        step_p90_ms=trusted(percentile_ms(slowest["step_seconds"], 90)),
-        step_p99_ms=trusted(percentile_ms(slowest["step_seconds"], 99)),
-        input_wait_fraction=trusted(
-            max(each["input_seconds"] / each["measured_seconds"] for each in clocks) if seconds else None
-        ),
-        peak_memory_bytes=None if unknown else over_ranks(peaks),
-        peak_memory_rank_bytes=peaks,
-        peak_reserved_bytes=(
-            None if memory.reserved_bytes is None else max(each["reserved_bytes"] for each in memories)
-        ),
-        driver_memory_bytes=None if None in held else max(held),
-        allocator_retries=None if memory.retries is None else sum(each["retries"] for each in memories),
-        rejections=tuple(rejection.reason for rejection in rejected),
+def joined(
+    ranks: Sequence[OfRank], more: Iterable[Rejection] = (), *, requested_steps: int, warmup: int, on_cpu: bool
+) -> Window:
+    """Combine what the ranks measured into one record. ``more``: reasons to reject it that concern no single rank."""
+    figures, steps, seconds, of_ranks = zip(*ranks, strict=True)
+    rejected = [*of_steps(steps, requested=requested_steps, warmup=warmup)]
+    for rank, rejections in enumerate(of_ranks):
+        rejected += [rejection.of_rank(rank) for rejection in rejections] if len(ranks) > 1 else rejections
+    rejected += more
+    void = {figure.margin: bool(rejected) for figure in QUANTITIES}
+    void["memory"] = any(rejection.voids_memory for rejection in rejected)  # noise in time does not change a peak
+    slowest = seconds.index(max(seconds))
+    joined = {
+        figure.field: None
+        if void.get(figure.family)
+        else _over_ranks(figure, [values[figure.field] for values in figures], slowest, on_cpu=on_cpu)
+        for figure in FIGURES
+        if figure.over_ranks and figure.field in figures[0]
+    }
+    return Window.model_validate(
+        {
+            **joined,
+            "measured_steps": min(steps),
+            "peak_memory_rank_bytes": [values[MEMORY.field] for values in figures],
+            "rejections": tuple(rejected),
+        }
     )
+
+
+def _over_ranks(figure: Figure, values: Sequence[Any], slowest: int, *, on_cpu: bool) -> Any:
+    """Join the values of all ranks, of which ``slowest`` is the slowest. Return None if a value is unknown."""
+    if None in values:
+        return None
+    if figure.over_ranks == "slowest":
+        return values[slowest]
+    adds = figure.over_ranks == "sum" or (figure.over_ranks == "sum on a CPU" and on_cpu)
+    return sum(values) if adds else max(values)

@@ -46,7 +46,7 @@ def _unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "_published", Path.read_bytes)
 
 
-def test_drawn_rows_are_from_all_over_and_every_class_is_among_them() -> None:
+def test_drawn_rows_are_of_every_class() -> None:
     assert drawn(5, 9).tolist() == [0, 1, 2, 3, 4]
     assert drawn(0, 3).tolist() == []
     rows = drawn(10**12, 1000)
@@ -97,7 +97,7 @@ def test_missing_raw_files_say_which_stage_brings_them(tmp_path: Path, monkeypat
         decode(config("mnist"), tmp_path)
 
 
-def test_digits_fill_the_range_of_a_byte_and_are_split_by_class(tmp_path: Path) -> None:
+def test_digits_fill_a_byte_and_are_split_by_class(tmp_path: Path) -> None:
     fetch(config("digits").fetch, tmp_path)
     decoded = decode(config("digits", test_fraction=0.25), tmp_path)
     (train, _), (test, labels) = joined(decoded.train), joined(decoded.test)
@@ -111,7 +111,7 @@ def test_digits_fill_the_range_of_a_byte_and_are_split_by_class(tmp_path: Path) 
     assert np.bincount(labels).tolist() == np.rint(np.bincount(load_digits().target) * 0.25).tolist()
 
 
-def test_the_held_out_share_is_stable_and_leaves_something_on_both_sides() -> None:
+def test_the_held_out_share_is_stable() -> None:
     labels = [0] * 100 + [1] * 2 + [2]
     keys = [f"image-{index}" for index in range(len(labels))]
     chosen = held_out(keys, labels, 0.2)
@@ -183,9 +183,7 @@ def test_an_image_folder_decodes_as_torchvision_would(workers: int, tmp_path: Pa
         assert len(set(labels[:20].tolist())) == 3  # mixed, so that a limit keeps all classes
 
 
-def test_images_are_decoded_side_by_side_and_few_wait_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_decoded_side_by_side_and_few_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads replace the processes, whose calls the test could not count."""
     threads, together, decode_chunk = ThreadPoolExecutor(2), threading.Barrier(2), datasets._decode_chunk
     submit = Mock(side_effect=threads.submit)
@@ -210,7 +208,7 @@ def test_decoding_shows_its_progress_on_a_terminal(tmp_path: Path, open_terminal
     assert "decode train: 100%" in terminal.getvalue()
 
 
-def test_an_image_folder_without_a_test_split_is_split_by_class_and_limits_apply(tmp_path: Path) -> None:
+def test_an_image_folder_is_split_by_class_within_limits(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     decoded = fetched(folder, test_fraction=0.3)()
     assert np.bincount(joined(decoded.train)[1]).tolist() == [7, 7, 7]
@@ -233,7 +231,7 @@ def write_deep(place: Path, name: str, values: Any) -> None:
         ("a.tiff", np.float32, [-1, 1], {-1.0: 0, 0.5: 191, 1.0: 255}),
     ],
 )
-def test_images_of_more_than_8_bits_are_scaled_by_the_range_that_is_set(
+def test_images_of_16_bits_are_scaled_by_their_range(
     name: str, dtype: Any, span: list[float], expected: dict[float, int], tmp_path: Path
 ) -> None:
     for number, value in enumerate(expected):
@@ -289,9 +287,9 @@ def test_broken_images_are_named_and_skipped(tmp_path: Path, capsys: pytest.Capt
     images, labels = joined(decoded.train)
     assert len(images) == 12
     assert np.bincount(labels).tolist() == [5, 5, 2]
-    told = capsys.readouterr().err
-    assert told.count("skipped broken image") == 3
-    assert f"{folder}/train/digit-2/1.jpg: cannot identify image file\n" in told
+    warning = capsys.readouterr().err
+    assert warning.count("skipped broken image") == 3
+    assert f"{folder}/train/digit-2/1.jpg: cannot identify image file\n" in warning
     assert decoded.changes == {"train images, skipped because they are broken": 3}
 
 
@@ -306,7 +304,7 @@ def test_an_image_that_changed_after_fetch_is_refused(tmp_path: Path) -> None:
         joined([*decoding().train, *decoding().test])
 
 
-def test_a_class_that_only_the_test_split_has_is_refused(tmp_path: Path) -> None:
+def test_a_class_of_the_test_split_alone_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, per_class=2, splits=("train", "test"))
     (folder / "test" / "digit-2").rename(folder / "test" / "digit-9")
     with pytest.raises(DataError, match="found classes under test/ but not under train/: digit-9"):

@@ -30,9 +30,9 @@ from pipeline.data import DataError, array_files, arrays, text
 from pipeline.data.packing import prepare, statistics
 from pipeline.data.prepared import Dataset, read
 from pipeline.data.sources import fetch
-from pipeline.environment import code as digests
-from pipeline.environment import stages
+from pipeline.environment import imports, stages
 from pipeline.params import parse
+from tests.factories import listed, parquet_of, parquet_table
 from tests.pages import blocks
 
 RANDOM = np.random.default_rng(0)
@@ -53,39 +53,27 @@ def packed(
     return read(folder / "prepared")
 
 
-def listed(values: npt.NDArray[Any]) -> pyarrow.Array:
-    """A column of numbers, or of lists of one length, which may be nested."""
-    column = pyarrow.array(values.ravel())
-    for size in reversed(values.shape[1:]):
-        column = pyarrow.FixedSizeListArray.from_arrays(column, size)
-    return column
-
-
-def table(values: dict[str, npt.NDArray[Any]]) -> bytes:
-    return _columns(**{name: listed(each) for name, each in values.items()})
-
-
 def saved(folder: Path, kind: str, **values: npt.NDArray[Any]) -> str:
     """Write the arrays; return the name of the file or folder in ``folder``."""
     if kind == "npz":
         np.savez(folder / "own.npz", **values)  # type: ignore[arg-type]
         return "own.npz"
     if kind == "safetensors":
-        content = {name: np.ascontiguousarray(each) for name, each in values.items()}
+        content = {name: np.ascontiguousarray(array) for name, array in values.items()}
         (folder / "own.safetensors").write_bytes(safetensors.save(content, metadata={"format": "pt"}))
         return "own.safetensors"
     if kind == "parquet":
-        (folder / "own.parquet").write_bytes(table(values))
+        (folder / "own.parquet").write_bytes(parquet_table(values))
         return "own.parquet"
     (folder / "own").mkdir()
-    for name, each in values.items():
-        np.save(folder / "own" / f"{name}.npy", each)
+    for name, array in values.items():
+        np.save(folder / "own" / f"{name}.npy", array)
     return "own"
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder", "safetensors", "parquet"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
-def test_a_table_is_packed_as_it_is_and_split_by_class(
+def test_a_table_is_packed_and_split_by_class(
     kind: str, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(array_files, "CHUNK_BYTES", chunk_bytes)
@@ -95,14 +83,14 @@ def test_a_table_is_packed_as_it_is_and_split_by_class(
     assert (len(dataset.train), len(dataset.test)) == (45, 15)
     assert dataset.test.targets.bincount().tolist() == [5, 5, 5]
     rows = {row.tobytes(): label for row, label in zip(inputs, labels, strict=True)}
-    found = [pair for split in (dataset.train, dataset.test) for pair in zip(split.inputs, split.targets, strict=True)]
-    assert {row.numpy().tobytes(): label.item() for row, label in found} == rows
+    pairs = [pair for split in (dataset.train, dataset.test) for pair in zip(split.inputs, split.targets, strict=True)]
+    assert {row.numpy().tobytes(): label.item() for row, label in pairs} == rows
     known, train = dataset.statistics["inputs"], dataset.train.inputs
     np.testing.assert_allclose(known.mean, train.mean((0, 2)), rtol=1e-6)
     np.testing.assert_allclose(known.std, train.std((0, 2), correction=0), rtol=1e-6)
 
 
-def test_numbers_to_predict_and_a_test_split_are_taken_as_given(tmp_path: Path) -> None:
+def test_numbers_to_predict_are_taken_as_given(tmp_path: Path) -> None:
     values = {name: RANDOM.normal(size=(n, 3, 2)) for name, n in (("inputs", 30), ("test_inputs", 7))}
     values |= {name: RANDOM.normal(100, 9, (n, 2)) for name, n in (("targets", 30), ("test_targets", 7))}
     dataset = packed(tmp_path, "arrays", saved(tmp_path, "npz", **values), train_limit=20)
@@ -138,57 +126,39 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path) -> None:
     [
         (
             {"inputs": np.array([[1.0], [1.0, 2.0]], dtype=object)},
-            "Python objects in dtype.*; expected numbers in rows of one shape",
+            "Python objects in dtype.*; expected numbers in rows",
         ),
         ({"inputs": ROWS, "targets": np.arange(3)}, "different numbers of samples"),
-        (
-            {"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)},
-            r"row \d of the \w+ inputs has a NaN or infinite value",
-        ),
+        ({"inputs": np.array([[1.0, 2.0], [3.0, np.nan]] * 4)}, r"row \d of the \w+ inputs has a NaN or infinite"),
         (
             {"inputs": ROWS, "targets": np.append(np.arange(8.0), np.nan)},
-            r"row \d of the \w+ targets has a NaN or infinite value",
+            r"of the \w+ targets has a NaN or infinite value",
         ),
-        (
-            {"inputs": ROWS, "ages": np.append(np.arange(8.0), np.nan)},
-            r"row \d of the \w+ ages has a NaN or infinite value",
-        ),
+        ({"inputs": ROWS, "ages": np.append(np.arange(8.0), np.nan)}, r"of the \w+ ages has a NaN or infinite value"),
         (
             {"inputs": ROWS, "targets": np.arange(9) % 3, "test_inputs": ROWS, "test_targets": np.arange(9)},
-            "from 0 to 8 in the test targets, but there are 3 classes",
+            "0 to 8 in the test targets, but",
         ),
         ({"inputs": ROWS, "targets": np.arange(9) % 3 - 1}, "from -1 to 1 in the train targets, but .* 2 classes"),
         ({"inputs": ROWS, "targets": np.zeros(9, int)}, "all training labels are 0; classification needs two classes"),
         ({"inputs": ROWS, "targets": np.zeros((9, 2), int)}, "integer targets are labels; expected one"),
-        (
-            {"inputs": TOKENS + (1 << 24), "targets": np.ones(5)},
-            r"channel 1 .* of the training inputs: float32 changes values by up to 1, and they span only 1[26]",
-        ),
+        ({"inputs": TOKENS + (1 << 24), "targets": np.ones(5)}, r"channel 1 .*: float32 changes values by up to 1"),
         ({"inputs": ROWS * 1e300}, r"inputs has -?\d.*, which float32 cannot hold; scale"),
         ({"inputs": np.zeros((9, 3, 0))}, r"inputs: found float64 \[9, 3, 0\]\); expected numbers"),
         ({"inputs": np.ones((9, 2))}, r"channel 0 \(.*\) of the training inputs is constant; drop it"),
         ({"inputs": np.zeros((0, 2))}, "the train split is empty"),
         ({"inputs": np.array(["a", "b"])}, "found <U1 .*; expected numbers in rows of one shape"),
         ({"targets": np.arange(3)}, "has targets; expected inputs"),
-        (
-            {"inputs": TOKENS, "test_inputs": TOKENS + 65_536},
-            "found values from 65536 to 65555 in the test inputs, but .* 20 tokens",
-        ),
+        ({"inputs": TOKENS, "test_inputs": TOKENS + 65_536}, "from 65536 to 65555 in the test inputs, but"),
         ({"inputs": TOKENS + 65_516, "test_inputs": TOKENS - 1}, "found values from -1 to 18 in the test inputs"),
         ({"inputs": np.array([[0, 2**40]] * 4)}, "from 0 to 1099511627776 in .*, but there are 4294967296 tokens"),
         ({"inputs": np.arange(9)[:, None]}, r"inputs needs two tokens or more; expected windows \[N, length \+ 1\]"),
         ({"inputs": TOKENS, "targets": np.array([0, 1, 2, 0, 9])}, r"go up to 9, but 6 of the 10 classes \(first: 3\)"),
         ({"inputs": ROWS, "targets": np.arange(9) + 2**40}, "but there are 65536 classes"),
         ({"inputs": ROWS, "targets": np.ones(9), "Ages": np.ones(9)}, "has an array 'Ages.*'; expected inputs"),
-        (
-            {"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)},
-            "ages has 9,223,372,036,854,775,808, which int64 cannot hold",
-        ),
+        ({"inputs": ROWS, "ages": np.full(9, 2**63, np.uint64)}, "ages has 9,.*, which int64 cannot hold"),
         ({"inputs": ROWS, "targets": np.ones(9), "test_inputs": ROWS}, "in a test split"),
-        (
-            {"inputs": ROWS, "targets": ROWS, "test_inputs": ROWS[:, :1], "test_targets": ROWS},
-            r"rows are inputs float32 \[2\], targets float32 \[2\], but test rows are inputs float32 \[1\]",
-        ),
+        ({"inputs": ROWS, "targets": ROWS, "test_inputs": ROWS[:, :1], "test_targets": ROWS}, r"but test rows are"),
     ],
 )
 def test_bad_arrays_are_refused_and_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -229,7 +199,7 @@ def test_preparing_takes_few_bytes_a_row(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["folder", "npz", "safetensors", "parquet", "text", "datasets", "function"])
-def test_a_set_of_any_size_takes_the_memory_of_a_few_chunks(
+def test_a_set_takes_the_memory_of_few_chunks(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_function: Callable[[str], Path]
 ) -> None:
     import datasets
@@ -262,7 +232,7 @@ def test_a_set_of_any_size_takes_the_memory_of_a_few_chunks(
 
 
 @pytest.mark.parametrize("group_rows", [16, 2048])
-def test_a_table_of_any_size_takes_little_memory_of_pyarrow(
+def test_a_table_takes_little_memory_of_pyarrow(
     group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(array_files, "CHUNK_BYTES", 1 << 17)
@@ -272,9 +242,8 @@ def test_a_table_of_any_size_takes_little_memory_of_pyarrow(
         use_dictionary=False, data_page_size=1 << 16,
     )  # fmt: skip
     before = pyarrow.total_allocated_bytes()
-    held = [
-        pyarrow.total_allocated_bytes() - before for _ in array_files._in_table(tmp_path / "own.parquet", Counter())
-    ]
+    file, counter = tmp_path / "own.parquet", Counter[str]()
+    held = [pyarrow.total_allocated_bytes() - before for _ in array_files._in_table(file, counter)]
     assert len(held) == 64
     assert max(held) < 2 << 20, "of 8 MiB"
 
@@ -286,9 +255,7 @@ def test_times_of_which_float32_keeps_too_little_are_refused(dtype: Any, tmp_pat
     times = (1_700_000_000 + seconds).astype(dtype)[:, None]
     assert len(np.unique(times.astype(np.float32))) == 6
     place = saved(tmp_path, "npz", inputs=times, targets=seconds % 2)
-    with pytest.raises(
-        DataError, match=r"training inputs: float32 changes values by up to 64, and .* Subtract a constant"
-    ):
+    with pytest.raises(DataError, match=r"training inputs: float32 changes values by up to 64, and .* Subtract"):
         packed(tmp_path, "arrays", place)
     dataset = packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=times - times[0], targets=seconds % 2))
     assert len(np.unique(torch.cat((dataset.train.inputs, dataset.test.inputs)))) == 574
@@ -335,18 +302,18 @@ def test_the_index_of_a_data_frame_is_no_feature(
     assert json.loads((tmp_path / "prepared/dataset.json").read_text())["changes"] == {change: 1}
 
 
-def test_columns_of_a_table_are_the_features_of_its_rows(tmp_path: Path) -> None:
-    columns = _columns(rooms=[1, 2, 3, 4], targets=[0.5, 1.0, 1.5, 2.0], area=[1.5, 2.5, 3.0, 4.0])
+def test_columns_of_a_table_are_features(tmp_path: Path) -> None:
+    columns = parquet_of(rooms=[1, 2, 3, 4], targets=[0.5, 1.0, 1.5, 2.0], area=[1.5, 2.5, 3.0, 4.0])
     (tmp_path / "own.parquet").write_bytes(columns)
     dataset = packed(tmp_path, "arrays", "own.parquet", test_fraction=0.25)
     rows = [[*split.inputs.T, split.targets] for split in (dataset.train, dataset.test)]
     expected = [[1.0, 1.5, 0.5], [2.0, 2.5, 1.0], [3.0, 3.0, 1.5], [4.0, 4.0, 2.0]]
-    assert sorted(torch.cat([torch.stack(each, 1) for each in rows]).tolist()) == expected
+    assert sorted(torch.cat([torch.stack(row, 1) for row in rows]).tolist()) == expected
     assert dataset.vocabulary is None
 
 
-def test_a_table_of_fewer_rows_than_its_header_claims_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.parquet").write_bytes(table({"inputs": ROWS, "targets": np.arange(9) % 2}))
+def test_a_table_whose_header_lies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.parquet").write_bytes(parquet_table({"inputs": ROWS, "targets": np.arange(9) % 2}))
     batches = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda self, _, **named: [*batches(self, 4, **named)][:-1])
     with pytest.raises(DataError, match="found 8 rows, but the header claims 9"):
@@ -383,15 +350,9 @@ def _twice() -> bytes:
 
 def _wide() -> bytes:
     """A table of few bytes. Its only row is a list of 80 million nulls."""
-    return _columns(
+    return parquet_of(
         inputs=pyarrow.FixedSizeListArray.from_arrays(pyarrow.nulls(80_000_000, pyarrow.int8()), 80_000_000)
     )
-
-
-def _columns(**columns: Any) -> bytes:
-    written = BytesIO()
-    parquet.write_table(pyarrow.table(columns), written, row_group_size=17)
-    return written.getvalue()
 
 
 GOOD = safetensors.save({"inputs": ROWS})
@@ -400,23 +361,11 @@ GOOD = safetensors.save({"inputs": ROWS})
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("parquet", _columns(targets=[1, 2]), "has targets; expected inputs"),
-        (
-            "parquet",
-            _columns(x=[1.0, None], targets=[0, 1]),
-            "column 'x' holds double, 1 empty field; expected numbers",
-        ),
-        ("parquet", _columns(inputs=[1.0, 2.0], Ages=[1, 2]), "has an array 'Ages'; expected inputs"),
-        (
-            "parquet",
-            _columns(inputs=[[1.0], [1.0, 2.0]]),
-            "column 'inputs' holds list<.*: double>, 0 empty fields; expected numbers",
-        ),
-        (
-            "parquet",
-            _columns(x=["a", "b"], targets=[1, 2]),
-            "own.parquet: the column 'x' holds string, 0 empty fields; expected",
-        ),
+        ("parquet", parquet_of(targets=[1, 2]), "has targets; expected inputs"),
+        ("parquet", parquet_of(x=[1.0, None], targets=[0, 1]), "'x' holds double, 1 empty field; expected"),
+        ("parquet", parquet_of(inputs=[1.0, 2.0], Ages=[1, 2]), "has an array 'Ages'; expected inputs"),
+        ("parquet", parquet_of(inputs=[[1.0], [1.0, 2.0]]), "'inputs' holds list<.*: double>, 0 empty"),
+        ("parquet", parquet_of(x=["a", "b"], targets=[1, 2]), "own.parquet: the column 'x' holds string"),
         ("parquet", _wide, r"a row \(a sample\) has 80,000,000 bytes; allowed"),
         ("safetensors", b"\xff" * 16, "own.safetensors cannot be read .*header too large"),
         ("safetensors", GOOD.replace(b"[9,2]", b"[9,3]"), "own.safetensors cannot be read .*invalid shape"),
@@ -431,9 +380,7 @@ GOOD = safetensors.save({"inputs": ROWS})
         ("npz", _twice(), "two arrays have the same name"),
     ],
 )
-def test_a_bad_file_is_named_and_takes_no_memory(
-    kind: str, content: bytes | Callable[[], bytes], message: str, tmp_path: Path
-) -> None:
+def test_a_bad_file_is_named(kind: str, content: bytes | Callable[[], bytes], message: str, tmp_path: Path) -> None:
     (tmp_path / f"own.{kind}").write_bytes(content if isinstance(content, bytes) else content())
     tracemalloc.start()
     try:
@@ -450,15 +397,14 @@ SAMPLES = next(block for block in blocks(PAGE, "python") if "def samples" in blo
 
 
 @pytest.fixture
-def own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def own_function(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    monkeypatch.syspath_prepend(here)
 
     def write(content: str) -> Path:
         monkeypatch.delitem(sys.modules, "own_data", raising=False)
         importlib.invalidate_caches()
-        (tmp_path / "own_data.py").write_text(content, encoding="utf-8")
-        return tmp_path
+        (here / "own_data.py").write_text(content, encoding="utf-8")
+        return here
 
     return write
 
@@ -510,12 +456,12 @@ def test_a_function_shows_its_progress_on_a_terminal(
 
 
 def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Path]) -> None:
-    config, found = parse({"fetch": {"dataset": "arrays", "arrays": NAME}, "variants": {"baseline": {}}}), []
+    config, keys = parse({"fetch": {"dataset": "arrays", "arrays": NAME}, "variants": {"baseline": {}}}), []
     for content in (SAMPLES, SAMPLES.replace("prod(1)", "sum(1)")):
         own_function(content)
-        digests._source.cache_clear()
-        found.append(stages.described(config, {}, only={"fetch"})["stages"]["fetch"]["code"]["own_data.py"])
-    assert found[0] != found[1]
+        imports.source_of.cache_clear()
+        keys.append(stages.described(config, {}, only={"fetch"})["stages"]["fetch"]["code"]["own_data.py"])
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(
@@ -528,10 +474,7 @@ def test_an_edit_of_the_function_fetches_again(own_function: Callable[[str], Pat
         ("yield {'inputs': 1.0}", r"\(found float64 \[\]\); expected numbers \[n, ...\]"),
         ("yield {'inputs': [1.0]}; yield {'inputs': [[1.0]]}", r"rows of float64 \[1\] follow rows of float64 \[\]"),
         ("yield {'inputs': [1.0, 2.0], 'targets': [1]}", "different numbers of samples"),
-        (
-            "yield {'test_inputs': [1.0]}",
-            r"samples yielded test_\* for the split train; yield them",
-        ),
+        ("yield {'test_inputs': [1.0]}", r"yielded test_\* for the split train; yield"),
         ("return", "own_data:samples has none of the arrays; expected inputs"),
     ],
 )
@@ -543,11 +486,11 @@ def test_what_a_function_must_not_yield_is_refused(
         packed(folder, "arrays", NAME)
 
 
-def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / saved(tmp_path, "folder", inputs=RANDOM.normal(size=(9, 2))) / "inputs.npy"
     for content, message in (
         (file.read_bytes()[:-3], "cannot be read .*length is greater"),
-        *((each, "cannot be read") for each in (b"junk", b"")),
+        *((content, "cannot be read") for content in (b"junk", b"")),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=rf"inputs\.npy {message}"):
@@ -557,9 +500,7 @@ def test_a_file_that_changes_or_is_cut_short_is_refused(tmp_path: Path, monkeypa
     with pytest.raises(DataError, match=r"inputs\.npy is not the file that fetch listed"):
         packed(tmp_path, "arrays", "own")
     monkeypatch.undo()
-    with pytest.raises(
-        DataError, match=r"found .*nowhere', which does not exist; expected a file of type \.npz, .*, a"
-    ):
+    with pytest.raises(DataError, match=r"found .*nowhere', which does not exist; expected a file of type \.npz"):
         packed(tmp_path, "arrays", "nowhere")
 
 
@@ -583,7 +524,7 @@ def write_texts(folder: Path, count: int = 10) -> None:
         (folder / f"texts/{'inner/' * (index % 2)}{index}.txt").write_text(f"Grüße {index}. " * 20, encoding="utf-8")
 
 
-def test_text_is_its_bytes_and_whole_files_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_its_bytes_and_files_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "BLOCK_BYTES", 7)
     write_texts(tmp_path)
     dataset = packed(tmp_path, "text_folder", "texts", window=8)
@@ -617,9 +558,7 @@ def test_bad_text_is_refused_and_named(change: Callable[[Path], Any], message: s
         packed(tmp_path, "text_folder", "texts", window=8)
 
 
-def test_text_that_changed_is_refused_and_hidden_files_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_text_is_refused_and_hidden_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path)
     (tmp_path / "texts/.hidden").write_bytes(b"\xff")
     packed(tmp_path, "text_folder", "texts", window=8)
@@ -629,7 +568,7 @@ def test_text_that_changed_is_refused_and_hidden_files_do_not_count(
         packed(tmp_path, "text_folder", "texts", window=8)
 
 
-def test_linked_text_is_read_and_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_linked_text_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_texts(tmp_path)
     (tmp_path / "texts/.git").mkdir()
     for link, target in {
@@ -679,16 +618,14 @@ def test_a_tokenizer_s_file_makes_the_tokens(tmp_path: Path, monkeypatch: pytest
         packed(tmp_path, "text_folder", "texts", tokenizer="tokenizer.json")
 
 
-def test_python_s_source_is_always_there_and_its_version_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_s_source_is_there_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "lib"
     for name in ("a.py", "b.py", "empty/__init__.py", "test/broken.py", "site-packages/other.py", "notes.txt"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(b"\xff" if "broken" in name else b"" if "empty" in name else name.encode() * 50)
     asked = parse({"fetch": {"dataset": "python_source"}, "variants": {"baseline": {}}}).fetch
-    found = [(text.root(asked) / name).read_bytes().decode() for name in text.files(asked)]
-    assert sum(map(len, found)) > 5_000_000, "all of it is UTF-8"
+    sources = [(text.root(asked) / name).read_bytes().decode() for name in text.files(asked)]
+    assert sum(map(len, sources)) > 5_000_000, "all of it is UTF-8"
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(library))
     dataset = packed(tmp_path, "python_source", window=8)
     assert dataset.name == f"python_source {platform.python_version()}"

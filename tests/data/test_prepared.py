@@ -49,7 +49,7 @@ def digits(raw: Path, tmp_path: Path) -> Path:
     return tmp_path / "prepared"
 
 
-def test_the_packed_arrays_are_the_decoded_ones_and_the_description_agrees(raw: Path, digits: Path) -> None:
+def test_the_packed_arrays_are_the_decoded_ones(raw: Path, digits: Path) -> None:
     assert sorted(path.name for path in digits.iterdir()) == NAMES
     dataset, decoded = read(digits), decode(config(), raw)
     description = json.loads((digits / "dataset.json").read_text())
@@ -82,25 +82,25 @@ def test_the_packed_arrays_are_the_decoded_ones_and_the_description_agrees(raw: 
     chunk=st.integers(1, 9),
     seed=st.integers(0, 9),
 )
-def test_named_arrays_of_any_shape_and_type_are_packed_as_they_are(
+def test_arrays_of_any_shape_and_type_are_packed(
     shape: list[int], dtype: str, counts: tuple[int, int], chunk: int, seed: int
 ) -> None:
     draw = np.random.default_rng(seed).integers
     named = [{"inputs": draw(0, 100, (n, *shape)).astype(dtype), "ages": draw(0, 9, n).astype(dtype)} for n in counts]
     named[0]["inputs"][:2] = np.array([1, 2], dtype).reshape(2, *[1] * len(shape))  # so that no channel is constant
     train, test = (
-        [tuple(each[start : start + chunk] for each in split.values()) for start in range(0, n, chunk)]
+        [tuple(array[start : start + chunk] for array in split.values()) for start in range(0, n, chunk)]
         for split, n in zip(named, counts, strict=True)
     )
     with TemporaryDirectory() as folder, patch.object(packing, "decode") as decode:
         decode.return_value = Decoded(train, test, arrays=("inputs", "ages"))
         prepare(config(), Path(), Path(folder, "prepared"))
         dataset = read(Path(folder, "prepared"))
-        for found, expected in zip((dataset.train, dataset.test), named, strict=True):
-            assert found.arrays.keys() == expected.keys()
+        for packed, expected in zip((dataset.train, dataset.test), named, strict=True):
+            assert packed.arrays.keys() == expected.keys()
             for name, values in expected.items():
-                assert found.arrays[name].numpy().dtype == dtype
-                np.testing.assert_array_equal(found.arrays[name], values)
+                assert packed.arrays[name].numpy().dtype == dtype
+                np.testing.assert_array_equal(packed.arrays[name], values)
         changed = Path(folder, "prepared", "test_ages.npy")
         content = bytearray(changed.read_bytes())
         content[-1] ^= 1
@@ -110,9 +110,7 @@ def test_named_arrays_of_any_shape_and_type_are_packed_as_they_are(
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
-def test_statistics_are_per_channel_and_do_not_depend_on_the_chunks(
-    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_per_channel_over_all_chunks(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "STATISTICS_CHUNK_BYTES", chunk_bytes)
     images = np.random.default_rng(0).integers(0, 256, (50, 3, 5, 7), dtype=np.uint8)
     images[:, 1] //= 2
@@ -126,7 +124,7 @@ def test_statistics_are_exact() -> None:
     assert pixel_statistics(halves) == ((0.5,), (0.5,))
 
 
-def test_preparing_twice_gives_the_same_bytes_and_limits_other_ones(raw: Path, digits: Path, tmp_path: Path) -> None:
+def test_preparing_twice_gives_the_same_bytes(raw: Path, digits: Path, tmp_path: Path) -> None:
     prepare(config(), raw, tmp_path / "again")
     for name in NAMES:
         assert (tmp_path / "again" / name).read_bytes() == (digits / name).read_bytes()
@@ -145,8 +143,8 @@ def test_test_inputs_that_were_seen_before_are_counted(tmp_path: Path) -> None:
     made = parse({"fetch": asked, "variants": {"baseline": {}}})
     fetch(made.fetch, tmp_path / "raw")
     prepare(made, tmp_path / "raw", tmp_path / "prepared")
-    found = read(tmp_path / "prepared")
-    assert (found.test_in_train_count, found.test_repeated_count, len(found.test)) == (3, 3, 7)
+    dataset = read(tmp_path / "prepared")
+    assert (dataset.test_in_train_count, dataset.test_repeated_count, len(dataset.test)) == (3, 3, 7)
 
 
 def test_a_failure_leaves_the_old_content_whole(
@@ -160,7 +158,7 @@ def test_a_failure_leaves_the_old_content_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
 
 
-def test_reading_does_not_load_and_writing_does_not_reach_the_file(digits: Path) -> None:
+def test_arrays_are_mapped_and_never_written_back(digits: Path) -> None:
     before = (digits / "train_inputs.npy").read_bytes()
     dataset = read(digits)
     dataset.train.inputs.fill_(255)
@@ -168,15 +166,13 @@ def test_reading_does_not_load_and_writing_does_not_reach_the_file(digits: Path)
     assert read(digits).train.inputs.float().mean() < 255
 
 
-def test_the_system_reads_nothing_ahead_of_arrays_that_memory_may_not_hold(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_ahead_of_arrays_beyond_memory(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = []
     for limit in (1 << 40, 150_000):
         monkeypatch.setattr(environment, "memory_limits", lambda limit=limit: [limit])
         kept = read(digits)
         mapped = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
-        flags.append([" rr " in each for each in mapped if str(digits / "train_inputs.npy") in each])
+        flags.append([" rr " in mapping for mapping in mapped if str(digits / "train_inputs.npy") in mapping])
         del kept
     assert flags == [[False], [True]], "92,032 bytes are more than half of 150,000; rr means random reads"
 
@@ -197,7 +193,7 @@ def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> N
         read(digits)
 
 
-def test_an_array_that_a_checkout_wrote_anew_is_read_whole_once(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_written_anew_is_read_whole_once(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed = Mock(side_effect=file_sha256)
     monkeypatch.setattr(prepared, "file_sha256", summed)
     os.utime(digits / "dataset.json", (1, 1))

@@ -19,13 +19,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pipeline.data import DataError
+from pipeline.data import DataError, downloads, sources
 from pipeline.data.checksums import SHA256
-from pipeline.data.sources import fetch, local, store
-from pipeline.data.sources.listings import ARCHIVES, SOURCES
-from pipeline.data.sources.places import Archive, Source, debian_package, gzipped_files, web_archive
+from pipeline.data.downloads import Archive, Source, debian_package, gzipped_files, web_archive
+from pipeline.data.sources import ARCHIVES, SOURCES, fetch
 from pipeline.errors import printable
 from pipeline.params import Fetch
+from tests.commands import executable
 from tests.conftest import Terminal
 
 CONTENTS = {"images": np.random.default_rng(0).bytes(300_000), "labels": b"0123456789" * 100}
@@ -91,8 +91,8 @@ Use = Callable[..., None]
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Return a function that sets the sources of ``mnist``, here a data set of two small files. Attempts follow without
     pauses."""
-    monkeypatch.setattr(store, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(store, "LIMIT_BYTES", 400_000)
+    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(downloads, "LIMIT_BYTES", 400_000)
     monkeypatch.setitem(SHA256, "mnist", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENTS.items()})
 
     def used(*sources: Source, archive: Archive | None = None) -> None:
@@ -130,13 +130,13 @@ def config(**values: object) -> Fetch:
 def assert_complete(raw: Path) -> None:
     """Assert that both files are right, and that the download left nothing else behind."""
     assert not (raw.parent / "raw.partial").exists()
-    found = {path.relative_to(raw.parent).as_posix(): path for path in raw.parent.rglob("*") if path.is_file()}
-    assert {name: path.read_bytes() for name, path in found.items()} == {
+    files = {path.relative_to(raw.parent).as_posix(): path for path in raw.parent.rglob("*") if path.is_file()}
+    assert {name: path.read_bytes() for name, path in files.items()} == {
         f"raw/mnist/{name}": data for name, data in CONTENTS.items()
     }
 
 
-def test_files_arrive_uncompressed_and_a_second_fetch_asks_only_for_a_changed_file(
+def test_a_second_fetch_asks_for_changed_files_alone(
     server: Server, raw: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetch(config(), raw)
@@ -162,7 +162,7 @@ def test_a_transfer_shows_its_progress_on_a_terminal(
     assert shown.count("33") > 1, "the progress goes on where the transfer was continued"
 
 
-def test_sources_that_failed_before_one_delivered_are_a_line(
+def test_sources_that_failed_are_a_line(
     server: Server, raw: Path, use: Use, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed = "http://127.0.0.1:9"
@@ -175,9 +175,7 @@ def test_sources_that_failed_before_one_delivered_are_a_line(
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_dropped_transfer_is_continued_where_it_ended_if_the_server_can(
-    ranges: bool, server: Server, raw: Path
-) -> None:
+def test_a_dropped_transfer_is_continued(ranges: bool, server: Server, raw: Path) -> None:
     server.ranges, server.drop_after = ranges, [100_000, 50_000]
     fetch(config(attempts=3), raw)
     assert_complete(raw)
@@ -185,7 +183,7 @@ def test_a_dropped_transfer_is_continued_where_it_ended_if_the_server_can(
     assert [asked for _, asked in server.requests] == [None, "bytes=100000-", second, None]
 
 
-def test_a_later_run_continues_what_an_earlier_one_could_not_finish(server: Server, raw: Path) -> None:
+def test_a_later_run_continues_an_unfinished_transfer(server: Server, raw: Path) -> None:
     server.drop_after = [100_000]
     with pytest.raises(DataError, match=r"connection ended after 100,000 bytes \(after 1 attempt\)"):
         fetch(config(attempts=1), raw)
@@ -198,7 +196,7 @@ def test_a_later_run_continues_what_an_earlier_one_could_not_finish(server: Serv
 def test_passing_faults_are_waited_out_with_growing_pauses(
     server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 1.0)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     server.raw = iter(b"HTTP/1.1 %d Busy\r\n\r\n" % status for status in (503, 429, 500))
@@ -271,9 +269,7 @@ def test_a_server_that_means_harm_is_passed_over(
     assert [path for path in raw.parent.rglob("*") if path.is_file() and "partial" not in path.name] == []
 
 
-def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
-    server: Server, raw: Path, tmp_path: Path, use: Use
-) -> None:
+def test_the_final_message_names_every_source_and_remedy(server: Server, raw: Path, tmp_path: Path, use: Use) -> None:
     closed = "http://127.0.0.1:9"
     use(gzipped_files(f"{server.url}/absent"), gzipped_files(closed))
     with pytest.raises(DataError) as caught:
@@ -286,9 +282,7 @@ def test_the_final_message_names_every_source_why_it_failed_and_what_to_do(
     assert re.search("HTTPS_PROXY .* fetch.mirror", message, re.DOTALL)
 
 
-def test_what_one_source_lacks_the_next_one_adds_and_unfinished_files_are_removed(
-    server: Server, raw: Path, use: Use
-) -> None:
+def test_the_next_source_adds_what_one_lacks(server: Server, raw: Path, use: Use) -> None:
     use(*(gzipped_files(f"{server.url}/{name}") for name in ("slow", "half")), gzipped_files(server.url))
     server.content["slow/images.gz"] = server.content["half/images.gz"] = server.content["images.gz"]
     server.drop_after = [100_000]
@@ -339,7 +333,7 @@ def archive(tmp_path: Path) -> tuple[Path, Archive]:
     return path, Archive("all.tar.gz", "batches", hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def test_an_archive_on_the_web_is_opened_only_if_its_checksum_is_right(
+def test_an_archive_is_opened_only_with_its_checksum(
     server: Server, raw: Path, archive: tuple[Path, Archive], use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(web_archive(f"{server.url}/all.tar.gz", archive[1]))
@@ -367,7 +361,7 @@ def test_a_mirror_may_hold_the_archive_or_its_folder(
     assert_complete(raw)
 
 
-def test_a_debian_package_is_found_with_private_lists_and_unpacked(
+def test_a_debian_package_is_found_and_unpacked(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
     """The stand-in for apt-get knows the package only with the lists that its update has filled."""
@@ -376,7 +370,8 @@ def test_a_debian_package_is_found_with_private_lists_and_unpacked(
     packed.mkdir(parents=True)
     for name, data in CONTENTS.items():
         (packed / f"{name}.gz").write_bytes(gzip.compress(data))
-    (tools / "apt-get").write_text(
+    executable(
+        tools / "apt-get",
         """#!/bin/sh
 lists=$(echo "$@" | sed -n 's/.*Dir::State::Lists=\\([^ ]*\\).*/\\1/p')
 case "$*" in
@@ -384,11 +379,9 @@ case "$*" in
   *"download some-package") [ -e "$lists/known" ] && touch some-package_1_all.deb ;;
   *) echo "E: Unable to locate package other" >&2; exit 100 ;;
 esac
-"""
+""",
     )
-    (tools / "dpkg-deb").write_text(f'#!/bin/sh\n[ -e "$2" ] && cp -r {tools}/content/* "$3"\n')
-    for tool in ("apt-get", "dpkg-deb"):
-        (tools / tool).chmod(0o755)
+    executable(tools / "dpkg-deb", f'#!/bin/sh\n[ -e "$2" ] && cp -r {tools}/content/* "$3"\n')
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     use(debian_package("some-package", "usr/share/some-package"))
     fetch(config(attempts=2), raw)
@@ -406,7 +399,7 @@ esac
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "mnist", "cifar10"])
-def test_every_listed_data_set_has_several_sources_over_https_and_checksums(name: str) -> None:
+def test_every_data_set_has_https_sources_and_checksums(name: str) -> None:
     web = [source.label for source in SOURCES[name] if "://" in source.label]
     assert len(web) >= 2
     assert all(url.startswith("https://") for url in web)
@@ -421,14 +414,12 @@ def test_an_image_folder_is_listed_not_copied(raw: Path, tmp_path: Path) -> None
         (folder / name).write_bytes(name.encode())
     fetch(config(dataset="image_folder", image_folder=str(folder)), raw)
     (listing,) = (raw / "image_folder").iterdir()
-    found = ("test/dog/x/3.webp", "train/cat/1.JPG", "train/cat/2.png")
-    rows = [f"{name},{len(name)},{hashlib.sha256(name.encode()).hexdigest()}" for name in found]
+    names = ("test/dog/x/3.webp", "train/cat/1.JPG", "train/cat/2.png")
+    rows = [f"{name},{len(name)},{hashlib.sha256(name.encode()).hexdigest()}" for name in names]
     assert listing.read_text().splitlines() == ["path,size_bytes,sha256", *rows]
 
 
-def test_what_an_image_folder_holds_is_listed_or_named_with_its_count(
-    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_image_folder_is_listed_or_named(raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, files = tmp_path / "pictures", ["train/cat/1.png", "train/dog/2.png", "test/cat/3.png", "test/dog/4.png"]
     left = ["train/.ipynb_checkpoints/1.png", "train/cat/.ipynb_checkpoints/1.png", "train/__MACOSX/cat/1.png",
             "train/dog/a.HEIC", "train/dog/b.HEIC", "train/5.png", "val/cat/6.png", "train/cat/.x.png"]  # fmt: skip
@@ -472,14 +463,14 @@ def test_an_image_folder_without_images_says_what_is_expected(raw: Path, tmp_pat
         fetch(config(dataset="image_folder", image_folder=str(tmp_path)), raw)
 
 
-def test_an_image_that_cannot_be_read_is_named_and_nothing_is_left(
+def test_an_unreadable_image_is_named_and_nothing_is_left(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train" / "cat").mkdir(parents=True)
     (tmp_path / "train" / "cat" / "1.png").touch()
 
     error = PermissionError(13, "Permission denied", str(tmp_path / "train/cat/1.png"))
-    monkeypatch.setattr(local, "file_sha256", Mock(side_effect=error))
+    monkeypatch.setattr(sources, "file_sha256", Mock(side_effect=error))
     with pytest.raises(PermissionError, match=r"Permission denied: .*/train/cat/1\.png"):
         fetch(config(dataset="image_folder", image_folder=str(tmp_path)), raw)
     assert list((raw / "image_folder").iterdir()) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data import SYNTHETIC_DESCRIPTION, DataError, prepared, synthetic
+from pipeline.data import SYNTHETIC_DESCRIPTION, DataError, datasets, prepared
 from pipeline.data.datasets import decode
 from pipeline.data.sources import fetch
 from pipeline.errors import ConfigError
@@ -31,7 +31,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_samples_are_the_same_on_every_machine_and_fetch_writes_only_their_description() -> None:
+def test_samples_are_the_same_on_every_machine() -> None:
     furnish(config(SMALL))
     assert [path.name for path in RAW.rglob("*") if path.is_file()] == [SYNTHETIC_DESCRIPTION]
     dataset = prepared.read(PREPARED)
@@ -40,16 +40,16 @@ def test_samples_are_the_same_on_every_machine_and_fetch_writes_only_their_descr
     assert dataset.train.targets.bincount().tolist() == [5] * 4
 
 
-def test_an_image_is_the_same_in_a_part_of_the_set_and_others_differ() -> None:
+def test_an_image_is_the_same_in_any_part() -> None:
     asked = config(SMALL).fetch.synthetic
-    ((whole, _),) = synthetic.chunks(asked, "train", 20)
-    ((tested, _),) = synthetic.chunks(asked, "test", 6)
+    ((whole, _),) = datasets.synthetic_chunks(asked, "train", 20)
+    ((tested, _),) = datasets.synthetic_chunks(asked, "test", 6)
     fetch(config(SMALL).fetch, RAW)
     kept = np.concatenate([images for images, _ in decode(config(SMALL, train_limit=7), RAW).train])
     assert np.array_equal(kept, whole[:7])
     assert not (tested == whole[:6]).all(axis=(1, 2, 3)).any(), "the test images differ from the training images"
-    other = config(SMALL | {"seed": 1}).fetch.synthetic
-    assert not np.array_equal(next(synthetic.chunks(other, "test", 6))[0], tested)
+    reseeded = config(SMALL | {"seed": 1}).fetch.synthetic
+    assert not np.array_equal(next(datasets.synthetic_chunks(reseeded, "test", 6))[0], tested)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_any_shape_and_type_can_be_learned(
     asked: dict[str, Any], forms: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_up = {"train": 400, "test": 100} | asked
-    whole = list(synthetic.chunks(config(made_up).fetch.synthetic, "train", 60))
-    monkeypatch.setattr(synthetic, "CHUNK_BYTES", 500)
-    parts = list(synthetic.chunks(config(made_up).fetch.synthetic, "train", 60))
+    whole = list(datasets.synthetic_chunks(config(made_up).fetch.synthetic, "train", 60))
+    monkeypatch.setattr(datasets, "CHUNK_BYTES", 500)
+    parts = list(datasets.synthetic_chunks(config(made_up).fetch.synthetic, "train", 60))
     assert len(parts) > 1
-    for one, several in zip(whole[0], zip(*parts, strict=True), strict=True):
-        assert np.array_equal(one, np.concatenate(several))
+    for array, several in zip(whole[0], zip(*parts, strict=True), strict=True):
+        assert np.array_equal(array, np.concatenate(several))
     furnish(config(made_up))
     dataset = prepared.read(PREPARED)
-    found = {name: f"{rows.dtype} {list(rows.shape[1:])}" for name, rows in dataset.train.arrays.items()}
-    assert {name: form.removeprefix("torch.") for name, form in found.items()} == forms
+    layout = {name: f"{rows.dtype} {list(rows.shape[1:])}" for name, rows in dataset.train.arrays.items()}
+    assert {name: form.removeprefix("torch.") for name, form in layout.items()} == forms
     inputs = dataset.train.inputs.float().flatten(1).numpy()
     tests = dataset.test.inputs.float().flatten(1).numpy()
     if dataset.vocabulary:
@@ -95,9 +95,7 @@ def test_any_shape_and_type_can_be_learned(
 
 def test_more_samples_than_fit_on_the_disk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=26 * 3 * 9 * 11 - 1))
-    with pytest.raises(
-        DataError, match=r"fetch\.synthetic: found 26 samples of shape \[3, 9, 11\], .*; allowed: fewer"
-    ):
+    with pytest.raises(DataError, match=r"fetch\.synthetic: found 26 samples of shape \[3, 9, 11\], .*; allowed"):
         fetch(config(SMALL).fetch, RAW)
 
 

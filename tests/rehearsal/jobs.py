@@ -42,17 +42,17 @@ def _unnamed() -> dict[str, dict[str, Any]]:
     """Return a variant for each technique that needs a GPU and that no ready-made variant uses."""
     able = Machine(gpus=1, gpu_native_bf16=True, cpu_native_bf16=True, gpu_tf32=True, gpu_float8=True)
     variants = (Variant(**values) for variants in SETS.values() for values in variants.values())
-    named = {each.name for variant in variants for each in requested(variant)}
+    named = {technique.name for variant in variants for technique in requested(variant)}
     return {
-        each.name: alone(each)
-        for each in CATALOGUE
-        if each.name not in named and each.why_not(able, False) and not each.why_not(able, True)
+        technique.name: alone(technique)
+        for technique in CATALOGUE
+        if technique.name not in named and technique.why_not(able, False) and not technique.why_not(able, True)
     }
 
 
 if unnamed := _unnamed():
     SETS["unnamed"] = unnamed
-READY_MADE = [(each, name) for each, variants in SETS.items() for name in variants]
+READY_MADE = [(set_name, name) for set_name, variants in SETS.items() for name in variants]
 """Pairs of a set's name and a variant's name."""
 
 

@@ -24,7 +24,7 @@ from tests.workspaces import PREPARED
 
 STEPS = 6
 ALONE = ("none", "data_parallel")
-SINGLE = [each for each in READY_MADE if SETS[each[0]][each[1]].get("parallelism", "none") in ALONE]
+SINGLE = [job for job in READY_MADE if SETS[job[0]][job[1]].get("parallelism", "none") in ALONE]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def check(measured: Measured | None) -> Measured:
 def arm_of(config: Config, name: str) -> Measured:
     """Measure ``variants.<name>`` in this process, as the bench measures an arm in one turn."""
     made = plan(config, name, environment.machine())
-    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True)
+    arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True, False)  # memory is measured anyway
     next(arm)
     arm.send(STEPS)
     measured = check(arm.send(None))
@@ -65,7 +65,7 @@ def arm_of(config: Config, name: str) -> Measured:
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [pytest.param(*each, marks=() if each[1] in ("stacked", "graphed") else pytest.mark.slow) for each in SINGLE],
+    [pytest.param(*job, marks=() if job[1] in ("stacked", "graphed") else pytest.mark.slow) for job in SINGLE],
 )
 def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
     measured = arm_of(configure(**{variant: SETS[name][variant]}), variant)
@@ -78,7 +78,7 @@ def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str
 
 
 @pytest.mark.usefixtures("gpus")
-def test_an_arms_energy_is_the_power_of_its_gpu_over_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arms_energy_is_its_gpus_power_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(energy.SHORTEST_SECONDS, "cuda", 0.0)
     config = configure(baseline={})
     bench = config.bench.model_copy(update={"energy": True, "max_foreign_load": 1.0, "max_input_wait": 1.0})
@@ -106,13 +106,13 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
 
 @pytest.mark.rehearsal
 @pytest.mark.usefixtures("gpus")
-def test_a_trained_model_is_measured_in_the_forms_that_can_be_made() -> None:
+def test_a_trained_model_is_measured_in_its_forms() -> None:
     config, machine = configure(baseline={}), environment.machine()
     train(config, "baseline", machine)
     inference.run(config, "baseline", machine, PREPARED)
-    found = json.loads(results.inference_file("baseline", "json").read_text(encoding="utf-8"))["forms"]
-    on_gpu = {form["name"]: form for form in found if form["device_type"] == "cuda"}
-    assert {form["name"] for form in found if form["device_type"] == "cpu"} == set(on_gpu)
+    forms = json.loads(results.inference_file("baseline", "json").read_text(encoding="utf-8"))["forms"]
+    on_gpu = {form["name"]: form for form in forms if form["device_type"] == "cuda"}
+    assert {form["name"] for form in forms if form["device_type"] == "cpu"} == set(on_gpu)
     for name in ("eager", "bf16", "fp16", "exported"):
         assert on_gpu[name]["measured"], on_gpu[name]["why_not"]
 
@@ -122,31 +122,29 @@ def test_a_trained_model_is_measured_in_the_forms_that_can_be_made() -> None:
 def test_two_ranks_are_profiled() -> None:
     config = configure(ddp=SETS["ddp"]["ddp"])
     steps.run(config, "ddp", environment.machine(), PREPARED)
-    found = json.loads((results.profile_directory("ddp") / "profile.json").read_text(encoding="utf-8"))
-    assert (found["device"], found["backend"], len(found["ranks"])) == (NAME, "nccl", 2)
-    assert found["has_memory_snapshot"]
+    profile = json.loads((results.profile_directory("ddp") / "profile.json").read_text(encoding="utf-8"))
+    assert (profile["device"], profile["backend"], len(profile["ranks"])) == (NAME, "nccl", 2)
+    assert profile["has_memory_snapshot"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpus")
 def test_memory_is_foreseen_for_every_ready_made_variant(capsys: pytest.CaptureFixture[str]) -> None:
     whole = {name: values for variants in SETS.values() for name, values in variants.items()}
-    variants = {
-        name: values for name, values in whole.items() if values.keys().isdisjoint({"optimizer_state", "replicas"})
-    }
+    variants = {name: part for name, part in whole.items() if part.keys().isdisjoint({"optimizer_state", "replicas"})}
     ledger.show(configure(**variants), environment.machine(), [], PREPARED, memory="80GiB")
     said = capsys.readouterr().out
     assert all(name in said for name in variants)
 
 
-def test_as_many_micro_batches_as_the_memory_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_as_many_micro_batches_as_the_memory_asks_for() -> None:
     peaks = {}
     for memory_bytes in (1 << 30, 500_000):
         with as_if_cuda(memory_bytes=memory_bytes) as played:
             config = configure(tried={"gradient_accumulation": "auto"})
             train(config, "tried", environment.machine())
-            peaks[result_of(config, "tried").micro_batches] = played.peaks[0]
+            peaks[result_of(config, "tried").micro_batches or 0] = played.peaks[0]
     assert min(peaks) == 1
     assert peaks[1] > 500_000 >= peaks[max(peaks)]
 
@@ -161,7 +159,8 @@ def test_gpus_that_throttle_are_refused(gpus: Gpus) -> None:
         for name, expected in named.items():
             train(config, name, environment.machine())
             (run,) = result_of(config, name).runs
-            for each in (run, arm_of(config, name).window):
-                found = [reason for reason in each.rejections if "throttled" in reason]
-                assert [reason.split(" throttled (software thermal slowdown)")[0] for reason in found] == expected
-                assert each.samples_per_second is None or not expected
+            for sample in (run, arm_of(config, name).window):
+                throttlings = [rejection.facts for rejection in sample.rejections if rejection.code == "gpu_throttled"]
+                assert [facts["gpu"] for facts in throttlings] == expected
+                assert {facts["slowdowns"] for facts in throttlings} <= {"software thermal slowdown"}
+                assert sample.samples_per_second is None or not expected

@@ -13,6 +13,7 @@ from benchmarks.gpu_check import Step
 from benchmarks.pairs import Checkout
 from pipeline import params
 from tests.as_if_cuda import NAME, as_if_cuda
+from tests.commands import executable
 from tests.conftest import ROOT
 
 PYTHON = """#!/bin/sh
@@ -39,9 +40,7 @@ def test_all_holds_on_two_gpus_but_what_cannot(tmp_path: Path, monkeypatch: pyte
     """The steps "GPU tests", which `make rehearse` runs separately, and "transfers" are left out."""
     work, report, python = tmp_path / "work", tmp_path / "report.md", tmp_path / "bin" / "python"
     Checkout(work, ["."]).commit()
-    python.parent.mkdir()
-    python.write_text(PYTHON.format(python=sys.executable), encoding="utf-8")
-    python.chmod(0o755)
+    executable(python, PYTHON.format(python=sys.executable))
     with as_if_cuda(2), monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
         values = gpu_check.settings(params.load(ROOT / "params.yaml"), rehearse=True)

@@ -51,7 +51,7 @@ def baseline(folder: Path) -> Result:
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(("name", "variant"), READY_MADE)
-def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
+def test_each_technique_trains_as_the_baseline_without_waiting(
     baseline: Result, folder: Path, name: str, variant: str
 ) -> None:
     values, machine = SETS[name][variant], environment.machine()
@@ -66,16 +66,16 @@ def test_what_is_offered_trains_as_the_baseline_does_and_waits_for_nothing(
     result = result_of(config, variant)
     assert (result.device, result.backend, len(steps)) == (NAME, None, STEPS)
     techniques = requested(config.variants[variant])
-    if all(each.changes != "statistics" for each in techniques):
+    if all(technique.changes != "statistics" for technique in techniques):
         assert result.runs[0].train_loss == pytest.approx(baseline.runs[0].train_loss, rel=0.01)
-    waiting = [each.name for each in techniques if each.name in WAITS]
+    waiting = [technique.name for technique in techniques if technique.name in WAITS]
     assert all(bool(step.waits) is bool(waiting) for step in steps), {line for step in steps for line in step.waits}
 
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize(
     "variant",
-    [{"precision": "float8"}, *({"attention": each, "precision": "bf16"} for each in ("flash", "efficient", "cudnn"))],
+    [{"precision": "float8"}, *({"attention": name, "precision": "bf16"} for name in ("flash", "efficient", "cudnn"))],
     ids=str,
 )
 def test_attention_trains_and_waits_for_nothing(folder: Path, variant: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def test_attention_trains_and_waits_for_nothing(folder: Path, variant: dict[str,
 def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: dict[str, Any]) -> None:
     (folder / "texts").mkdir(exist_ok=True)
     for index in range(8):
-        (folder / "texts" / f"{index}.txt").write_text("".join(f"{each} hills " for each in range(index, 150 + index)))
+        (folder / "texts" / f"{index}.txt").write_text("".join(f"{n} hills " for n in range(index, 150 + index)))
     data = {"fetch": {"dataset": "text_folder", "text_folder": "texts"}, "prepare": {"window": 16}}
     options = {"width": 32, "depth": 2, "heads": 2}
     job = {"task": "language_model", "model": "gpt", "model_options": options, "optimizer": "adamw"}

@@ -33,7 +33,7 @@ def drivers_loaded(code: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_to_be_forked_from_is_no_reason_to_ask_a_driver() -> None:
+def test_a_server_of_forks_asks_no_driver() -> None:
     modules = {*arm.PRELOAD, *observing.PRELOAD}
     by_libraries = drivers_loaded("import torch")  # some of NVIDIA's libraries load the driver's, but query nothing
     assert drivers_loaded(f"import {', '.join(modules)}") == by_libraries

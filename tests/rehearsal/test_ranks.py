@@ -80,11 +80,11 @@ def run(folder: Path, name: str, variant: str, gpus: int) -> tuple[Result, list[
 
 
 @pytest.mark.parametrize(("name", "variant"), PARALLEL)
-def test_two_ranks_send_what_they_must_and_wait_for_nothing(name: str, variant: str, tmp_path: Path) -> None:
+def test_two_ranks_send_and_wait_for_nothing(name: str, variant: str, tmp_path: Path) -> None:
     result, ranks = run(tmp_path, name, variant, 2)
     assert (result.device, result.backend, result.world_size) == (NAME, "nccl", 2)
     applied = Variant.model_validate(result.applied)
-    waiting = [each for each in WAITS if entry(each).requested_by(applied)]
+    waiting = [wait for wait in WAITS if entry(wait).requested_by(applied)]
     for steps in ranks:
         assert len(steps) == 16
         for step in steps[SETTLED:]:

@@ -8,6 +8,7 @@ import pytest
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.results import Bench, Flops, HistoryRow, Result
 from tests.factories import (
+    foreign_load,
     make_bench,
     make_comparison,
     make_histories,
@@ -17,7 +18,7 @@ from tests.factories import (
     with_samples,
 )
 
-REASON = "other processes took 31% of the CPU's time"
+REASON = foreign_load()
 HOSTILE = "$\\x_1$<img src=x onerror=alert(1)>|`*\"'&"
 
 
@@ -29,7 +30,7 @@ def plain(text: str) -> str:
 def without_memory(bench: Bench) -> Bench:
     """Return ``bench`` as it would be if the machine did not report memory."""
     unknown = {"peak_memory_bytes": None}
-    return with_samples(bench, lambda arm: [each.model_copy(update=unknown) for each in arm.samples])
+    return with_samples(bench, lambda arm: [sample.model_copy(update=unknown) for sample in arm.samples])
 
 
 class Made(NamedTuple):
@@ -76,6 +77,6 @@ def hostile() -> Made:
     baseline = make_result("baseline")
     config = {**baseline.config, "train": {**baseline.config["train"], "model": HOSTILE}}
     applied: dict[str, Any] = {"extra": {HOSTILE: {}}}
-    other = make_result("other", config=config, applied=applied, skipped={HOSTILE: HOSTILE}, device=HOSTILE)
-    measured = [baseline.model_copy(update={"config": config, "device": HOSTILE}), other]
+    hostile_result = make_result("other", config=config, applied=applied, skipped={HOSTILE: HOSTILE}, device=HOSTILE)
+    measured = [baseline.model_copy(update={"config": config, "device": HOSTILE}), hostile_result]
     return made(measured, rejected={"other": dict.fromkeys(range(8), HOSTILE)}, commit=HOSTILE)

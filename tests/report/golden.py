@@ -1,25 +1,37 @@
-"""Whole reports of fixed results, as files beside this one: the Markdown, and the page as a screen reader reads it.
+"""Whole pages of fixed results, as files beside this one: the Markdown, and the HTML as a screen reader reads it.
 
-After a change of the reports' text, run ``python -m tests.report.golden``, which rewrites the files, and read
+After a change of the pages' text, run ``python -m tests.report.golden``, which rewrites the files, and read
 ``git diff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.comparison.compare import compare
-from pipeline.params import Compare
-from pipeline.report import html, markdown
-from pipeline.results import Bench, Dataset, Window
+from pipeline.comparison.planning import RoundCost
+from pipeline.gate import decision
+from pipeline.gate.markdown import markdown as gate_page
+from pipeline.pages import render
+from pipeline.params import Compare, Margins
+from pipeline.profiling.steps.findings import Finding, Operator, Profile, StepTimes
+from pipeline.report import facts, html, markdown
+from pipeline.results import Bench, DatasetFacts, Result, ScoreName, Unit, Window
+from pipeline.results.rejections import rejection
+from pipeline.tools.inference.inference_file import Inference
 from tests.factories import (
     ENVIRONMENT,
+    foreign_load,
+    known,
     make_bench,
+    make_comparison,
     make_flops,
     make_histories,
+    make_history,
     make_ledgers,
+    make_ratio,
     make_result,
     make_results,
     make_run,
@@ -29,6 +41,8 @@ from tests.factories import (
 from tests.report.conftest import REASON, Made, made
 from tests.report.reader import Page
 
+RETRIED = rejection("allocator_retried", retries=1)
+THROTTLED = rejection("gpu_throttled", gpu="the GPU", slowdowns="power brake", slow=3, queries=20, limit=0.05)
 FILES = Path(__file__).with_name("golden")
 
 
@@ -39,12 +53,12 @@ def every_verdict() -> Made:
         "costs": [make_run(seed, test_correct=8700 + 3 * seed) for seed in range(3)],
         "neutral": [make_run(seed, test_correct=9000 + 3 * seed) for seed in range(3)],
         "undecided": [make_run(seed, test_correct=9000 + off) for seed, off in enumerate((90, -90, 20))],
-        "untrusted": [make_run(seed, test_correct=9150 + 30 * seed) for seed in range(3)],
+        "untrusted": [make_run(seed, test_correct=9250 + 30 * seed) for seed in range(3)],
     }
     disturbed = (
         make_run(0, test_correct=8990, samples_per_second=16_000.0),
-        make_run(1, test_correct=9035, samples_per_second=None, rejections=("the GPU throttled",)),
-        make_run(2, test_correct=8995, rejections=("the GPU throttled", "something recompiled."), resumes=1,
+        make_run(1, test_correct=9035, samples_per_second=None, rejections=(THROTTLED,)),
+        make_run(2, test_correct=8995, rejections=(THROTTLED, rejection("recompiled", seconds=0.5)), resumes=1,
                  samples_per_second=None),
     )  # fmt: skip
     weak = {
@@ -63,26 +77,26 @@ def every_verdict() -> Made:
     ]
     throughput = {"ddp": 1.6, "memory": 0.8, "costs": 0.7, "undecided": 1.04, "untrusted": 1.5}
     refused = {
-        "ddp": {4: REASON, 6: REASON.replace("31", "48"), 7: "the allocator retried"},
+        "ddp": {4: REASON, 6: foreign_load(0.48, 0.6), 7: RETRIED},
         "untrusted": dict.fromkeys(range(2, 10), REASON),
     }
     bench = make_bench(measured, throughput=throughput, rejected=refused, ablate=True)
     arms = with_samples(bench, lambda arm: map(_on_gpu, arm.samples)).arms
     ledgers = bench.ledgers | {"ddp": make_ledgers(predicted=None, why_not_predicted="DDP is not predicted.")}
     del ledgers["untrusted"]
-    flops = {each.variant: make_flops(each.applied, 1e12) for each in measured} | {"costs": make_flops({})}
+    flops = {result.variant: make_flops(result.applied, 1e12) for result in measured} | {"costs": make_flops({})}
     return made(measured, throughput=throughput, rejected=refused, ablate=True, arms=arms, ledgers=ledgers, flops=flops)
 
 
 def _on_gpu(window: Window) -> Window:
     peak = window.peak_memory_bytes or 0
     held = {"peak_reserved_bytes": peak + 2**25, "driver_memory_bytes": peak + 2**28, "allocator_retries": 0}
-    return window.model_copy(update=held | ({"allocator_retries": 1} if "retried" in str(window.rejections) else {}))
+    return window.model_copy(update=held | ({"allocator_retries": 1} if RETRIED in window.rejections else {}))
 
 
 def stopped() -> Made:
     """An interrupted bench on a noisy machine, with one seed, few test images, and the user's own loss and metric."""
-    dataset = Dataset(name="digits", sha256="d" * 64, train_count=1_500, test_count=297)
+    dataset = DatasetFacts(name="digits", sha256="d" * 64, train_count=1_500, test_count=297)
     train = {"loss": "my_losses:focal", "metric": "my_scores:top_two"}
     measured = []
     for name, right in (("baseline", 280.5), ("ddp", 281.25)):
@@ -115,7 +129,30 @@ def over_sessions() -> Made:
     return Made(compare(measured, histories, sessions, Compare(), ENVIRONMENT), histories)
 
 
+def student() -> Made:
+    """A language model with a figure of its own, and its student, which takes 0.6 of the baseline's steps in the same
+    time and reaches the target before its first evaluation. The task, loss and metric are the user's own."""
+    unit, direction = Unit(name="tokens", per_sample=256), {"perplexity": "lower is better"}
+    own = {"task": "my_tasks:Autoencoding", "loss": "loss", "metric": "token_accuracy"}
+    taught = {"model": "resnet9", "distillation": {"teacher": "baseline"}}
+    measured = []
+    for name, right, applied, count in (("baseline", 9000, {}, 21_840), ("student", 9300, taught, 9)):
+        runs = [make_run(seed, steps=705, test_correct=right) for seed in range(3)]
+        runs = [run.model_copy(update={"findings": {"perplexity": 8.0}}) for run in runs]
+        result = make_result(
+            name, runs, applied=applied, parameter_count=count, unit=unit, directions=direction,
+            dataset=known(make_result().dataset).model_copy(
+                update={"test_in_train_count": 12, "test_repeated_count": 3}
+            ),
+        )  # fmt: skip
+        measured.append(result.model_copy(update={"config": result.config | {"train": result.config["train"] | own}}))
+    histories = make_histories(measured) | {"student": make_history(accuracies=(0.9, 0.91, 0.93))}
+    bench = make_bench(measured, throughput={"student": 0.6}, noise=0.0)
+    return Made(make_comparison(measured, bench, histories), histories)
+
+
 REPORTS: Mapping[str, Callable[[], Made]] = {
+    "student": student,
     "every_verdict": every_verdict,
     "stopped": stopped,
     "alone": alone,
@@ -123,15 +160,168 @@ REPORTS: Mapping[str, Callable[[], Made]] = {
 }
 
 
+def inference() -> str:
+    """Forms on two devices: each kind of figure that a form can lack, and a device that was too noisy for ratios."""
+
+    def throughput(size: int, rate: float, ratio: float, why: str | None = None, **energy: Any) -> dict[str, Any]:
+        ends = {"low_samples_per_second": 0.9 * rate, "high_samples_per_second": 1.1 * rate}
+        difference = make_ratio(ratio, 0.95 * ratio, 1.05 * ratio, why_untrusted=why).model_dump()
+        return {"batch_size": size, "samples_per_second": rate, "ratio": difference} | ends | energy
+
+    def form(name: str, kind: str, ratios: Sequence[float], why: str | None = None, **changes: Any) -> dict[str, Any]:
+        joules = {"joules_per_sample": 0.00123, "low_joules_per_sample": 0.00119, "high_joules_per_sample": 0.0013}
+        measured = {
+            "prepare_seconds": 12.34,
+            "model_bytes": 88_840,
+            "file_bytes": None,
+            "latency": {"p50_ms": 0.2104, "p50_low_ms": 0.2, "p50_high_ms": 0.25, "p99_ms": 0.8, "calls": 400},
+            "throughput": [
+                throughput(1, 4_321.0, ratios[0], why, **joules),
+                throughput(256, 98_765.4, ratios[1], why_no_energy="its counter stood still"),
+            ],
+            "agreement": {
+                "equal_count": 9_990, "correct_count": 9_012.5, "test_count": 10_000,
+                "largest_logit_difference": 0.0123,
+            },
+            "remarks": [],
+        }  # fmt: skip
+        about = {"name": name, "device": f"a {kind.upper()}", "device_type": kind, "does": f"the form {name}"}
+        return about | {"why_not": None, "measured": measured | changes}
+
+    absent = {"why_not": "it needs torchao, which is not installed: pip install torchao", "measured": None}
+    unknown = {"latency": {"p50_ms": 0.2, "p50_low_ms": 0.2, "p50_high_ms": 0.2, "p99_ms": None, "calls": 50}}
+    remark = "torch.compile broke the graph 2 times"
+    return render(
+        "inference.md",
+        found=Inference.model_validate(
+            {
+                "variant": "baseline",
+                "environment": "e",
+                "config": {"train": {}, "infer": {"energy": True}},
+                "dataset": {"name": "digits", "sha256": "d" * 64, "train_count": 1_500, "test_count": 297},
+                "seed": 3,
+                "model_sha256": "m" * 64,
+                "rounds": 8,
+                "threads": 1,
+                "forms": [
+                    form("eager", "cpu", (1.004, 0.99)),
+                    form("exported", "cpu", (1.23, 1.23), file_bytes=123_456),
+                    form("compiled", "cpu", (1.5, 1.5), remarks=[remark]),
+                    form("int8", "cpu", (1.0, 1.0)) | absent,
+                    form("eager", "cuda", (1.2, 1.0), "the machine changed", **unknown),
+                ],
+            }
+        ),
+    )
+
+
+def profile() -> str:
+    """Two ranks whose communication is partly hidden, a profiler that costs much, and a memory snapshot."""
+    times = {"step_ms": 10.0, "forward_ms": 2.0, "backward_ms": 4.0, "optimizer_ms": 1.0, "rest_ms": 0.5}
+    times |= {"communication_ms": 1.0, "input_ms": 0.5, "idle_ms": 1.0, "communication_hidden_ms": 0.25}
+    setup = make_result("ddp").model_copy(update={"backend": "gloo", "world_size": 2})
+    return render(
+        "profile.md",
+        profile=Profile(
+            **dict(setup.conditions),
+            variant="ddp",
+            environment="e",
+            config={},
+            dataset=setup.dataset,
+            seed=0,
+            steps=20,
+            step_p50_ms=7.5,
+            profiled_step_p50_ms=10.0,
+            ranks=(StepTimes(**times), StepTimes(**times | {"idle_ms": 0.5, "communication_ms": 1.5})),
+            operators=(Operator(name="aten::convolution_backward", calls_per_step=2.5, step_ms=1.23456),),
+            findings=(
+                Finding(rule="idles", share_fraction=0.1, text="For 10% of the step, no operator runs."),
+                Finding(rule="updates", share_fraction=0.1, text="The optimizer takes 10% of the step."),
+            ),
+            has_memory_snapshot=True,
+        ),
+        on_gpu=True,
+    )
+
+
+def advice() -> str:
+    """The advice of comparisons that differ in what is decided: a line for each."""
+    untrusted, names = dict.fromkeys(range(2, 10), REASON), ("baseline", "small", "open")
+    small = {"throughput": {"small": 0.8, "open": 1.04}, "memory": {"small": 0.5}}
+
+    def job(count: int, seeds: int = 3, right: Sequence[int] = (9000, 9000, 9000)) -> list[Result]:
+        return [
+            make_result(name, [make_run(seed, test_correct=correct) for seed in range(seeds)])
+            for name, correct in zip(names[:count], right, strict=False)
+        ]
+
+    unclear = {"throughput": {"small": 0.96}, "memory": {"small": 0.5}, "rejected": {}, "noise": 0.02}
+    cases = {
+        "one saves memory, the other is open": made(job(3), **small, rejected={}),
+        "one saves memory, the other is untrusted": made(job(3), **small, rejected={"open": untrusted}),
+        "one saves memory": made(job(2), **small, rejected={}),
+        "nothing is better": made(job(2), throughput={"small": 0.8}, rejected={}),
+        "the price is open": made(job(2, right=(9000, 9001)), **unclear),
+        "the price is open, one seed": made(job(2, 1, right=(9000, 9001)), **unclear),
+        "only memory is trusted": made(
+            job(2), memory={"small": 0.5}, rejected=dict.fromkeys(("baseline", "small"), untrusted)
+        ),
+        "only memory is trusted, the other equals": made(job(3), memory={"small": 0.5}, rejected={"small": untrusted}),
+    }
+    return "".join(f"{case}: {facts.advice(report.comparison)}\n" for case, report in cases.items())
+
+
+def gate() -> str:
+    """A head that is worse in one variant, then one whose measurement is not trusted, then one that passes in part."""
+    measured = make_results()[:2]
+    correct = {name: {seed: 0.9 + seed / 1000 for seed in range(3)} for name in ("baseline", "ddp")}
+    reports = []
+    for throughput, noise, lower in (({"ddp": 1.3}, 0.005, 0.05), ({}, 0.5, 0.0), ({"ddp": 1.58}, 0.02, 0.0)):
+        control, *base = sorted(
+            make_bench(measured, rejected={}, noise=noise).arms, key=lambda arm: arm.role != "aa_control"
+        )
+        head = [arm for arm in make_bench(measured, throughput=throughput, rejected={}).arms if arm.role == "variant"]
+        cost = RoundCost("bench.max_rounds", len(control.samples), 120.0)
+        lowered = correct | {"ddp": {seed: fraction - lower for seed, fraction in correct["ddp"].items()}}
+        of_base, of_head = ({arm.variant: arm for arm in arms} for arms in (base, head))
+        accuracies = decision.accuracies(10_000, correct, lowered, 0.01)
+        samples = decision.Samples(control, of_base, of_head, accuracies, cost)
+        judged = decision.judge(samples, Compare(), must_see=0.1)
+        about = {"environment": "e", "made_of": "m"}
+        reports.append(
+            gate_page(
+                decision.Gated(
+                    **dict(judged),
+                    base=decision.Side(commit="b" * 40, arms=(control, *base), test_accuracies=correct, **about),
+                    head=decision.Side(commit="h" * 40 + "+", arms=tuple(head), test_accuracies=lowered, **about),
+                    against="main",
+                    margins=Margins(),
+                    dataset=known(measured[0].dataset),
+                    score=ScoreName(name="accuracy"),
+                    unit=Unit(),
+                    remarks=("Interrupted after 12 rounds.",),
+                    seconds=120.0,
+                    budget=cost.key,
+                )
+            )
+        )
+    return "\n".join(reports)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"advice": advice, "gate": gate, "inference": inference, "profile": profile}
+
+
 def texts(name: str) -> dict[str, str]:
     """Return file -> the text that the file must contain."""
-    found = REPORTS[name]()
-    heard = Page(html(found.comparison, found.histories)).heard
-    return {f"{name}.md": markdown(found.comparison), f"{name}.txt": heard}
+    if name in PAGES:
+        return {f"{name}.md": PAGES[name]()}
+    report = REPORTS[name]()
+    heard = Page(html(report.comparison, report.histories)).heard
+    return {f"{name}.md": markdown(report.comparison), f"{name}.txt": heard}
 
 
 if __name__ == "__main__":
     FILES.mkdir(exist_ok=True)
-    for name in REPORTS:
+    for name in (*REPORTS, *PAGES):
         for file, text in texts(name).items():
             (FILES / file).write_text(text, encoding="utf-8")

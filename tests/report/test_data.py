@@ -9,19 +9,19 @@ from tests.report.conftest import Made
 
 
 def test_metrics_are_the_verdict_and_flat_numbers_without_untrusted_ratios(mixed: Made) -> None:
-    found = {each.variant: (each, metrics(each)) for each in mixed.comparison.variants}
-    pays, values = found["pays"]
+    metrics_of = {variant.variant: (variant, metrics(variant)) for variant in mixed.comparison.variants}
+    pays, values = metrics_of["pays"]
     assert pays.throughput
     names = [f"throughput_ratio{end}" for end in ("", "_low", "_high")]
-    told = (pays.throughput.estimate, pays.throughput.low, pays.throughput.high)
-    assert (values["verdict"], *(values[name] for name in names)) == ("pays", *told)
+    interval = (pays.throughput.estimate, pays.throughput.low, pays.throughput.high)
+    assert (values["verdict"], *(values[name] for name in names)) == ("pays", *interval)
     assert (values["throughput_pairs"], values["time_to_target_seconds"]) == (12, pays.time_to_target.train_seconds)
     assert all(isinstance(value, int | float | None) for name, value in values.items() if name != "verdict")
-    _, untrusted = found["untrusted"]
+    _, untrusted = metrics_of["untrusted"]
     assert [untrusted[name] for name in ("verdict", *names)] == ["untrusted", None, None, None]
     assert (untrusted["throughput_pairs"], untrusted["rejected_samples"]) == (4, 8)
     assert untrusted["peak_memory_ratio"] is not None
-    undecided, values = found["undecided"]
+    undecided, values = metrics_of["undecided"]
     assert undecided.throughput
     assert values["throughput_more_pairs"] == undecided.throughput.more_pairs
 
@@ -40,18 +40,18 @@ def test_plot_data_has_every_run_and_no_blank_field(usual: Made) -> None:
 
 
 def test_the_ratios_file_has_only_trusted_ratios(mixed: Made) -> None:
-    found = {(row["variant"], row["quantity"]): row for row in rows(ratios_csv(mixed.comparison))}
-    names = {each.variant for each in mixed.comparison.variants[1:]} | {"baseline (A/A)"}
-    assert found.keys() == {(name, "throughput") for name in names - {"untrusted"}} | {
+    by_pair = {(row["variant"], row["quantity"]): row for row in rows(ratios_csv(mixed.comparison))}
+    names = {variant.variant for variant in mixed.comparison.variants[1:]} | {"baseline (A/A)"}
+    assert by_pair.keys() == {(name, "throughput") for name in names - {"untrusted"}} | {
         (name, "peak memory") for name in names
     }
-    row = found["pays", "throughput"]
+    row = by_pair["pays", "throughput"]
     assert float(row["low"]) < float(row["estimate"]) < float(row["high"])
 
 
 def test_dvc_metrics_begin_with_the_verdicts_and_leave_out_what_is_untrusted(mixed: Made) -> None:
-    found = verdicts(mixed.comparison)
+    shown = verdicts(mixed.comparison)
     names = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
-    assert sorted(found) == list(found) == [f"{number}_{name}" for number, name in enumerate(names, 1)]  # DVC sorts
-    assert found["1_verdict"] == {each.variant: each.verdict for each in mixed.comparison.variants[1:]}
-    assert ["untrusted" in each for each in found.values()] == [True, False, True, True]
+    assert sorted(shown) == list(shown) == [f"{number}_{name}" for number, name in enumerate(names, 1)]  # DVC sorts
+    assert shown["1_verdict"] == {variant.variant: variant.verdict for variant in mixed.comparison.variants[1:]}
+    assert ["untrusted" in name for name in shown.values()] == [True, False, True, True]

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import re
 
-from pipeline.report.markdown import CUT, LIMIT, markdown
+from pipeline.report import CUT, LIMIT, markdown
 from pipeline.tracking.labels import NOTE_LIMIT
-from tests.factories import make_result
+from tests.factories import make_result, make_results
 from tests.report.conftest import Made, made
 
 
-def test_the_usual_report_fits_into_a_note_in_mlflow(usual: Made) -> None:
-    assert len(markdown(usual.comparison)) <= NOTE_LIMIT
+def test_the_usual_report_fits_into_a_note_in_mlflow() -> None:
+    assert len(markdown(made(make_results(), ablate=True, window_fraction=0.5).comparison)) <= NOTE_LIMIT
 
 
 def test_any_report_fits_into_a_comment_on_github() -> None:
@@ -19,6 +19,12 @@ def test_any_report_fits_into_a_comment_on_github() -> None:
     assert len(text) <= LIMIT
     assert text.endswith(CUT)
     assert all(f"- **{name}** " in text for name in names)
+
+
+def test_the_report_says_how_much_of_the_bench_was_measured_window() -> None:
+    """A bench of an older version does not say it."""
+    shares = [markdown(made(make_results(), window_fraction=share).comparison) for share in (0.553, None)]
+    assert ["12 rounds (55% of the time measured windows). In each round" in text for text in shares] == [True, False]
 
 
 def test_names_with_markup_cannot_break_the_markdown(hostile: Made) -> None:

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from pipeline.report import html
-from tests.report.conftest import HOSTILE, Made
+from pipeline.report import html, markdown
+from tests.factories import make_result
+from tests.report.conftest import HOSTILE, Made, made
 from tests.report.reader import Page
 
 SHAPES = {"line", "rect", "circle", "polyline", "path"}
@@ -53,6 +54,19 @@ def test_names_cannot_become_elements(hostile: Made) -> None:
     assert page.text.count(HOSTILE.split("_")[1]) >= 10  # the name is still shown as it is
 
 
+def test_a_reason_with_line_breaks_stays_one_sentence() -> None:
+    broken = make_result("other", skipped={"bf16": "first\nsecond\u2028third\x1cfourth"})
+    page = made([make_result("baseline"), broken])
+    for text in (markdown(page.comparison), Page(html(*page)).heard):
+        assert "Skipped: bf16, because first second third fourth." in text
+
+
+def test_names_and_commands_are_code(usual: Made, page: Page) -> None:
+    assert "<code>python -m pipeline bench --again</code>" in html(*usual)
+    assert "`" not in page.heard
+    assert "Take `ddp`" in markdown(usual.comparison)
+
+
 def test_the_page_loads_nothing_from_the_network_and_runs_no_script(page: Page) -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "base", "a", "img"}
     for _, attributes in page.elements:
@@ -75,9 +89,9 @@ def test_the_page_is_well_formed_and_accessible(page: Page) -> None:
     # The style of cards, "display: block", removes a table's own role.
     assert all(table["role"] == "table" for table in page.all("table", "cards"))
     plots = {"forest", "bars", "chart", "strips"}
-    drawn = [each for each in page.all("div") if plots & set(each.get("class", "").split())]
+    drawn = [element for element in page.all("div") if plots & set(element.get("class", "").split())]
     assert len(drawn) == 3 + 1 + 1 + 2 + 2 + 2
-    assert all(each["role"] == "img" and each["aria-label"] for each in drawn)
+    assert all(element["role"] == "img" and element["aria-label"] for element in drawn)
 
 
 def test_the_page_is_made_for_dark_screens_and_paper(page: Page) -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report import pictures
-from pipeline.report.pictures import Scale, curves
-from pipeline.report.sentences import LEDGER_PARTS
+from pipeline.report.facts import LEDGER_PARTS
+from pipeline.report.pictures import Scale
 from pipeline.results import HistoryRow
 from tests.factories import make_history, make_results
 from tests.report.conftest import REASON, Made, made
@@ -44,7 +44,7 @@ def test_every_variant_and_the_control_has_a_whisker_and_a_difference_lies_beyon
     mixed: Made,
 ) -> None:
     throughput, memory, accuracy = pictures.forests(mixed.comparison)
-    names = [each.variant for each in mixed.comparison.variants[1:]]
+    names = [variant.variant for variant in mixed.comparison.variants[1:]]
     for forest in (throughput, memory):
         assert [row.label for row in forest.rows] == [*names, "baseline, A/A control"]
     assert [row.label for row in accuracy.rows] == names
@@ -76,18 +76,18 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
     drawn = pictures.bars(usual.comparison)
     assert drawn
     assert [variant for variant, _ in drawn.rows] == ["baseline", "ddp", "memory"]
-    largest = max(each.ledgers.measured.peak_bytes for each in usual.comparison.variants if each.ledgers)
-    for each, (_, bars) in zip(usual.comparison.variants, drawn.rows, strict=True):
-        assert each.ledgers
-        assert each.ledgers.predicted
-        for bar, ledger in zip(bars, (each.ledgers.measured, each.ledgers.predicted), strict=True):
+    ledgers = usual.comparison.bench.ledgers
+    largest = max(ledger.measured.peak_bytes for ledger in ledgers.values())
+    for ledger_of, (_, bars) in zip(ledgers.values(), drawn.rows, strict=True):
+        assert ledger_of.predicted
+        for bar, ledger in zip(bars, (ledger_of.measured, ledger_of.predicted), strict=True):
             ends = [round(segment.left + segment.width, 2) for segment in bar.segments]
             assert [segment.left for segment in bar.segments] == [0, *ends[:-1]]  # no gap, no overlap
             assert ends[-1] == pytest.approx(100 * ledger.peak_bytes / (1.02 * largest), abs=0.01)
             whole = [part for part in LEDGER_PARTS if getattr(ledger, f"{part}_bytes")]
             assert [segment.part for segment in bar.segments] == whole
         measured, predicted = bars
-        assert measured.tensors == pytest.approx(100 * each.ledgers.measured.tensors_bytes / (1.02 * largest), abs=0.01)
+        assert measured.tensors == pytest.approx(100 * ledger_of.measured.tensors_bytes / (1.02 * largest), abs=0.01)
         assert predicted.tensors is None
     assert "communication" not in drawn.parts  # no ledger has bytes for communication
 
@@ -105,7 +105,7 @@ def test_the_front_goes_through_the_variants_that_no_other_dominates(usual: Made
         assert point.along
         assert point.across[0] < point.x < point.across[1]
         assert point.along[0] > point.y > point.along[1]
-    assert [point.on_front for point in front.points] == [each.on_front for each in usual.comparison.variants]
+    assert [point.on_front for point in front.points] == [variant.on_front for variant in usual.comparison.variants]
     assert front.steps == (  # from the left edge through memory, baseline and ddp to the top
         (0, memory.y, memory.x, memory.y), (memory.x, memory.y, memory.x, baseline.y),
         (memory.x, baseline.y, baseline.x, baseline.y), (baseline.x, baseline.y, baseline.x, ddp.y),
@@ -121,7 +121,7 @@ def row(seed: int, step: int, seconds: float, accuracy: float | None) -> History
 
 
 def test_a_chart_has_a_thin_line_per_seed_and_a_thick_line_at_the_median_time(usual: Made) -> None:
-    histories = {each.variant: make_history() for each in usual.comparison.variants}
+    histories = {variant.variant: make_history() for variant in usual.comparison.variants}
     histories["ddp"] = [
         row(0, 100, 2.0, 0.5), row(0, 200, 4.0, 0.7), row(1, 100, 4.0, 0.6), row(1, 150, 5.0, None),
         row(1, 200, 8.0, 0.9), row(2, 100, 3.5, 0.4), row(2, 200, 7.5, 0.8), row(7, 100, 9.0, 0.1),
@@ -149,8 +149,22 @@ def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
     throughput, memory = pictures.strips(usual.comparison)
     assert all(0 < dot.x < 100 and 0 <= dot.y <= 100 for strip in throughput.strips for dot in strip.dots)
     crosses = {(s.label, n): dot.title for s in throughput.strips for n, dot in enumerate(s.dots) if dot.rejected}
-    assert crosses == {("ddp", 4): f"round 5: rejected, {REASON}"}
+    assert crosses == {("ddp", 4): f"round 5: rejected, {REASON.text}"}
     assert not any(dot.rejected for strip in memory.strips for dot in strip.dots)
+
+
+def test_a_round_that_was_not_to_measure_memory_has_no_dot(usual: Made) -> None:
+    left_out = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
+    arms = tuple(
+        arm.model_copy(
+            update={"samples": (*arm.samples[:3], *(sample.model_copy(update=left_out) for sample in arm.samples[3:]))}
+        )
+        for arm in usual.comparison.bench.arms
+    )
+    throughput, memory = pictures.strips(made(make_results(), arms=arms).comparison)
+    assert {len(strip.dots) for strip in memory.strips} == {3}
+    assert not any(dot.rejected for strip in memory.strips for dot in strip.dots)
+    assert {len(strip.dots) for strip in throughput.strips} == {12}
 
 
 def test_one_outlier_flattens_no_other_sample_and_a_settled_arm_ends_early() -> None:
@@ -171,5 +185,5 @@ def test_one_outlier_flattens_no_other_sample_and_a_settled_arm_ends_early() -> 
 
 def test_a_job_of_one_epoch_shows_its_points(usual: Made) -> None:
     short = {variant: [row for row in rows if row.epoch == 1] for variant, rows in usual.histories.items()}
-    for chart in curves.charts(usual.comparison, short):
+    for chart in pictures.charts(usual.comparison, short):
         assert [len(line.points.split()) for line in chart.lines if line.thick] == [2] * 3

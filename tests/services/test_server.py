@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import json
 import os
+import shutil
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
+import requests
 import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
@@ -26,10 +25,11 @@ from pipeline import environment, files, results
 from pipeline.environment import stages
 from pipeline.tracking import stores
 from pipeline.tracking.comparisons import LIVE, PARENT
-from tests.conftest import Clone
+from tests.conftest import ROOT, Clone
 from tests.pages import blocks
-from tests.services.compose import ROOT, Services
+from tests.servers import free_port
 from tests.test_gate import written_gate
+from tests.workflows.runner import SHORT
 
 pytestmark = [
     pytest.mark.services,
@@ -37,33 +37,82 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # warnings of MLflow
 ]
 
+PASSWORD = "another-p@ss/word:2"
 SECRETS = {
-    "POSTGRES_PASSWORD": "p@ss/word:1",
-    "S3_ROOT_KEY": "a-root-key",
-    "S3_SECRET_KEY": "a-secret-key",
-    "MLFLOW_PASSWORD": "another-p@ss/word:2",
-    "MLFLOW_SECRET_KEY": "another-secret-key",
-}
-PARAMS: dict[str, Any] = {
-    "fetch.dataset": "digits",
+    "POSTGRES_PASSWORD": "p@ss/word:1", "S3_ROOT_KEY": "a-root-key", "S3_SECRET_KEY": "a-secret-key",
+    "MLFLOW_PASSWORD": PASSWORD, "MLFLOW_SECRET_KEY": "another-secret-key",
+}  # fmt: skip
+PARAMS: dict[str, Any] = SHORT | {
     "train.device": "cpu",
     "train.seeds": [0, 1],
     "train.epochs": 40,  # long enough to kill and restart each service
-    "train.batch_size": 32,
     "train.learning_rate": 0.05,
-    "bench.max_rounds": 1,
-    "bench.window_seconds": 0.05,
     "variants.ddp": None,
     "variants.memory.precision": "fp32",  # many CPUs only emulate bf16
 }
 VARIANTS = ("baseline", "memory")
 EXPERIMENT = "training-performance"
+ROWS = {results.history_file: "history/train_loss", results.system_file: "system/cpu_utilization_percentage"}
+"""A file of a variant's rows -> a metric that has a point for each row."""
 PUBLISH = ("python", "-m", "pipeline", "publish")
+RUN = ("run", "--rm", "--no-deps", "--no-TTY", "pipeline-cpu")
+
+
+class Services:
+    """The services of compose.yaml, under a project name of their own, for the checkout in whose folder Compose runs:
+    the pipeline's containers mount it. `docker/check compose` sets COMPOSE_FILE, and the image as SERVICES_IMAGE.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        self.uri = f"http://127.0.0.1:{port}"
+        shutil.copy(ROOT / "compose.yaml", folder)
+        shutil.copytree(ROOT / "docker", folder / "docker")
+        self._folder = folder
+        self._environment = os.environ | SECRETS | {
+            "COMPOSE_PROJECT_NAME": f"services-{os.getpid()}",
+            "IMAGE": os.environ["SERVICES_IMAGE"],
+            "MLFLOW_PORT": str(port),
+            "MLFLOW_NAME": "mlflow.example.org",
+            "PIPELINE_USER": f"{os.getuid()}:{os.getgid()}",
+        }  # fmt: skip
+
+    def start(self, *names: str) -> None:
+        """Start these services, or all, and wait until they are healthy."""
+        self("up", "--detach", "--wait", "--no-build", *names)
+
+    def end(self) -> None:
+        """Remove the services, their volumes, and containers of the pipeline that a failed test left."""
+        left = 'docker ps --quiet --filter label=com.docker.compose.project="$COMPOSE_PROJECT_NAME"'
+        self.shell(f"{left} | xargs --no-run-if-empty docker rm --force")
+        self("down", "--volumes")
+
+    def background(self, checkout: Path, log: Path, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command in the pipeline's container, on ``checkout``."""
+        with log.open("w") as file:
+            return subprocess.Popen(
+                ["docker", "compose", *RUN, *command], cwd=checkout, env=self._environment, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def inside(self, checkout: Path, *command: str, code: int = 0) -> str:
+        """Run a command in the pipeline's container, on ``checkout``; return what it printed."""
+        return self(*RUN, *command, folder=checkout, code=code)
+
+    def shell(self, script: str) -> None:
+        """Run a script of the documentation in the folder of compose.yaml."""
+        subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=self._folder, env=self._environment, check=True)
+
+    def __call__(self, *arguments: str, folder: Path | None = None, code: int = 0) -> str:
+        command, where = ["docker", "compose", *arguments], folder or self._folder
+        done = subprocess.run(command, cwd=where, env=self._environment, capture_output=True, text=True)
+        assert done.returncode == code, f"docker compose {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    started = Services(SECRETS, tmp_path_factory.mktemp("services"))
+    started = Services(tmp_path_factory.mktemp("services"))
     try:
         started.start()
         yield started
@@ -80,11 +129,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 @pytest.fixture
 def client(services: Services, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     """A client outside of the containers, which knows only the server's address and a password."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", services.uri)
-    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
-    for name, value in (stores.DEFAULTS | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "120"}).items():  # a busy machine is slow
+    known = {"URI": services.uri, "USERNAME": "admin", "PASSWORD": PASSWORD}
+    variables = stores.DEFAULTS | {f"MLFLOW_TRACKING_{name}": value for name, value in known.items()}
+    for name, value in (variables | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "120"}).items():  # a busy machine is slow
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRETS["MLFLOW_PASSWORD"])
     return MlflowClient(services.uri)
 
 
@@ -121,10 +169,8 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
     weights = set()
     for run in children:
         variant, seed = run.data.tags["variant"], run.data.tags["seed"]
-        folder = checkout.path / "results"
-        for file, metric in ((results.history_file(variant, folder), "history/train_loss"),
-                             (results.system_file(variant, folder), "system/cpu_utilization_percentage")):  # fmt: skip
-            with file.open(newline="") as rows:
+        for file_of, metric in ROWS.items():
+            with file_of(variant, checkout.path / "results").open(newline="") as rows:
                 steps = Counter(row["seed"] for row in csv.DictReader(rows))[seed]
             points = client.get_metric_history(run.info.run_id, metric)
             assert len(points) == len({point.step for point in points}) == steps, (run.info.run_name, metric)
@@ -133,68 +179,54 @@ def check_complete(client: MlflowClient, services: Services, checkout: Clone) ->
     assert len(weights) == len(children)
 
     # The artifacts are in the object store, seen with the rights of MLflow's server. No client knows its address.
-    listing = "import os, boto3; pages = boto3.client('s3', endpoint_url=os.environ['MLFLOW_S3_ENDPOINT_URL'])" \
-        ".get_paginator('list_objects_v2').paginate(Bucket='mlflow'); " \
-        "print(*(item['Key'] for page in pages for item in page.get('Contents', ())), sep='\\n')"  # fmt: skip
-    objects = services("exec", "--no-TTY", "mlflow", "python", "-c", listing).splitlines()
+    listing = """if True:
+        import os, boto3
+        store = boto3.resource("s3", endpoint_url=os.environ["MLFLOW_S3_ENDPOINT_URL"])
+        print(*(item.key for item in store.Bucket("mlflow").objects.all()))"""
+    objects = services("exec", "--no-TTY", "mlflow", "python", "-c", listing)
     for run in children:
-        model = run.data.tags["model"].removeprefix("models:/")
-        assert any(f"{model}/artifacts/MLmodel" in name for name in objects)
-        assert any(f"{run.info.run_id}/artifacts/history.csv" in name for name in objects)
-    assert any(f"{parent.info.run_id}/artifacts/comparison.html" in name for name in objects)
+        assert f"{run.data.tags['model'].removeprefix('models:/')}/artifacts/MLmodel" in objects
+        assert f"{run.info.run_id}/artifacts/history.csv" in objects
+    assert f"{parent.info.run_id}/artifacts/comparison.html" in objects
     assert not {"AWS_ACCESS_KEY_ID", "MLFLOW_S3_ENDPOINT_URL"} & os.environ.keys()
 
     images = np.load(checkout.path / "data/prepared/test_inputs.npy")
     labels = np.load(checkout.path / "data/prepared/test_targets.npy")
     [run] = [run for run in children if run.info.run_name == "baseline-seed0"]
-    for logits in (
-        mlflow.pytorch.load_model(run.data.tags["model"])(torch.from_numpy(images)).detach().numpy(),
-        mlflow.pyfunc.load_model(run.data.tags["model"]).predict(images),
-    ):
-        assert (logits.argmax(axis=1) == labels).sum() == run.data.metrics["test_correct"]
+    model = run.data.tags["model"]
+    logits = mlflow.pytorch.load_model(model)(torch.from_numpy(images)).detach().numpy()
+    for scores in (logits, mlflow.pyfunc.load_model(model).predict(images)):
+        assert (scores.argmax(axis=1) == labels).sum() == run.data.metrics["test_correct"]
 
 
-def test_names_that_compose_gives_are_let_in_and_others_are_not(services: Services) -> None:
-    def status(host: str, password: str = SECRETS["MLFLOW_PASSWORD"], origin: str = "") -> int:
+def test_only_known_host_names_are_let_in(services: Services) -> None:
+    def status(host: str, password: str = PASSWORD, **more: str) -> int:
         search = f"{services.uri}/api/2.0/mlflow/experiments/search"
-        request = urllib.request.Request(search, json.dumps({"max_results": 1}).encode())
-        request.add_header("Content-Type", "application/json")
-        request.add_header("Host", host)
-        request.add_header("Authorization", f"Basic {base64.b64encode(f'admin:{password}'.encode()).decode()}")
-        if origin:
-            request.add_header("Origin", origin)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+        headers = {"Host": host, **more}
+        asked = requests.post(search, json={"max_results": 1}, headers=headers, auth=("admin", password), timeout=30)
+        return asked.status_code
 
-    for host in ("mlflow:5000", "mlflow", "localhost:5000", "127.0.0.1:8080", "localhost", "mlflow.example.org"):
-        assert status(host) == 200, host
-    for host in ("example.org", "example.org:5000", "evil.example.org"):
-        assert status(host) == 403, host
-    for password in ("", "password1234", SECRETS["MLFLOW_SECRET_KEY"]):
-        assert status("localhost", password) == 401, password
-    assert status("mlflow.example.org", origin="https://mlflow.example.org") == 200
-    assert status("mlflow.example.org", origin="https://evil.example.org") == 403
+    known = ("mlflow:5000", "mlflow", "localhost:5000", "127.0.0.1:8080", "localhost", "mlflow.example.org")
+    assert {host: status(host) for host in known} == dict.fromkeys(known, 200)
+    others = ("example.org", "example.org:5000", "evil.example.org")
+    assert {host: status(host) for host in others} == dict.fromkeys(others, 403)
+    assert [status("localhost", word) for word in ("", "password1234", SECRETS["MLFLOW_SECRET_KEY"])] == [401] * 3
+    assert status("mlflow.example.org", Origin="https://mlflow.example.org") == 200
+    assert status("mlflow.example.org", Origin="https://evil.example.org") == 403
 
 
-def test_a_client_reaches_the_server_and_neither_the_database_nor_the_objects(
-    services: Services, checkout: Clone
-) -> None:
+def test_a_client_reaches_neither_database_nor_objects(services: Services, checkout: Clone) -> None:
     reach = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
     services.inside(checkout.path, "python", "-c", reach, "mlflow", "5000")
     for name, port in (("postgres", "5432"), ("s3", "7070")):
-        identity = services("ps", "--quiet", name).strip()
-        found = ["docker", "inspect", "--format", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", identity]
-        address = subprocess.run(found, check=True, capture_output=True, text=True).stdout.strip()
+        address = services("exec", "--no-TTY", "mlflow", "getent", "hosts", name).split()[0]
         assert services("exec", "--no-TTY", "mlflow", "python", "-c", reach, address, port) == ""
         for host in (name, address):
             output = services.inside(checkout.path, "python", "-c", reach, host, port, code=1)
             assert "Name or service not known" in output or "name resolution" in output or "time" in output, output
 
 
-def test_each_service_may_be_killed_in_the_middle_of_a_training(
+def test_a_training_survives_the_kill_of_each_service(
     checkout: Clone, services: Services, client: MlflowClient, tmp_path: Path
 ) -> None:
     log = tmp_path / "output"
@@ -204,8 +236,8 @@ def test_each_service_may_be_killed_in_the_middle_of_a_training(
         return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in histories)
 
     training = services.background(checkout.path, log, "dvc", "repro")
-    wait_until(lambda: any(LIVE in run.data.tags and "history/train_loss" in run.data.metrics
-                           for run in runs_of(client)), training, log)  # fmt: skip
+    started = {LIVE, "history/train_loss"}
+    wait_until(lambda: any(started < {*run.data.tags, *run.data.metrics} for run in runs_of(client)), training, log)
     for name in ("s3", "postgres", "mlflow"):
         before = rows()
         services("kill", name)
@@ -218,7 +250,7 @@ def test_each_service_may_be_killed_in_the_middle_of_a_training(
 
 
 @pytest.mark.parametrize("name", ["s3", "postgres", "mlflow"])
-def test_each_service_may_be_killed_in_the_middle_of_publish_which_then_catches_up(
+def test_publish_catches_up_after_a_kill(
     name: str, checkout: Clone, services: Services, client: MlflowClient, tmp_path: Path
 ) -> None:
     forget(client)
@@ -235,26 +267,22 @@ def test_each_service_may_be_killed_in_the_middle_of_publish_which_then_catches_
 
 def test_the_champion_is_a_model_of_the_server(checkout: Clone, services: Services, client: MlflowClient) -> None:
     checkout.commit()
-    head = {"commit": checkout.run("git", "rev-parse", "HEAD").strip()}
+    commit = checkout.run("git", "rev-parse", "HEAD").strip()
     measured = json.loads((checkout.path / "results/baseline.json").read_text(encoding="utf-8"))
     content = environment.read(checkout.path / environment.ENVIRONMENT_FILE)
     gate = written_gate(*VARIANTS) | {"dataset": measured["dataset"]}
-    gate["head"] |= head | {
-        "environment": environment.hash_of(content, "variants", *VARIANTS),
-        "made_of": stages.made_of(content),
-    }
+    measured_in = environment.hash_of(content, "variants", *VARIANTS)
+    gate["head"] |= {"commit": commit, "environment": measured_in, "made_of": stages.made_of(content)}
     files.write_text(checkout.path / "reports/gate.json", json.dumps(gate))
     promoted = services.inside(checkout.path, "python", "-m", "pipeline", "promote")
     assert f"its champion: http://mlflow:5000/#/models/{EXPERIMENT}" in promoted
     champion = client.get_model_version_by_alias(EXPERIMENT, "champion")
-    assert champion.tags["commit"] == head["commit"]
+    assert champion.tags["commit"] == commit
     images = np.load(checkout.path / "data/prepared/test_inputs.npy")
     assert len(mlflow.pyfunc.load_model(f"models:/{EXPERIMENT}@champion").predict(images)) == len(images)
 
 
-def test_a_restart_a_backup_and_an_upgrade_lose_nothing(
-    checkout: Clone, services: Services, client: MlflowClient
-) -> None:
+def test_restart_backup_and_upgrade_lose_nothing(checkout: Clone, services: Services, client: MlflowClient) -> None:
     """The commands are those of the documentation."""
     services("down")
     services.start()

@@ -14,7 +14,7 @@ from pipeline.processes.malloc import keep_freed_memory
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
 from tests.nets import ALONE, GPU, make_plan
 from tests.ranks import run_ranks
-from tests.test_training import make_training, weights
+from tests.trainings import make_training, weights
 
 MIB = 2**20
 
@@ -29,7 +29,7 @@ def _given_back(joined: World) -> tuple[list[int], dict[str, Any]]:
     return technique.given_back, technique.findings()
 
 
-def test_memory_that_no_tensor_uses_is_returned_to_the_system() -> None:
+def test_unused_memory_is_returned_to_the_system() -> None:
     """free() alone does not return free pages that are between used pages. The test runs in a new process, which has
     few other free pages."""
     [((first, second), findings)] = run_ranks(_given_back, size=1)
@@ -38,7 +38,7 @@ def test_memory_that_no_tensor_uses_is_returned_to_the_system() -> None:
     assert findings["release_cache_most_bytes"] == first
 
 
-def test_release_cache_acts_between_phases_is_reported_and_changes_no_bit(digits: Dataset) -> None:
+def test_release_cache_acts_between_phases_and_changes_no_bit(digits: Dataset) -> None:
     plain, releasing = (make_training(digits, release_cache=release) for release in (False, True))
     for training in (plain, releasing):
         training.advance(2 * training.batches.steps_per_epoch)
@@ -64,14 +64,14 @@ def test_release_cache_acts_between_phases_is_reported_and_changes_no_bit(digits
 def test_the_user_s_allocator_settings_are_kept(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", warnings.append)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     ExpandableSegments.prepare_process()
-    assert told == [expected]
+    assert warnings == [expected]
 
 
 def test_the_allocator_accepts_the_setting() -> None:

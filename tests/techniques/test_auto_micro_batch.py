@@ -21,14 +21,13 @@ from pipeline.plans import plan
 from pipeline.results import Result
 from pipeline.training import checkpoints, job
 from pipeline.training.checkpoints import checkpoint_file
-from pipeline.training.failures import is_out_of_memory
 from pipeline.training.loop import Training
+from pipeline.training.outcomes import is_out_of_memory
 from tests.conftest import ROOT
 from tests.nets import LooksAtValues, assembly_of
 from tests.ranks import run_ranks
-from tests.test_job import CPU_ONLY, PARAMS, workspace  # noqa: F401
-from tests.test_training import make_training, weights
-from tests.workspaces import PREPARED
+from tests.trainings import make_training, weights
+from tests.workspaces import CPU_ONLY, PARAMS, PREPARED
 
 
 class Greedy(nn.Module):
@@ -86,7 +85,7 @@ def _train(joined: World, dataset: Dataset, tries: list[Try], parallelism: str =
     return outcomes
 
 
-def test_ranks_agree_on_micro_batches_that_fit_and_train_as_with_the_number_requested(digits: Dataset) -> None:
+def test_ranks_agree_on_micro_batches_that_fit(digits: Dataset) -> None:
     fits = "micro-batches of {} samples per process, because {} did not fit into its memory"
     cases: list[tuple[dict[str, Any], int, int, str]] = [
         ({"most": 64}, 128, 1, "1 micro-batch of 64 samples per process, which is its whole share"),
@@ -98,9 +97,9 @@ def test_ranks_agree_on_micro_batches_that_fit_and_train_as_with_the_number_requ
     for model, batch_size, micro_batches, _ in cases:
         tries += [(model, "auto", batch_size), (model, micro_batches, batch_size)]
     outcomes, others = run_ranks(_train, digits, tries)
-    for (_, _, micro_batches, said), found, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
-        assert found[1:] == (micro_batches, {"auto_micro_batch": said})
-        assert asked == (found[0], micro_batches, {})
+    for (_, _, micro_batches, said), parts, asked in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
+        assert parts[1:] == (micro_batches, {"auto_micro_batch": said})
+        assert asked == (parts[0], micro_batches, {})
     assert others == outcomes
 
 
@@ -164,7 +163,7 @@ def test_out_of_memory_errors_of_libraries_are_recognised(
         assert is_out_of_memory(RuntimeError(said)) is out
 
 
-def test_a_step_that_fails_for_another_reason_raises_its_error(digits: Dataset) -> None:
+def test_another_failure_of_a_step_raises_its_error(digits: Dataset) -> None:
     training = make_training(digits, model=LooksAtValues(nn.Linear(3, 3)))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         training.fits()
@@ -181,9 +180,9 @@ def _without_memory_for_the_update(joined: World, dataset: Dataset) -> list[Outc
     return _train(joined, dataset, [({"most": 64}, "auto", 8)], "zero1")
 
 
-def test_if_one_rank_runs_out_of_memory_in_its_update_no_other_rank_waits(digits: Dataset) -> None:
+def test_no_rank_waits_for_one_without_memory(digits: Dataset) -> None:
     said = run_ranks(_without_memory_for_the_update, digits)
-    assert all("even 4 micro-batches of 1 sample do not fit" in each for [each] in said)
+    assert all("even 4 micro-batches of 1 sample do not fit" in message for [message] in said)
 
 
 @pytest.mark.slow
@@ -237,25 +236,25 @@ def test_auto_is_planned_as_one_micro_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("workspace")
-def test_on_a_gpu_with_little_memory_more_micro_batches_are_chosen() -> None:
+def test_little_gpu_memory_means_more_micro_batches() -> None:
     train = {"device": "cuda", "seeds": [0], "epochs": 4, "batch_size": 1024, "model": "small_cnn"}
     train |= {"warmup_fraction": 0.0, "warmup_steps": 1}
     params = PARAMS | {"train": PARAMS["train"] | train, "compare": {"baseline": "asked"}}
-    found: dict[Any, Result] = {}
+    by_memory: dict[Any, Result] = {}
     try:
         for accumulation in (1, "auto", None):
-            values = {"gradient_accumulation": accumulation or found["auto"].micro_batches}
+            values = {"gradient_accumulation": accumulation or by_memory["auto"].micro_batches}
             config = parse(params | {"variants": {"asked": values}})
             Path("params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
             job.run(config, "asked", environment.machine(), PREPARED)
-            found[accumulation] = results.read(results.result_file("asked"), config)
+            by_memory[accumulation] = results.read(results.result_file("asked"), config)
             if accumulation == 1:
-                needed = found[1].runs[0].peak_memory_bytes
+                needed = by_memory[1].runs[0].peak_memory_bytes
                 assert needed
                 total = torch.cuda.get_device_properties(0).total_memory
                 torch.cuda.set_per_process_memory_fraction(0.9 * needed / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found["auto"].micro_batches > 1
-    assert [run.model_sha256 for run in found["auto"].runs] == [run.model_sha256 for run in found[None].runs]
-    assert all(run.allocator_retries == 0 for run in found["auto"].runs)
+    assert (by_memory["auto"].micro_batches or 0) > 1
+    assert [run.model_sha256 for run in by_memory["auto"].runs] == [run.model_sha256 for run in by_memory[None].runs]
+    assert all(run.allocator_retries == 0 for run in by_memory["auto"].runs)

@@ -5,19 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Train
-from pipeline.profiling import ledger
-from pipeline.results import Ledger
 from pipeline.training.loop import Training
-from tests.nets import ALONE, batches_of, make_plan, task_of, training_of
+from tests.nets import ALONE, Counts
 from tests.ranks import run_ranks
-from tests.test_training import make_training, rows_of
+from tests.trainings import ledgers, make_training, rows_of
 
 BATCH, LENGTH, VOCABULARY = 8, 16, 512
 GPT: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2}
@@ -35,55 +32,41 @@ def tokens(count: int) -> Split:
 DATA = Dataset("noise", "0" * 64, (), VOCABULARY, {}, tokens(6 * BATCH), tokens(5))
 
 
-def gpt_training(joined: World = ALONE, train: Train = TRAIN, **applied: Any) -> Training:
-    made = make_plan(train=train, batch_size=BATCH, processes=joined.size, **applied)
-    torch.manual_seed(0)
-    task = task_of(DATA, train, joined.device)
-    return training_of(made, task.model(), task, batches_of(DATA, made, joined), joined, 0)
+def of_gpt(joined: World = ALONE, train: Train = TRAIN, **applied: Any) -> Training:
+    return make_training(DATA, joined, train=train, **applied)
 
 
 def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], float]]:
     """Return, for each case, the losses of all steps and the loss of the evaluation."""
-    found = []
+    results = []
     for case in cases:
-        training = gpt_training(joined, **case)
+        training = of_gpt(joined, **case)
         losses = [row.train_loss for row in rows_of(training.run())]
         assert training.score is not None
-        found.append((losses, training.score.loss))
-    return found
+        results.append((losses, training.score.loss))
+    return results
 
 
 def gradients(training: Training) -> dict[str, torch.Tensor]:
     training.step.accumulate(training.batches.epoch(0))
-    return {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
-
-
-class Largest(TorchDispatchMode):
-    """Records the largest number of values in a tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.seen = max(self.seen, result.numel())
-        return result
+    return {name: parameter.grad for name, parameter in training.model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("chunks", [2, 5, 1000])
 @pytest.mark.parametrize("applied", [{}, {"gradient_accumulation": 2}, {"activation_checkpointing": True}])
-def test_the_gradients_are_those_of_all_logits_at_once(chunks: int, applied: dict[str, Any]) -> None:
-    whole, chunked = gradients(gpt_training(**applied)), gradients(gpt_training(loss_chunks=chunks, **applied))
+def test_the_gradients_are_those_of_all_logits(chunks: int, applied: dict[str, Any]) -> None:
+    whole, chunked = (
+        gradients(of_gpt(**applied)),
+        gradients(of_gpt(loss_chunks=chunks, **applied)),
+    )
     assert whole.keys() == chunked.keys()
     torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-7)
 
 
-def test_a_loss_of_the_user_s_own_gets_samples_with_all_their_tokens() -> None:
+def test_an_own_loss_gets_samples_with_all_tokens() -> None:
     train = TRAIN.model_copy(update={"loss": "tests.techniques.test_chunked_loss:of_last_token"})
-    expected, found = (gradients(gpt_training(train=train, loss_chunks=chunks)) for chunks in (1, 3))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    expected, chunked = (gradients(of_gpt(train=train, loss_chunks=chunks)) for chunks in (1, 3))
+    torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-7)
 
 
 def of_last_token(*, vocabulary: int) -> Any:
@@ -91,21 +74,28 @@ def of_last_token(*, vocabulary: int) -> Any:
     return lambda outputs, targets: nn.functional.cross_entropy(outputs[:, -1], targets[:, -1])
 
 
-def test_no_tensor_has_all_logits_and_no_product_is_computed_twice() -> None:
+def test_a_single_row_is_one_chunk() -> None:
+    train = TRAIN.model_copy(update={"loss": "tests.techniques.test_chunked_loss:of_last_token"})
+    with pytest.raises(ConfigError, match="loss_chunks: found 3, but a micro-batch has a single row of outputs"):
+        of_gpt(train=train, loss_chunks=3, gradient_accumulation=BATCH)
+    assert of_gpt(loss_chunks=3, gradient_accumulation=BATCH)  # has a row for each token
+
+
+def test_no_tensor_has_all_logits_or_repeats_products() -> None:
     sizes, flops = [], []
     for chunks in (1, 16):
-        training = gpt_training(loss_chunks=chunks)
-        with Largest() as largest, FlopCounterMode(display=False) as counter:
+        training = of_gpt(loss_chunks=chunks)
+        with Counts() as counts, FlopCounterMode(display=False) as counter:
             training.step(training.batches.epoch(0))
-        sizes.append(largest.seen)
+        sizes.append(counts.largest)
         flops.append(counter.get_total_flops())
     assert sizes == [BATCH * LENGTH * VOCABULARY, VOCABULARY * GPT["width"]]  # logits; the layer's weights
     assert flops[0] == flops[1]
 
 
 def test_in_bf16_the_sums_stay_float32() -> None:
-    whole, chunked = (gradients(gpt_training(precision="bf16", loss_chunks=chunks)) for chunks in (1, 4))
-    assert {each.dtype for each in chunked.values()} == {torch.float32}
+    whole, chunked = (gradients(of_gpt(precision="bf16", loss_chunks=chunks)) for chunks in (1, 4))
+    assert {gradient.dtype for gradient in chunked.values()} == {torch.float32}
     for name, expected in whole.items():
         assert (chunked[name] - expected).norm() <= 0.02 * expected.norm()
 
@@ -116,9 +106,9 @@ def test_ranks_train_a_tied_head_as_one_device() -> None:
     cases.append({"parallelism": "ddp", "loss_chunks": 4, "gradient_accumulation": 2})
     ((losses, test_loss),) = losses_of(ALONE, {})
     for rank in run_ranks(losses_of, *cases):
-        for found in rank:
-            assert found[0] == pytest.approx(losses, rel=1e-3)
-            assert found[1] == pytest.approx(test_loss, rel=1e-3)
+        for of_variant in rank:
+            assert of_variant[0] == pytest.approx(losses, rel=1e-3)
+            assert of_variant[1] == pytest.approx(test_loss, rel=1e-3)
 
 
 def _refused_on_rank(joined: World, dataset: Dataset) -> str:
@@ -132,17 +122,11 @@ def test_a_last_layer_whose_parameters_fsdp_frees_is_refused(digits: Dataset) ->
     assert all("last linear layer is in a block" in said for said in run_ranks(_refused_on_rank, digits))
 
 
-def of(chunks: int, **applied: Any) -> tuple[Ledger, Ledger]:
-    """Return the measured and the predicted ledger."""
-    training = gpt_training(loss_chunks=chunks, **applied)
-    training.advance(2)
-    measured = ledger.measured(training, 10**9)
-    assert measured is not None
-    return measured, ledger.predicted(training.plan, task_of(DATA, TRAIN))
-
-
 def test_the_memory_with_chunks_is_predicted() -> None:
-    (whole, _), (chunked, foreseen) = of(1), of(16)
+    made = [of_gpt(loss_chunks=chunks) for chunks in (1, 16)]
+    for training in made:
+        training.advance(2)
+    (whole, _), (chunked, foreseen) = map(ledgers, made)
     assert foreseen.peak_bytes == pytest.approx(chunked.tensors_bytes, rel=0.05)
     logits = 4 * BATCH * LENGTH * VOCABULARY
     assert whole.tensors_bytes - chunked.tensors_bytes > 2 * logits  # of three: logits, log-softmax and its gradient

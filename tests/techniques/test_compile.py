@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import threading
 from pathlib import Path
@@ -18,13 +19,13 @@ from pipeline import environment
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
-from pipeline.measurement.detectors.compiler import Recompilation
+from pipeline.measurement.detectors import Recompilation
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import of_plan
 from pipeline.techniques.compile import Compile
 from tests.nets import ALONE, GPU, LooksAtValues, changed, conv_net, make_plan
 from tests.ranks import run_ranks
-from tests.test_training import TRAIN, make_training, rows_of
+from tests.trainings import TRAIN, make_training, rows_of
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = environment.machine()
@@ -33,11 +34,11 @@ builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_
 
 
 @builds
-def test_the_model_runs_as_one_generated_graph_and_learns_the_same(digits: Dataset) -> None:
+def test_the_model_runs_as_one_graph_and_learns(digits: Dataset) -> None:
     counters = torch._dynamo.utils.counters
     counters.clear()
     plain, compiled = make_training(digits), make_training(digits, compile="default")
-    losses = [[row.train_loss for row in rows_of(each.run())] for each in (plain, compiled)]
+    losses = [[row.train_loss for row in rows_of(training.run())] for training in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert counters["stats"]["unique_graphs"] == 1  # only of the training: the evaluations ran the model itself
     made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
@@ -76,9 +77,7 @@ def test_each_mode_learns_the_same_on_a_gpu(
 
 @pytest.mark.slow
 @builds
-def test_a_deterministic_job_compiles_deterministically_in_the_backward_pass_s_thread_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deterministic_jobs_compile_deterministically_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     lower, seen = GraphLowering.run, []
 
     def noted(graph: GraphLowering, *inputs: Any) -> Any:
@@ -101,19 +100,19 @@ def test_a_deterministic_job_compiles_deterministically_in_the_backward_pass_s_t
 
 def _compiled(joined: World, dataset: Dataset, cases: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
     """Return, for each case, the sum of three steps' losses, and how many graphs were captured and generated."""
-    found = []
+    counts = []
     for applied in cases:
         counters = torch._dynamo.utils.counters
         counters.clear()
         losses = _losses(dataset, joined, steps=3, compile="default", **applied)
         made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
-        found.append((losses, int(counters["stats"]["unique_graphs"]), made))
-    return found
+        counts.append((losses, int(counters["stats"]["unique_graphs"]), made))
+    return counts
 
 
 @pytest.mark.slow
 @builds
-def test_two_ranks_compile_under_ddp_and_have_the_losses_of_one_device(digits: Dataset) -> None:
+def test_two_compiled_ranks_have_one_device_s_losses(digits: Dataset) -> None:
     loss = _losses(digits, steps=3)
     for rank in run_ranks(_compiled, digits, [{}, {"gradient_accumulation": 2, "channels_last": True}]):
         for rank_loss, graphs, made in rank:
@@ -135,38 +134,35 @@ class _Changes(nn.Module):
 
 @pytest.mark.slow
 @builds
-def test_compiling_belongs_to_the_first_step_and_after_the_warm_up_it_is_a_rejection(digits: Dataset) -> None:
+def test_compiling_after_the_warm_up_is_a_rejection(digits: Dataset) -> None:
     model, detector = _Changes(), Recompilation()
     training = make_training(digits, model=model, compile="default")
     training.detectors = (detector,)
     training.advance(TRAIN.warmup_steps + 10)
     assert training.clock.first_step_seconds is not None
-    assert training.clock.first_step_seconds > 10 * max(training.clock.step_seconds)
+    assert training.clock.first_step_seconds > 10 * statistics.median(training.clock.step_seconds)
     assert not [*detector.rejections()]
     model.doubles = True
     training.advance(5)
-    [rejection] = detector.rejections()
-    assert "torch.compile compiled for" in rejection.reason
+    assert [rejection.code for rejection in detector.rejections()] == ["recompiled"]
 
 
 @builds
 def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
     training = make_training(digits, model=LooksAtValues(), compile="default")
-    with pytest.raises(
-        PipelineError, match=r"variants\.tried\.compile: found 'default', but the model does not compile"
-    ):
+    with pytest.raises(PipelineError, match=r"variants\.tried\.compile: found 'default', but the model does not"):
         training.advance(1)
 
 
 @pytest.mark.slow
 @builds
 def test_the_measured_ledger_counts_the_memory_of_generated_code(digits: Dataset) -> None:
-    found = []
+    peaks = []
     for mode in ("none", "default"):
         training = make_training(digits, compile=mode)
         training.advance(5)
-        found.append(measured(training, 100 * 2**20))
-    plain, compiled = found
+        peaks.append(measured(training, 100 * 2**20))
+    plain, compiled = peaks
     assert plain is not None
     assert compiled is not None
     # These are the gradients that exist at the peak.
@@ -189,7 +185,7 @@ def _counters(_: World, folder: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @builds
-def test_a_second_process_finds_the_generated_code_in_the_checkout(tmp_path: Path) -> None:
+def test_a_second_process_finds_the_generated_code(tmp_path: Path) -> None:
     [first], [second] = (run_ranks(_counters, str(tmp_path), size=1) for _ in range(2))
     assert "fxgraph_cache_hit" not in first
     assert first["fxgraph_cache_miss"] == second["fxgraph_cache_hit"] == 1
@@ -204,7 +200,7 @@ def test_compile_is_applied_after_the_parallelism() -> None:
     assert names == ["channels_last", "activation_checkpointing", "ddp", "fp16_compression", "compile", "bf16"]
 
 
-def test_what_the_machine_lacks_to_build_kernels_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_lacks_to_build_kernels_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     monkeypatch.delenv("CC", raising=False)
     why_not = str(environment.machine().no_cpu_kernels)
@@ -212,8 +208,8 @@ def test_what_the_machine_lacks_to_build_kernels_is_reported(monkeypatch: pytest
     assert "apt-get install g++" in why_not
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    found = environment.machine()
-    assert "apt-get install python3-dev" in str(found.no_cpu_kernels)
-    assert found.no_gpu_kernels is not None
+    machine = environment.machine()
+    assert "apt-get install python3-dev" in str(machine.no_cpu_kernels)
+    assert machine.no_gpu_kernels is not None
     (tmp_path / "Python.h").touch()
     assert environment.machine().no_cpu_kernels is None

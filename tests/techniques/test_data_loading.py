@@ -14,17 +14,14 @@ from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import Augment, Train, parse, techniques
-from pipeline.params.catalogue import in_effect
 from pipeline.techniques import of_plan
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
-from tests import test_job
-from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
+from tests.nets import ALONE, conv_net, make_plan
 from tests.ranks import run_ranks
-from tests.test_job import workspace  # noqa: F401
-from tests.test_training import weights
-from tests.workspaces import PREPARED
+from tests.trainings import make_training, weights
+from tests.workspaces import CPU_ONLY, PARAMS, PREPARED, command
 
 TRAIN = Train(epochs=2, batch_size=32, learning_rate=0.05, augment=Augment(crop_padding=1, flip=True, cutout=2))
 CHOICES: list[dict[str, Any]] = [
@@ -36,25 +33,21 @@ CHOICES: list[dict[str, Any]] = [
 
 
 def make(dataset: Dataset, joined: World, **applied: Any) -> Training:
-    processes: dict[str, Any] = {"parallelism": "ddp" if joined.size > 1 else "none", "processes": joined.size}
-    made = make_plan(train=TRAIN, **processes, **applied)
-    (placement,) = (each.placement for each in in_effect(made.applied) if each.placement)
-    batches = batches_of(dataset, made, joined, placement=placement)
-    return training_of(made, conv_net(dropout=True), task_of(dataset, made.train, joined.device), batches, joined)
+    return make_training(dataset, joined, model=conv_net(dropout=True), train=TRAIN, **applied)
 
 
 def trained(joined: World, dataset: Dataset, applied: list[dict[str, Any]], steps: int) -> list[str]:
     """Return digests of the weights after ``steps`` steps, for each of the variants ``applied``."""
-    found = []
+    states = []
     for choice in applied:
         training = make(dataset, joined, **choice)
         training.advance(steps)
         training.batches.close()
-        found.append(weights(training))
-    return found
+        states.append(weights(training))
+    return states
 
 
-def test_all_ways_to_load_data_give_the_same_weights_to_the_last_bit(digits: Dataset) -> None:
+def test_all_ways_to_load_data_give_equal_weights(digits: Dataset) -> None:
     assert len(set(trained(ALONE, digits, CHOICES, 50))) == 1  # 44 steps an epoch
     # No workers here, because they would have to import torch again. The test of whole jobs below has some.
     applied = [CHOICES[index] | {"gradient_accumulation": 2} for index in (0, 3)]
@@ -62,7 +55,7 @@ def test_all_ways_to_load_data_give_the_same_weights_to_the_last_bit(digits: Dat
     assert len({*first, *second}) == 1
 
 
-def test_a_training_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
+def test_loading_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
     whole = make(digits, ALONE, data_loading="dataloader")  # seeds the generators that all three share
     whole.advance(60)
     parted = make(digits, ALONE, data_loading="dataloader")
@@ -78,34 +71,32 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
-def test_data_loading_overrides_train_placement_and_the_result_names_it() -> None:
-    train = test_job.PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}
+def test_data_loading_overrides_train_placement() -> None:
+    train = PARAMS["train"] | {"placement": "resident", "seeds": [0], "epochs": 1}
     variants = {
         "baseline": {},
         "streamed": {"data_loading": "streamed"},
         "loader": {"data_loading": "dataloader", "loader_workers": 1, "parallelism": "ddp"},
         "ddp": {"parallelism": "ddp"},
     }
-    config = parse(test_job.PARAMS | {"train": train, "variants": variants})
+    config = parse(PARAMS | {"train": train, "variants": variants})
     made = {}
-    for name in variants:
-        job.run(config, name, test_job.CPU_ONLY, PREPARED)
+    for name in ("streamed", "loader", "ddp"):
+        job.run(config, name, CPU_ONLY, PREPARED)
         made[name] = results.read(results.result_file(name), config)
-    assert [result.placement for result in made.values()] == ["resident", "streamed", "dataloader", "resident"]
-    sha256 = {name: result.runs[0].model_sha256 for name, result in made.items()}
-    assert sha256["baseline"] == sha256["streamed"]
-    assert sha256["ddp"] == sha256["loader"]
+    assert [result.placement for result in made.values()] == ["streamed", "dataloader", "resident"]
+    assert made["ddp"].runs[0].model_sha256 == made["loader"].runs[0].model_sha256
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> None:  # noqa: F811
-    params = test_job.PARAMS | {
-        "train": test_job.PARAMS["train"] | {"seeds": [0], "epochs": 200},
+def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> None:
+    params = PARAMS | {
+        "train": PARAMS["train"] | {"seeds": [0], "epochs": 200},
         "variants": {"loader": {"data_loading": "dataloader"}},
         "compare": {"baseline": "loader"},
     }
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    training = test_job.command("loader")
+    training = command("loader")
     history = workspace / "results" / "loader" / "history.csv"
     end = time.monotonic() + 60
     while not (history.exists() and len(history.read_text().splitlines()) > 2) and time.monotonic() < end:
@@ -119,7 +110,7 @@ def test_ctrl_c_saves_a_checkpoint_also_while_workers_read(workspace: Path) -> N
 
 
 def test_the_workers_count_as_processes_of_the_job(digits: Dataset) -> None:
-    from pipeline.measurement.detectors.processes import job_ticks
+    from pipeline.measurement.detectors import job_ticks
 
     training = make(digits, ALONE, data_loading="dataloader")
     before = {child.pid for child in psutil.Process().children()}

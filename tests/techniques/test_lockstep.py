@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import WorkerError, World
+from pipeline.distributed import ALONE, WorkerError, World
+from pipeline.errors import ConfigError
+from pipeline.techniques.data_parallel import DataParallel
 from pipeline.techniques.lockstep import keep_in_step
 from pipeline.techniques.sync_batchnorm import SyncBatchNorm
 from tests.nets import changed, conv_net, make_plan
 from tests.ranks import run_ranks
-from tests.test_training import make_training
+from tests.trainings import make_training
 
 REMEDY = "multiply the output of a part that is dropped at random"
 
@@ -61,27 +63,20 @@ def _dropping(joined: World, dataset: Dataset, skips: str, applied: dict[str, An
         {"parallelism": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True},
     ],
 )
-def test_ranks_that_skip_different_layers_are_refused_and_the_advice_works(
-    digits: Dataset, applied: dict[str, Any]
-) -> None:
+def test_ranks_that_skip_different_layers_are_refused(digits: Dataset, applied: dict[str, Any]) -> None:
+    parallelism, is_static = applied["parallelism"], "static_graph" in applied
     for skips in ("training", "some steps"):
-        with pytest.raises(
-            WorkerError, match=rf"variants\.tried\.parallelism: found '{applied['parallelism']}'"
-        ) as refused:
+        with pytest.raises(WorkerError, match=rf"variants\.tried\.parallelism: found '{parallelism}'") as refused:
             run_ranks(_dropping, digits, skips, applied)
         assert REMEDY in str(refused.value)
-        assert ("set static_graph" in str(refused.value)) is (
-            "static_graph" not in applied and applied["parallelism"] != "fsdp"
-        )
+        assert ("set static_graph" in str(refused.value)) is (not is_static and parallelism != "fsdp")
     assert run_ranks(_dropping, digits, "by 0", applied) == [5, 5]
 
 
-def test_ranks_that_skip_different_layers_in_evaluation_are_refused_if_they_share_parameters(digits: Dataset) -> None:
+def test_skipping_in_evaluation_is_refused_with_shared_parameters(digits: Dataset) -> None:
     with pytest.raises(WorkerError, match=r"one ran (blocks\.\d|no more part) where another process or step ran "):
         run_ranks(_dropping, digits, "evaluation", {"parallelism": "fsdp"})
-    assert run_ranks(_dropping, digits, "evaluation", {"parallelism": "ddp"}) == [5, 5], (
-        "evaluation does not communicate"
-    )
+    assert run_ranks(_dropping, digits, "evaluation", {"parallelism": "ddp"}) == [5, 5]
 
 
 class Skipped(nn.Sequential):
@@ -100,7 +95,7 @@ def _staged(joined: World, dataset: Dataset) -> int:
     return 0
 
 
-def test_replicas_of_a_pipeline_that_skip_different_layers_are_refused(digits: Dataset) -> None:
+def test_replicas_that_skip_different_layers_are_refused(digits: Dataset) -> None:
     with pytest.raises(WorkerError, match=r"found 'pipeline' with replicas, .* did not use some parameters") as refused:
         run_ranks(_staged, digits, size=4)
     assert REMEDY in str(refused.value)
@@ -125,13 +120,38 @@ def _renormed(joined: World, dataset: Dataset, within: bool, applied: dict[str, 
 
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp"])
-def test_a_forward_pass_that_changes_a_parameter_is_refused_on_several_ranks(
-    digits: Dataset, parallelism: str, within: bool
-) -> None:
+def test_a_forward_pass_must_not_change_parameters(digits: Dataset, parallelism: str, within: bool) -> None:
     name = r"part\.0\.weight" if within else r"part\.weight"
     says = rf"parallelism: found '{parallelism}', .* changes its parameter {name}\. .*parallelism: none"
     with pytest.raises(WorkerError, match=says):
         run_ranks(_renormed, digits, within, {"parallelism": parallelism})
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Embedding(20, 10, max_norm=1.0)
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.add(logits, self.part(logits.argmax(1)))
+
+
+def _renormed_stage(joined: World, dataset: Dataset) -> int:
+    applied: dict[str, Any] = {"parallelism": "pipeline", "replicas": 2, "gradient_accumulation": 2}
+    model = nn.Sequential(*conv_net(), Renormed(), nn.Linear(10, 10))
+    make_training(dataset, joined, model=model, **applied).advance(2)
+    return 0
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_no_copy_on_a_gpu_or_in_a_replica_may_change_parameters(digits: Dataset, within: bool) -> None:
+    changes, name = r", .* changes its parameter ", r"part\.0\.weight" if within else r"part\.weight"
+    copied = DataParallel(make_plan(parallelism="data_parallel", devices_per_process=2), ALONE)
+    with pytest.raises(ConfigError, match=rf"parallelism: found 'data_parallel'{changes}{name}"):
+        changed(MaxNorm(within), [copied])
+    if not within:
+        with pytest.raises(WorkerError, match=rf"parallelism: found 'pipeline' with replicas{changes}.*{name}"):
+            run_ranks(_renormed_stage, digits, size=4)
 
 
 def _passes(joined: World) -> list[str]:
@@ -171,7 +191,7 @@ def _synced(joined: World) -> None:
     model(torch.zeros(2, 2))
 
 
-def test_ranks_that_skip_different_batchnorms_are_refused_if_statistics_are_exchanged() -> None:
+def test_ranks_that_skip_different_batchnorms_are_refused() -> None:
     says = r"sync_batchnorm: found true, .* one ran 1\.0 where another process or step ran 0\.0\."
     with pytest.raises(WorkerError, match=says):
         run_ranks(_synced)

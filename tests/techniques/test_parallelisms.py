@@ -8,45 +8,19 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torchvision.models import VisionTransformer
 
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import ALONE, World
 from pipeline.params import Train
 from pipeline.results import Ledger
-from tests.nets import conv_net
+from tests.nets import SmallTransformer, conv_net, headed_net
 from tests.parallel import TRAIN, Observed, assert_same_training, held_bytes, make_training, observe
 from tests.ranks import run_ranks
 
 DDP, ZERO1, FSDP, TENSOR, PIPELINE = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp", "tensor", "pipeline"))
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
 normed_net = partial(conv_net, norm=True)
-
-
-def headed_net(*, norm: bool = True, dropout: bool = True) -> nn.Sequential:
-    """Return ``conv_net`` with a head of two linear layers and 48 values between them."""
-    net = conv_net(norm=norm, dropout=dropout)
-    drops: list[nn.Module] = [nn.Dropout(0.3)] * dropout
-    wide, narrow = nn.Linear(64, 48), nn.Linear(48, 10)
-    net[2] = nn.Sequential(nn.Flatten(), wide, nn.ReLU(inplace=True), *drops, narrow, nn.Hardtanh(-9, 9, inplace=True))
-    return net
-
-
-class SmallTransformer(nn.Module):
-    """A vision transformer for [N, 1, 8, 8] images, with dropout in its MLPs and around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 64, "num_classes": 10}
-        self.net = VisionTransformer(image_size=8, patch_size=4, dropout=0.1, **sizes)
-        nn.init.normal_(self.net.heads.head.weight, std=0.1)  # torchvision starts it at zero
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images.expand(-1, 3, -1, -1))
-        return logits
 
 
 def uncut(net: Callable[[], nn.Module], cut: int) -> float:
@@ -121,22 +95,22 @@ LARGER = {
 @pytest.fixture(scope="module")
 def observed(digits: Dataset) -> Callable[[str], tuple[Observed, list[Observed]]]:
     """``observed(name)`` returns the results of one device, and of the ranks of a case."""
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     def of(name: str) -> tuple[Observed, list[Observed]]:
         case = (CASES | LARGER)[name]
         single = repr((case.net, case.train, case.alone))
-        if single not in found:
-            found[single] = observe(ALONE, digits, case.net, case.train, case.alone)
-        if name not in found:
-            found[name] = run_ranks(observe, digits, case.net, case.train, case.applied, size=case.size)
-        return found[single], found[name]
+        if single not in seen:
+            seen[single] = observe(ALONE, digits, case.net, case.train, case.alone)
+        if name not in seen:
+            seen[name] = run_ranks(observe, digits, case.net, case.train, case.applied, size=case.size)
+        return seen[single], seen[name]
 
     return of
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)])
-def test_ranks_train_as_one_device_hold_their_shares_and_resume_exactly(
+def test_ranks_train_as_one_device_and_resume(
     name: str, observed: Callable[[str], tuple[Observed, list[Observed]]]
 ) -> None:
     case = (CASES | LARGER)[name]
@@ -155,9 +129,7 @@ def test_ranks_train_as_one_device_hold_their_shares_and_resume_exactly(
     assert max(state) < 0.62 * alone.optimizer_bytes or parallelism != "zero1"
 
 
-def test_it_makes_no_difference_to_the_result_when_fsdp_gathers_parameters(
-    observed: Callable[[str], tuple[Observed, list[Observed]]],
-) -> None:
+def test_when_fsdp_gathers_makes_no_difference(observed: Callable[[str], tuple[Observed, list[Observed]]]) -> None:
     assert observed("fsdp")[1][0].straight_sha256 == observed("fsdp, kept")[1][0].straight_sha256
 
 
@@ -165,15 +137,15 @@ def _measured(joined: World, dataset: Dataset, cases: list[dict[str, Any]]) -> l
     """Return, for each case, the measured ledger, and the bytes of this rank's parameters and optimizer state."""
     from pipeline.profiling import ledger
 
-    found = []
+    ledgers = []
     for applied in cases:
         training = make_training(dataset, joined, conv_net, **applied)
         training.advance(4)
         measured = ledger.measured(training, 10**9)
         assert measured is not None
-        state = [each for values in training.optimizer.state.values() for each in values.values()]
-        found.append((measured, held_bytes(training.model.parameters()), held_bytes(state)))
-    return found
+        state = [value for values in training.optimizer.state.values() for value in values.values()]
+        ledgers.append((measured, held_bytes(training.model.parameters()), held_bytes(state)))
+    return ledgers
 
 
 def test_the_measured_ledger_counts_what_the_rank_holds(digits: Dataset) -> None:
@@ -184,9 +156,9 @@ def test_the_measured_ledger_counts_what_the_rank_holds(digits: Dataset) -> None
         PIPELINE | {"gradient_accumulation": 4},
     ]
     for of_rank in run_ranks(_measured, digits, cases):
-        for found, parameters, state in of_rank:
-            assert (found.parameters_bytes, found.optimizer_state_bytes) == (parameters, state)
-        freed, kept, pipeline = (found for found, _, _ in of_rank)
+        for measured, parameters, state in of_rank:
+            assert (measured.parameters_bytes, measured.optimizer_state_bytes) == (parameters, state)
+        freed, kept, pipeline = (measured for measured, _, _ in of_rank)
         assert freed.parameters_bytes == whole / 2
         assert max(freed.gradients_bytes, kept.gradients_bytes) <= 0.6 * whole
         assert freed.communication_bytes >= 0.3 * whole

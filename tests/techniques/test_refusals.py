@@ -11,11 +11,10 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
-from pipeline.params import CATALOGUE, GRAPH_WARMUP_STEPS, Entry, Machine, parse
-from pipeline.params.catalogue.base import needs_gpu
-from pipeline.plans import Plan, plan
+from pipeline.params import CATALOGUE, GRAPH_WARMUP_STEPS, Entry, Machine
+from pipeline.params.conditions import needs_gpu
 from pipeline.profiling import ledger
-from tests.factories import alone, setting_of
+from tests.factories import alone, planned, setting_of
 from tests.nets import LooksAtValues, changed, chosen, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
 
@@ -33,11 +32,6 @@ RECORDED = ("reduce-overhead", "max-autotune")
 KEPT: list[dict[str, Any]] = [{"gradient_accumulation": 2}, {"gradient_accumulation": "auto"}, {"set_to_none": False}]
 
 
-def planned(machine: Machine, train: dict[str, Any], tried: dict[str, Any], launched: int | None = None) -> Plan:
-    values = {"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": tried}}
-    return plan(parse(values), "tried", machine, launched)
-
-
 def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | None = None, **tried: Any) -> Any:
     """Return a test case. ``key``: a key of the variant; with a dot, a path in params.yaml; if empty, the variant."""
     path = key if "." in key else f"variants.tried.{key}".removesuffix(".")
@@ -48,7 +42,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
     ("path", "says", "machine", "train", "tried"),
     [
         # Refused for the machine
-        *(case(each.key, A_GPU, **alone(each)) for each in CATALOGUE if each.why_not is needs_gpu),
+        *(case(technique.key, A_GPU, **alone(technique)) for technique in CATALOGUE if technique.why_not is needs_gpu),
         case("attention", A_GPU, attention="cudnn"),
         case("attention", A_GPU, GPUS, ON_CPU, attention="efficient"),
         case("precision", A_GPU, GPUS, ON_CPU, precision="tf32"),
@@ -87,10 +81,10 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("replicas", "more; allowed: 1, 2, 4.", parallelism="pipeline", processes=8, replicas=3),
         case("replicas", "allowed: 1.", GPUS.model_copy(update={"gpus": 3}), parallelism="tensor", replicas=2),
         *(
-            case("replicas", "divide 1 process into", GPUS.model_copy(update={"gpus": 1}), parallelism=each, replicas=2)
-            for each in ("fsdp", "pipeline", "tensor")
+            case("replicas", "divide 1 process into", GPUS.model_copy(update={"gpus": 1}), parallelism=name, replicas=2)
+            for name in ("fsdp", "pipeline", "tensor")
         ),
-        *(case(each.key, "needs parallelism", **setting_of(each)) for each in CATALOGUE if each.needs),
+        *(case(entry.key, "needs parallelism", **setting_of(entry)) for entry in CATALOGUE if entry.needs),
         case("replicas", "needs parallelism 'fsdp'", parallelism="zero1", replicas=2),
         case("replicas", "needs parallelism 'fsdp' or 'pipeline' or 'tensor': set", replicas=2),
         case("processes", "needs parallelism 'ddp'", GPUS, parallelism="data_parallel", processes=2),
@@ -100,7 +94,7 @@ def case(key: str, says: str, machine: Machine = CPU, train: dict[str, Any] | No
         case("communication_hook", "'fp16', 'bf16', 'powersgd' or", parallelism="ddp", communication_hook="int8"),
         case("", APART, parallelism="ddp", static_graph=True, gradient_accumulation=2),
         # Refused for another setting: one process
-        *(case("attention", "needs precision: bf16 or", GPUS, attention=each) for each in ("flash", "cudnn")),
+        *(case("attention", "needs precision: bf16 or", GPUS, attention=kernel) for kernel in ("flash", "cudnn")),
         case("loader_workers", "needs data_loading 'dataloader'", loader_workers=4),
         *(case("compile", "need these gradients", GPUS, compile=mode, **kept) for mode in RECORDED for kept in KEPT),
     ],
@@ -109,7 +103,7 @@ def test_a_variant_that_cannot_run_is_refused(
     path: str, says: str, machine: Machine, train: dict[str, Any], tried: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        planned(machine, train, tried)
+        planned(machine, tried, **train)
     (line,) = str(refused.value).removeprefix("params.yaml: ").splitlines()
     assert line.startswith(f"{path}: found ")
     assert says in line
@@ -133,21 +127,21 @@ def test_a_variant_that_cannot_run_is_refused(
     ],
 )
 def test_a_variant_that_can_run_is_applied(machine: Machine, train: dict[str, Any], tried: dict[str, Any]) -> None:
-    made = planned(machine, train, tried)
+    made = planned(machine, tried, **train)
     assert (made.applied, made.skipped) == (made.requested, {})
 
 
 @pytest.mark.parametrize("parallelism", ["none", "data_parallel"])
-def test_a_parallelism_of_one_process_is_refused_under_a_launcher(parallelism: str) -> None:
+def test_one_process_is_refused_under_a_launcher(parallelism: str) -> None:
     with pytest.raises(ConfigError, match=r"variants\.tried: found parallelism .* launcher started 16 .*'fsdp'"):
-        planned(GPUS, {}, {"parallelism": parallelism}, launched=16)
+        planned(GPUS, {"parallelism": parallelism}, launched=16)
 
 
-@pytest.mark.parametrize("one", [each for each in CATALOGUE if each.needs_measuring], ids=lambda each: each.name)
-def test_the_memory_of_some_techniques_cannot_be_predicted(one: Entry, digits: Dataset) -> None:
+@pytest.mark.parametrize("entry", [entry for entry in CATALOGUE if entry.needs_measuring], ids=lambda entry: entry.name)
+def test_the_memory_of_some_techniques_cannot_be_predicted(entry: Entry, digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": frozenset({"bitsandbytes", "torchao"}), "gpu_float8": True})
-    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {one.name} cannot be predicted"):
-        ledger.predicted(planned(machine, {"optimizer": "adamw"}, alone(one)), task_of(digits))
+    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {entry.name} cannot be predicted"):
+        ledger.predicted(planned(machine, alone(entry), optimizer="adamw"), task_of(digits))
 
 
 def scaled() -> nn.Module:
@@ -172,19 +166,18 @@ MODELS: list[tuple[dict[str, Any], nn.Module, str]] = [
     ({"activation_checkpointing": 0.5}, nn.Sequential(FLAT), "keeps no activations; allowed: false"),
     ({"loss_chunks": 2}, nn.Sequential(conv_net(), nn.ReLU()), "does not return the unchanged outputs of an nn.Linear"),
     ({"loss_chunks": 2}, nn.Sequential(nn.Flatten(), SHARED, SHARED), "that it calls only once"),
+    ({"loss_chunks": 2}, nn.Sequential(nn.Flatten(), nn.Linear(64, 10).eval()), "nn.Linear in training mode"),
     ({"attention": "math"}, conv_net(), "Sequential does not call scaled_dot_product_attention; allowed: 'auto'"),
     ({"sync_batchnorm": True, "parallelism": "ddp"}, conv_net(), "has no Batch"),
     ({"optimizer_state": "8bit"}, conv_net(), "no parameter of 4096 values or more"),
     (POWERSGD, scaled(), "module.scale"),
-    (POWERSGD, nn.Sequential(nn.Flatten(), nn.Linear(64, 2)),
-     "factors of rank 2 would shrink no matrix"),
+    (POWERSGD, nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), "factors of rank 2 would shrink no"),
     ({"parallelism": "zero1"}, MIXED, "torch.float32 and torch.float64; allowed: 'ddp'"),
     ({"parallelism": "fsdp"}, MIXED, "torch.float32 and torch.float64 in one block; allowed: 'ddp'"),
     ({"parallelism": "fsdp"}, tied(), "in several of its blocks; allowed: 'ddp' or 'zero1'"),
     ({"parallelism": "fsdp"}, scaled(), "'scale', without dimensions; allowed: shape [1]"),
     ({"parallelism": "tensor"}, conv_net(), "no two linear layers"),
-    ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)),
-     "15 values or heads between"),
+    ({"parallelism": "tensor"}, nn.Sequential(nn.Linear(64, 15), nn.ReLU(), nn.Linear(15, 10)), "15 values or"),
     ({"parallelism": "pipeline"}, FLAT, "1 part at most; allowed: fewer processes"),
     ({"parallelism": "pipeline"}, LooksAtValues(), "torch.fx cannot record LooksAtValues"),
 ]  # fmt: skip
@@ -201,9 +194,9 @@ def _refused(joined: World, cases: list[tuple[dict[str, Any], nn.Module, str]]) 
     return said
 
 
-def test_a_model_that_does_not_fit_is_refused_on_all_ranks() -> None:
-    one, other = run_ranks(_refused, MODELS)
-    assert one == other
-    for (applied, _, says), line in zip(MODELS, one, strict=True):
+def test_an_unfit_model_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(_refused, MODELS)
+    assert first == second
+    for (applied, _, says), line in zip(MODELS, first, strict=True):
         assert line.startswith(f"variants.tried.{next(iter(applied))}: found ")
         assert says in line

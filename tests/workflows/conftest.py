@@ -7,8 +7,7 @@ import pytest
 
 from tests.conftest import Clone
 from tests.servers import serving
-from tests.workflows.github import GitHub
-from tests.workflows.runner import ACT, Runner
+from tests.workflows.runner import ACT, GitHub, Runner
 
 
 @pytest.fixture

@@ -16,14 +16,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from tests.commands import executable
 from tests.conftest import Clone
-from tests.workflows.github import REPOSITORY
 
+REPOSITORY = "somebody/pipeline"
 ACT = shutil.which("act", path=str(Path(sys.executable).parent))
 
 ACTIONS = {  # what the stand-in of an action does, besides recording its inputs
@@ -63,6 +66,51 @@ else:  # as GitHub does: several paths are kept relative to their common folder,
                 shutil.copyfile(file, kept / file.relative_to(top))
 """
 
+RATIO = {"estimate": 1.0625, "low": 1.03125, "high": 1.09375, "decision": "better"}
+ACCURACY = {"unit": "fraction", "estimate": -0.005, "low": -0.0125, "high": 0.0025, "decision": "same"}
+FIGURES = {"variant": "ddp", "throughput": RATIO, "memory": None, "accuracy": ACCURACY}
+ROW = "| ddp | 1.062 (1.031 to 1.094) better | not known | -0.50 (-1.25 to +0.25) same |"
+"""How the report shows FIGURES."""
+
+
+class GitHub:
+    """The part of GitHub's API for comments: at most 100 per page, oldest first."""
+
+    def __init__(self) -> None:
+        self.comments: list[dict[str, Any]] = []
+        self.refuses = False
+        self.address = ""
+
+    def add(self, login: str, body: str) -> dict[str, Any]:
+        identity = len(self.comments) + 1
+        about = {"id": identity, "user": {"login": login}, "html_url": f"comment/{identity}", "body": body}
+        self.comments.append(about)
+        return about
+
+    def reply(self, request: BaseHTTPRequestHandler) -> tuple[int, str]:
+        asked = urlsplit(request.path)
+        length = int(request.headers.get("Content-Length") or 0)
+        fields = json.loads(request.rfile.read(length)) if length else {}
+        if self.refuses or request.headers["Authorization"] != "Bearer token":
+            return 403, ""
+        answer: Any
+        if asked.path != f"/repos/{REPOSITORY}/issues/7/comments":
+            [identity] = re.findall(rf"^/repos/{REPOSITORY}/issues/comments/(\d+)$", asked.path)
+            answer = self.comments[int(identity) - 1]
+            answer["body"] = fields["body"]
+        elif request.command == "POST":
+            answer = self.add("github-actions[bot]", fields["body"])
+        else:
+            asks = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
+            size, page = min(asks.get("per_page", 30), 100), asks.get("page", 1)
+            answer = self.comments[size * (page - 1) : size * page]
+        return 200, json.dumps(answer)
+
+
+def recording(name: str, words: str) -> str:
+    """Return the command that records a call, in one write, because jobs run side by side."""
+    return f'call=$(printf "%q " {name} {words}); echo "$call" >>"$RECORDS/calls"'
+
 
 @dataclass
 class Ran:
@@ -96,19 +144,15 @@ class Runner:
     """More environment variables of the jobs."""
 
     def __post_init__(self) -> None:
-        (self.folder / "tools").mkdir(parents=True)
-        (self.folder / "artifact.py").write_text(ARTIFACT, encoding="utf-8")
         self.tool("gh", '[ "$2" != view ]')  # there is no such pull request yet
+        (self.folder / "artifact.py").write_text(ARTIFACT, encoding="utf-8")
         self.checkout.run("git", "remote", "add", "origin", f"https://github.com/{REPOSITORY}")
         self.checkout.run("git", "clone", "--quiet", "--bare", ".", str(self.folder / "origin"))
 
     def tool(self, name: str, ends: str) -> None:
         """Put a stand-in for a command on the jobs' path. ``ends``: what it does after recording its call, in bash."""
-        file = self.folder / "tools" / name
-        # One write, because jobs run side by side.
-        record = f'call=$(printf "%q " {name} "$@"); echo "$call" >>"$RECORDS/calls"'
-        file.write_text(f"#!/usr/bin/env bash\n{record}\n{ends}\n", encoding="utf-8")
-        file.chmod(0o755)
+        record = recording(name, '"$@"')
+        executable(self.folder / "tools" / name, f"#!/usr/bin/env bash\n{record}\n{ends}\n")
 
     def run(
         self,
@@ -120,7 +164,7 @@ class Runner:
     ) -> Ran:
         """Run a workflow. ``payload``: the event's own values. ``options``: more options of act. ``variables``: the
         repository's variables."""
-        (self.folder / "calls").unlink(missing_ok=True)
+        (self.folder / "calls").write_text("", encoding="utf-8")
         about = {"repository": {"full_name": REPOSITORY, "default_branch": "main", "private": False}, **(payload or {})}
         (self.folder / "event.json").write_text(json.dumps(about), encoding="utf-8")
         path = os.pathsep.join([str(self.folder / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -139,7 +183,7 @@ class Runner:
             str(ACT), event, "--json", "--no-cache-server", "--pull=false", "--defaultbranch=main",
             f"--workflows=.github/workflows/{workflow}.yml", f"--eventpath={self.folder / 'event.json'}",
             *(f"--platform={label}=-self-hosted" for label in ("self-hosted", "ubuntu-latest")),
-            *(f"--local-repository={uses}={self._action(uses)}" for uses in self._used()),
+            *(f"--local-repository={uses}={self._action(uses, inputs)}" for uses, inputs in self._used().items()),
             *(f"--env={name}={value}" for name, value in given.items()),
             *(f"--var={variable}" for variable in variables), "--secret=GITHUB_TOKEN=token", *options,
         ]  # fmt: skip
@@ -148,7 +192,7 @@ class Runner:
             command, cwd=self.checkout.path, env=self.checkout.environment(private), capture_output=True, text=True
         )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        calls = (self.folder / "calls").read_text(encoding="utf-8") if (self.folder / "calls").exists() else ""
+        calls = (self.folder / "calls").read_text(encoding="utf-8")
         return Ran(
             {line["jobID"]: line["jobResult"] for line in lines if "jobResult" in line},
             "".join(line["msg"] for line in lines if line.get("raw_output")) + done.stderr,
@@ -166,22 +210,21 @@ class Runner:
                         used.setdefault(step["uses"], set()).update(step.get("with", {}))
         return used
 
-    def _action(self, uses: str) -> Path:
-        """Write the stand-in of an action; return its folder."""
-        name, inputs = uses.partition("@")[0], sorted(self._used()[uses] | {"name", "path"})
+    def _action(self, uses: str, given: set[str]) -> Path:
+        """Write the stand-in of an action with the inputs ``given``; return its folder."""
+        name, inputs = uses.partition("@")[0], sorted(given | {"name", "path"})
         variable = {key: re.sub(r"\W", "_", key).upper().replace("PATH", "PATH_") for key in inputs}
         words = " ".join(f'"{key}=${variable[key]}"' for key in inputs)
-        record = f'call=$(printf "%q " {name} {words}); echo "$call" >>"$RECORDS/calls"'
         outputs = {key: {"value": f"${{{{ steps.do.outputs.{key} }}}}"} for key in ("digest", "labels", "tags")}
         step = {
             "id": "do",
             "shell": "bash",
-            "run": f"{record}\n{ACTIONS.get(name, '')}",
+            "run": f"{recording(name, words)}\n{ACTIONS.get(name, '')}",
             "env": {variable[key]: f"${{{{ inputs.{key} }}}}" for key in inputs},
         }
         action = {"name": name, "inputs": {key: {"default": ""} for key in inputs}, "outputs": outputs}
+        action["runs"] = {"using": "composite", "steps": [step]}
         folder = self.folder / "actions" / name
         folder.mkdir(parents=True, exist_ok=True)
-        content = {**action, "runs": {"using": "composite", "steps": [step]}}
-        (folder / "action.yml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        (folder / "action.yml").write_text(yaml.safe_dump(action), encoding="utf-8")
         return folder

@@ -15,7 +15,7 @@ class Options(Section):
 
 ENTRY = Entry(
     name="gradient_clipping",
-    setting="extra: {gradient_clipping: {max_norm: 1.0}}",
+    example={"max_norm": 1.0},
     searched_for=("clip_grad_norm_", "gradient norm", "exploding gradients"),
     does="Gradients whose norm over all parameters exceeds max_norm are scaled down to max_norm",
     pays="where single steps with large gradients make training unstable: deep or recurrent nets, high learning rates",

@@ -3,7 +3,7 @@
 Measurement and prediction each watch one step of a ``Training``. The measurement reads the allocations that torch's
 profiler records (``tracker``); the prediction runs the step on fake tensors (``estimate``). The ledger is a sum. One
 part is memory that exists during the whole step, such as parameters and optimizer state. The other part is the peak of
-the memory that the step itself allocates (``allocation_trace``).
+the memory that the step itself allocates (``AllocationTrace``).
 """
 
 from __future__ import annotations

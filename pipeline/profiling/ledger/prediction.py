@@ -72,7 +72,7 @@ def show(
         try:
             plan = plan_of(config, name, machine)
             estimate = Estimate(plan, replace(task, train=plan.train), placement)
-            found = estimate.ledger(plan.micro_batch_size)
+            ledger = estimate.ledger(plan.micro_batch_size)
             largest = None if memory_bytes is None else estimate.largest_batch(memory_bytes)
         except (ConfigError, PredictionError) as error:
             if name not in config.variants:
@@ -80,7 +80,7 @@ def show(
             reasons.append(str(error))
             table.append([name, *("unknown" for _ in table[0][1:])])
             continue
-        table.append([name, *(_in_words(getattr(found, field)) for field in COLUMNS.values())])
+        table.append([name, *(_in_words(getattr(ledger, field)) for field in COLUMNS.values())])
         if memory_bytes is not None:
             table[-1] += [
                 "too large" if largest is None or largest < plan.train.batch_size else "fits",

@@ -1,4 +1,5 @@
-"""Record the allocations of one training step on the device with torch's profiler."""
+"""Record the allocations of one training step on the device with torch's profiler, and find the peak of their
+bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._profiler import _ExtraFields_Allocation
@@ -16,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.distributed import own_part
 from pipeline.processes import default_environment
 from pipeline.profiling import QUIET, each_within
-from pipeline.profiling.ledger.allocation_trace import AllocationTrace
 from pipeline.results import Ledger
 from pipeline.tasks import Task
 from pipeline.tasks.batches import Placement
@@ -113,7 +113,7 @@ def ledger_parts(training: Training, tracker: Tracker, trace: AllocationTrace) -
 
     # In a pipeline, the other ranks' parts of the model are on the meta device here, with their shapes only.
     models = [model, *training.setup.kept_models]
-    parameters = sizes(tensor for each in models for tensor in (*each.parameters(), *each.buffers()))
+    parameters = sizes(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     values = (value for state in training.optimizer.state.values() for value in state.values())
     optimizer_state = sizes(value for value in values if isinstance(value, torch.Tensor))
     gradients = sizes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
@@ -242,7 +242,7 @@ class _Event:
 def _events(profile: profiler.profile, device: str) -> list[_Event]:
     """Return the allocations and frees on ``device``, and the ledger's and FSDP's annotations, in order of time."""
     assert profile.kineto_results is not None
-    found: list[_Event] = []
+    events: list[_Event] = []
     tree = list(profile.kineto_results.experimental_event_tree())
     while tree:
         event = tree.pop()
@@ -250,13 +250,73 @@ def _events(profile: profiler.profile, device: str) -> list[_Event]:
         fields = event.extra_fields
         if isinstance(fields, _ExtraFields_Allocation):
             if fields.device.type == device and fields.ptr:
-                found.append(_Event(event.start_time_ns, key=fields.ptr, size=fields.alloc_size))
+                events.append(_Event(event.start_time_ns, key=fields.ptr, size=fields.alloc_size))
         elif event.name.startswith(("ledger: ", _FSDP)):
-            found.append(_Event(event.start_time_ns, event.name))
-            found.append(_Event(event.end_time_ns, f"/{event.name}"))
-    return sorted(found, key=lambda event: event.time)
+            events.append(_Event(event.start_time_ns, event.name))
+            events.append(_Event(event.end_time_ns, f"/{event.name}"))
+    return sorted(events, key=lambda event: event.time)
 
 
 def resident_bytes(task: Task, placement: Placement) -> int:
     """Return the bytes of the training set that stay on a GPU between steps; 0 unless the set is resident."""
     return sum(task.dataset.train.arrays[name].nbytes for name in task.arrays) if placement == "resident" else 0
+
+
+Kind = Literal["data", "gradients", "activations", "communication"]
+
+
+@dataclass
+class Block:
+    """Memory that was allocated while the trace ran."""
+
+    size: int
+    kind: Kind
+    taken: int
+    """Number of blocks allocated before this block."""
+    given_back: int | None = None
+    """Number of blocks that had been allocated when this block was freed; None if it is not freed."""
+
+
+class AllocationTrace:
+    """Blocks in the order of their allocation. A key, such as an address, stands for one block at a time."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Block] = {}
+        self._blocks: list[Block] = []
+        self._total = self._peak = self._peak_at = 0
+        self._kinds: list[Kind] = ["activations"]
+
+    def allocate(self, key: int, size: int) -> None:
+        block = self.held[key] = Block(size, self._kinds[-1], taken=len(self._blocks))
+        self._blocks.append(block)
+        self._total += size
+        if self._total > self._peak:
+            self._peak, self._peak_at = self._total, block.taken
+
+    def free(self, key: int) -> None:
+        """Free a block. A block that was allocated before the trace began is ignored."""
+        block = self.held.pop(key, None)
+        if block is not None:
+            block.given_back = len(self._blocks)
+            self._total -= block.size
+
+    def section(self, kind: Kind, *, begins: bool) -> None:
+        """Begin or end a section in which allocated blocks are of this kind; sections may nest."""
+        if begins:
+            self._kinds.append(kind)
+        else:
+            self._kinds.pop()
+
+    def gradients(self, keys: Iterable[int]) -> None:
+        """Mark these blocks as gradients of parameters."""
+        for key in keys:
+            if key in self.held:
+                self.held[key].kind = "gradients"
+
+    def at_peak(self, kind: Kind) -> int:
+        """Return the bytes of this kind that were allocated when the total was at its peak."""
+        return sum(
+            block.size
+            for block in self._blocks[: self._peak_at + 1]
+            if block.kind == kind and (block.given_back is None or block.given_back > self._peak_at)
+        )

@@ -22,15 +22,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from pipeline import environment, files, results
 from pipeline.distributed import launch
 from pipeline.errors import PipelineError, say, spelled
+from pipeline.pages import render
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.processes import default_environment
 from pipeline.processes.malloc import keep_freed_memory
 from pipeline.profiling import QUIET, each_within
 from pipeline.profiling.steps import trace
-from pipeline.profiling.steps.findings import Facts, findings
-from pipeline.profiling.steps.profile_file import Profile
-from pipeline.profiling.steps.tables import markdown
+from pipeline.profiling.steps.findings import Facts, Profile, findings
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
@@ -138,12 +137,12 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
         epochs = steps + 4  # enough, because a window that does not fit into an epoch begins in the next epoch
         longer = plan.with_train(epochs=max(epochs, plan.train.epochs), history_every_steps=10**9)
         with replace(assembly, plan=longer).training(seed, steady=True) as training:
-            found, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
-            ranks = tuple(world.gather(found.times()))
+            trace_of_window, plain, profiled = window(training, config.profile.steps, Path(scratch, "trace.json"))
+            ranks = tuple(world.gather(trace_of_window.times()))
             snapshot = _memory_snapshot(training, Path(scratch, "memory.pickle"))
             setup = conditions_of(training, device_name_of(world, fingerprint))
         if world.is_main:
-            facts = Facts(ranks, plan.device == "cuda", setup.placement, setup.applied)
+            facts = Facts(ranks, plan.device == "cuda", setup.placement or "unknown", setup.applied)
             made = Profile(
                 **dict(setup),
                 variant=plan.name,
@@ -154,11 +153,11 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
                 },
                 dataset=dataset_of(assembly.task.dataset),
                 seed=seed,
-                steps=found.steps,
+                steps=trace_of_window.steps,
                 step_p50_ms=plain * 1e3,
                 profiled_step_p50_ms=profiled * 1e3,
                 ranks=ranks,
-                operators=tuple(found.operators()[:OPERATORS]),
+                operators=tuple(trace_of_window.operators()[:OPERATORS]),
                 findings=findings(facts),
                 has_memory_snapshot=snapshot,
             )
@@ -189,5 +188,5 @@ def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
             shutil.copyfileobj(plain, packed)
         if made.has_memory_snapshot:
             shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
-        files.write_text(directory / "profile.md", spelled(markdown(made, on_gpu=on_gpu)))
+        files.write_text(directory / "profile.md", spelled(render("profile.md", profile=made, on_gpu=on_gpu)))
         files.write_text(directory / "profile.json", made.to_json())

@@ -1,4 +1,5 @@
-"""Describe the findings of a profile: one rule for each way in which a step loses time."""
+"""The content of ``profiles/<variant>/profile.json``, and its findings: one rule for each way in which a step loses
+time."""
 
 from __future__ import annotations
 
@@ -6,7 +7,90 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.profiling.steps.profile_file import Finding, StepTimes
+from pipeline.params import Seed
+from pipeline.results import Record, RunConditions, VariantDocument
+
+WORK = ("optimizer", "forward", "backward", "rest")
+"""The parts in which the device works. The optimizer comes first, because a backward node's event also covers an
+optimizer step that runs inside the node."""
+PARTS = (*WORK, "communication", "input", "idle")
+"""All parts. An instant that fits several parts belongs to the first of them."""
+
+
+class StepTimes(Record):
+    """The parts of one rank's mean step under the profiler. All except hidden communication add up to ``step_ms``.
+
+    ``pipeline.profiling.steps.trace`` defines the parts.
+    """
+
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    rest_ms: float
+    """Other work of the step, such as setting gradients to zero, or a CUDA graph of the whole step."""
+    communication_ms: float
+    """Exposed communication, during which the rank does no work."""
+    input_ms: float
+    idle_ms: float
+    communication_hidden_ms: float
+    """Communication during work, which is not added to the other parts."""
+
+    def fraction(self, part: str) -> float:
+        """Return the share of the step that one of ``PARTS`` takes."""
+        value: float = getattr(self, f"{part}_ms")
+        return value / self.step_ms
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in which the device works for this rank."""
+        return self.forward_ms + self.backward_ms + self.optimizer_ms + self.rest_ms
+
+
+class Operator(Record):
+    """One operator's time per step on the main rank's device, without the time of the operators that it calls."""
+
+    name: str
+    calls_per_step: float
+    step_ms: float
+
+
+class Finding(Record):
+    """One result of the profile, with advice."""
+
+    rule: str
+    """The name of the rule, for programs."""
+    share_fraction: float
+    """Share of the step that the finding describes."""
+    text: str
+
+
+class Profile(RunConditions, VariantDocument):
+    """The content of ``profile.json``."""
+
+    seed: Seed
+    steps: int
+    """Number of steps in the profiled window, after the warm-up."""
+    step_p50_ms: float
+    """Median step time without the profiler, in windows just before and after the profiled window."""
+    profiled_step_p50_ms: float
+    """Median step time under the profiler. No throughput is computed from it."""
+    ranks: tuple[StepTimes, ...]
+    operators: tuple[Operator, ...]
+    """The operators of the main rank that take the most time."""
+    findings: tuple[Finding, ...]
+    """The finding with the largest share comes first."""
+    has_memory_snapshot: bool
+
+    def largest_share(self, part: str) -> float:
+        """Return the largest share of a rank's step that one of ``PARTS`` takes."""
+        return max(rank.fraction(part) for rank in self.ranks)
+
+    @property
+    def overhead_fraction(self) -> float:
+        """Slowdown of the step by the profiler: 0.1 for 10%."""
+        return self.profiled_step_p50_ms / self.step_p50_ms - 1
+
 
 NOTABLE_IMBALANCE = 0.20
 """Smallest difference between the ranks' working times, as a share of the step, that is a finding."""
@@ -26,14 +110,14 @@ class Facts:
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Return all notable findings, the largest share first. If there is none, return the finding ``computes``."""
-    found = _uneven(facts)
+    made = _uneven(facts)
     for rule, (part, notable, text) in RULES.items():
         shares = [rank.fraction(part) for rank in facts.ranks]
         worst = max(shares)
         if worst >= notable:
             where = f" on rank {shares.index(worst)}" if len(shares) > 1 else ""
-            found.append(Finding(rule=rule, share_fraction=worst, text=text(facts, f"{worst:.0%}", where)))
-    return tuple(sorted(found, key=lambda each: -each.share_fraction)) or (_computes(facts),)
+            made.append(Finding(rule=rule, share_fraction=worst, text=text(facts, f"{worst:.0%}", where)))
+    return tuple(sorted(made, key=lambda finding: -finding.share_fraction)) or (_computes(facts),)
 
 
 def _waits_for_input(facts: Facts, share: str, where: str) -> str:

@@ -21,15 +21,14 @@ import gzip
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.profiling.steps.intervals import Span, Spans, covered, partition, union
-from pipeline.profiling.steps.profile_file import PARTS, WORK, Operator, StepTimes
+from pipeline.profiling.steps.findings import PARTS, WORK, Operator, StepTimes
 
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
@@ -69,15 +68,15 @@ def read(path: Path) -> list[Event]:
         content = json.load(file)
     return [
         Event(
-            name=each["name"],
-            category=each.get("cat", ""),
-            start=round(each["ts"] * 1000),
-            end=round(each["ts"] * 1000) + round(each.get("dur", 0) * 1000),
-            thread=each.get("tid"),
-            arguments=each.get("args", {}),
+            name=entry["name"],
+            category=entry.get("cat", ""),
+            start=round(entry["ts"] * 1000),
+            end=round(entry["ts"] * 1000) + round(entry.get("dur", 0) * 1000),
+            thread=entry.get("tid"),
+            arguments=entry.get("args", {}),
         )
-        for each in content["traceEvents"]
-        if each.get("ph") == "X"
+        for entry in content["traceEvents"]
+        if entry.get("ph") == "X"
     ]
 
 
@@ -213,7 +212,7 @@ class Trace:
 def _own_times(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
     """Return each event with its own time: its duration minus the durations of the events nested directly in it on the
     same thread."""
-    ordered = sorted(events, key=lambda each: (str(each.thread), each.start, -each.end))
+    ordered = sorted(events, key=lambda event: (str(event.thread), event.start, -event.end))
     own = [event.end - event.start for event in ordered]
     open_: list[int] = []
     for index, event in enumerate(ordered):
@@ -223,3 +222,38 @@ def _own_times(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
             own[open_[-1]] -= event.end - event.start
         open_.append(index)
     return zip(ordered, own, strict=True)
+
+
+Span = tuple[int, int]
+Spans = list[Span]
+"""Half-open spans [start, end) in whole nanoseconds, so that parts add up exactly to their whole. The spans are sorted
+and disjoint, and none is empty."""
+
+
+def union(spans: Iterable[Span]) -> Spans:
+    """Return the time that at least one of ``spans`` covers; they may come in any order, overlap, or be empty."""
+    joined: Spans = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def covered(spans: Iterable[Span], whole: Span) -> int:
+    """Return the nanoseconds of ``whole`` that at least one of ``spans`` covers."""
+    return sum(end - start for start, end in union((max(a, whole[0]), min(b, whole[1])) for a, b in spans))
+
+
+def partition(whole: Span, claims: Mapping[str, Iterable[Span]]) -> dict[str, int]:
+    """Assign each instant of ``whole`` to the first of ``claims`` that covers it; return the nanoseconds of each."""
+    claimed: Spans = []
+    shares = {}
+    for name, spans in claims.items():
+        before = covered(claimed, whole)
+        claimed = union([*claimed, *spans])
+        shares[name] = covered(claimed, whole) - before
+    return shares

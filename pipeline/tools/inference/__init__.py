@@ -9,7 +9,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +18,17 @@ import torch
 from pipeline import environment, files, results
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, count, first_line, say, spelled
+from pipeline.pages import render
 from pipeline.params import Config, Machine, Train
 from pipeline.plans import plan as plan_of
 from pipeline.tasks import Task
 from pipeline.tools.inference.forms import FORMS, Kind, Predict, Trained, Unavailable, cause
-from pipeline.tools.inference.inference_file import Agreement, Form, Inference, Measured, Noise
-from pipeline.tools.inference.tables import markdown
+from pipeline.tools.inference.inference_file import Agreement, Form, Inference
 from pipeline.tools.inference.timing import in_rounds, latency_of, noise_of, throughput_of
 from pipeline.training import checkpoints
 from pipeline.training.assembly import assembled
-from pipeline.training.failures import is_out_of_memory
 from pipeline.training.measured import dataset_of, device_name_of
+from pipeline.training.outcomes import is_out_of_memory
 
 __all__ = ["Inference", "forms_on", "run"]
 
@@ -50,7 +50,6 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     weights = checkpoints.weights(results.read(results.result_file(name), config), seed)
     kinds = {form: FORMS[form] for form in dict.fromkeys((PLAIN, *requested.forms))}
     forms: list[Form] = []
-    noise: list[Noise] = []
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"] if plan.device == "cuda" else ["cpu"]
     for device in devices:
         alone = plan.model_copy(update={"device": device, "processes": 1, "model_processes": 1})
@@ -62,7 +61,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
             trained = Trained(model.to(world.device).eval(), task, sorted({1, *requested.batch_sizes}), native)
             label = device_name_of(world, fingerprint)
             try:
-                here, against_itself = forms_on(trained, kinds, world, label, config)
+                forms += forms_on(trained, kinds, world, label, config)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -70,11 +69,9 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
                     f"infer.batch_sizes: found {requested.batch_sizes}, for which {label} has too little memory "
                     f"({first_line(error)}); set smaller batch sizes."
                 ) from error
-            forms += here
-            noise += against_itself
             about = dataset_of(task.dataset)
             threads = torch.get_num_threads()
-    found = Inference(
+    document = Inference(
         variant=name,
         environment=environment.hash_of(fingerprint, "forms", *requested.forms),
         config={"train": config.train.model_dump(mode="json"), "infer": requested.model_dump(mode="json")},
@@ -84,116 +81,112 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
         rounds=requested.rounds,
         threads=threads,
         forms=tuple(forms),
-        noise=tuple(noise),
     )
-    files.write_texts(
-        {
-            results.inference_file(name, "md"): spelled(markdown(found)),
-            results.inference_file(name, "json"): found.to_json(),
-        }
-    )
-    for form in found.forms:
+    page = spelled(render("inference.md", found=document))
+    as_json, as_page = results.inference_file(name, "json"), results.inference_file(name, "md")
+    files.write_texts({as_page: page, as_json: document.to_json()})
+    for form in document.forms:
         if form.why_not:
             say(f"{name}: {form.name} on {form.device_type} is not available: {form.why_not}")
-    say(f"inference: {results.inference_file(name, 'md')}")
+    say(f"inference: {as_page}")
 
 
 @torch.no_grad()
-def forms_on(
-    trained: Trained, kinds: Mapping[str, Kind], world: World, label: str, config: Config
-) -> tuple[list[Form], list[Noise]]:
+def forms_on(trained: Trained, kinds: Mapping[str, Kind], world: World, label: str, config: Config) -> list[Form]:
     """Make, check and measure the forms ``kinds``, which begin with the plain form, on the device of ``world``. Return
-    a record of each form, and the noise.
+    a record of each form.
 
     ``label``: the device's name. An error of the plain form is raised. An error of another form becomes the reason, in
     its record, why it is not available. Raises PipelineError if the disk is full.
     """
-    device: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
-    task, requested = trained.task, config.infer
-    batches = _Batches(task, max(trained.batch_sizes))
+    task, settings = trained.task, config.infer
+    test_set = _TestSet(task, max(trained.batch_sizes))
     torch.compiler.reset()  # graphs made for another device would count towards the recompile limit
-    calls: dict[str, Predict] = {}
-    outputs: dict[str, torch.Tensor] = {}
+    warm: dict[str, Predict] = {}
     figures: dict[str, dict[str, Any]] = {}
     reasons: dict[str, str] = {}
     for name, kind in kinds.items():
         say(f"infer: {label}: making {name}", file=sys.stderr)
         try:
-            calls[name], outputs[name], figures[name] = _prepared(kind, trained, batches, world)
+            warm[name], figures[name] = _warmed(kind, trained, test_set, world)
         except Exception as error:  # compilers, exporters and kernels may raise anything
-            if name == PLAIN and not isinstance(error, Unavailable):
+            reasons[name] = why = cause(error)
+            if NO_ROOM in why:  # a full disk says nothing about the form
+                raise PipelineError(
+                    f"infer: {name}: {why}. Make room there, or set TMPDIR to another directory."
+                ) from error
+            if name == PLAIN and isinstance(error, Unavailable):
+                raise PipelineError(
+                    f"infer: the form {PLAIN}, with which all others are compared, fails: {why}; train the variant "
+                    "with other settings."
+                ) from error
+            if name == PLAIN:
                 raise
-            reasons[name] = cause(error)
-        if NO_ROOM in reasons.get(name, ""):  # a full disk says nothing about the form
-            raise PipelineError(f"infer: {name}: {reasons[name]}. Make room there, or set TMPDIR to another directory.")
-        if PLAIN in reasons:
-            raise PipelineError(
-                f"infer: the form {PLAIN}, with which all others are compared, fails: {reasons[PLAIN]}; train the "
-                "variant with other settings."
-            )
     slices = in_rounds(
-        {**calls, _AGAIN: calls[PLAIN]},
-        batches.first,
+        {**warm, _AGAIN: warm[PLAIN]},
+        test_set.first,
         trained.batch_sizes,
-        rounds=requested.rounds,
-        seconds=requested.window_seconds,
+        rounds=settings.rounds,
+        seconds=settings.window_seconds,
         synchronise=world.synchronise,
-        devices=[world.device] if requested.energy else (),
+        devices=[world.device] if settings.energy else (),
         values=task.dataset.vocabulary or 256,
     )
-    noise = noise_of(slices[_AGAIN], slices[PLAIN], config.compare.max_spread, device)
-    measured = {
-        name: Measured(
-            **figures[name],
-            latency=latency_of(slices[name]),
-            throughput=throughput_of(slices[name], slices[PLAIN], noise),
-            agreement=_agreement(outputs[name], outputs[PLAIN], task, batches.targets),
-        )
-        for name in calls
-    }
-    forms = [
-        Form(
-            name=name,
-            device=label,
-            device_type=device,
-            does=kind.does,
-            why_not=reasons.get(name),
-            measured=measured.get(name),
-        )
-        for name, kind in kinds.items()
-    ]
-    return forms, list(noise.values())
+    noise = noise_of(slices[_AGAIN], slices[PLAIN], config.compare.max_spread)
+    for name in warm:
+        figures[name]["latency"] = latency_of(slices[name])
+        figures[name]["throughput"] = throughput_of(slices[name], slices[PLAIN], noise)
+    about = {"device": label, "device_type": world.device.type}
+    rows = {name: {"does": kind.does, "why_not": reasons.get(name)} for name, kind in kinds.items()}
+    return [Form.model_validate({"name": name, "measured": figures.get(name), **rows[name], **about}) for name in rows]
 
 
-class _Batches:
-    """The test set's raw inputs, copied to the device in batches of one size.
+class _TestSet:
+    """The raw inputs of the test set, in batches of ``size`` samples on the task's device, and the outputs that are
+    expected for them: those of the first form, which is the plain one.
 
     A compiled form is made for certain sizes only, so the last batch is filled up with the first samples.
     """
 
     def __init__(self, task: Task, size: int) -> None:
-        self._inputs, self.targets = task.on(torch.device("cpu")).raw(
-            [task.dataset.test.arrays[name] for name in task.arrays]
-        )
-        self._device, self._size = task.device, size
+        arrays = [task.dataset.test.arrays[name] for name in task.arrays]
+        self._inputs, self._targets = task.on(torch.device("cpu")).raw(arrays)
+        self._task, self._size = task, size
+        self._expected: torch.Tensor | None = None
         self.first = self._batch(0)
 
     def _batch(self, start: int) -> torch.Tensor:
         rows = torch.arange(start, start + self._size) % len(self._inputs)
-        return self._inputs[rows].to(self._device)
+        return self._inputs[rows].to(self._task.device)
 
     def outputs(self, predict: Predict) -> torch.Tensor:
         """Return the outputs of ``predict``, float32 [N, ...] on the CPU: one for each test sample."""
-        starts = range(0, len(self._inputs), self._size)
-        found: Iterator[torch.Tensor] = (predict(self._batch(start)).cpu() for start in starts)
-        return torch.cat(list(found))[: len(self._inputs)]
+        count = len(self._inputs)
+        return torch.cat([predict(self._batch(start)).cpu() for start in range(0, count, self._size)])[:count]
+
+    def agreement(self, predict: Predict) -> Agreement:
+        """Return how far ``predict`` agrees with the first form. Raises Unavailable if an output is not finite."""
+        outputs = self.outputs(predict)
+        if not torch.isfinite(outputs).all():
+            raise Unavailable("its outputs are not finite")
+        if self._expected is None:
+            self._expected = outputs
+
+        def total(targets: torch.Tensor) -> int | float:
+            score = float(self._task.scores(outputs, targets).double().sum())
+            return int(score) if score.is_integer() else score
+
+        return Agreement(
+            equal_count=total(self._task.predicted(self._expected)),
+            correct_count=total(self._targets),
+            test_count=len(self._targets),
+            largest_logit_difference=float((outputs - self._expected).abs().max()),
+        )
 
 
-def _prepared(
-    kind: Kind, trained: Trained, batches: _Batches, world: World
-) -> tuple[Predict, torch.Tensor, dict[str, Any]]:
-    """Make and warm up a form. Return it, its outputs over the test set, and the figures of ``Measured`` that need no
-    rounds. Raises Unavailable if an output is not finite."""
+def _warmed(kind: Kind, trained: Trained, test_set: _TestSet, world: World) -> tuple[Predict, dict[str, Any]]:
+    """Make a form and call it with each batch size. Return it and the figures of ``Measured`` that need no rounds.
+    Raises Unavailable if an output is not finite."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -202,33 +195,14 @@ def _prepared(
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise the form would run uncompiled
         form = kind.make(trained)
         for size in trained.batch_sizes:
-            form.predict(batches.first[:size])
+            form.predict(test_set.first[:size])
     world.synchronise()
-    seconds = time.perf_counter() - started
-    outputs = batches.outputs(form.predict)
-    if not torch.isfinite(outputs).all():
-        raise Unavailable("its outputs are not finite")
+    figures: dict[str, Any] = {"prepare_seconds": time.perf_counter() - started}
+    figures["agreement"] = test_set.agreement(form.predict)
     breaks = sum(counters["graph_break"].values())
-    figures = {
-        "prepare_seconds": seconds,
-        "model_bytes": form.model_bytes,
-        "file_bytes": form.file_bytes,
-        "remarks": (f"torch.compile broke the graph {count(breaks, 'time')}",) if breaks else (),
-    }
-    return form.predict, outputs, figures
-
-
-def _agreement(outputs: torch.Tensor, plain: torch.Tensor, task: Task, targets: torch.Tensor) -> Agreement:
-    def total(against: torch.Tensor) -> int | float:
-        found = float(task.scores(outputs, against).double().sum())
-        return int(found) if found.is_integer() else found
-
-    return Agreement(
-        equal_count=total(task.predicted(plain)),
-        correct_count=total(targets),
-        test_count=len(targets),
-        largest_logit_difference=float((outputs - plain).abs().max()),
-    )
+    remarks = (f"torch.compile broke the graph {count(breaks, 'time')}",) if breaks else ()
+    figures |= {"model_bytes": form.model_bytes, "file_bytes": form.file_bytes, "remarks": remarks}
+    return form.predict, figures
 
 
 def _native(device: str, machine: Machine, fingerprint: dict[str, Any], train: Train) -> frozenset[str]:

@@ -14,7 +14,7 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 
 import torch
@@ -85,14 +85,6 @@ def compiled(trained: Trained) -> Made:
     return Made(torch.compile(deployed, dynamic=False), bytes_of(deployed))
 
 
-def bf16(trained: Trained) -> Made:
-    return _half(trained, "bf16", torch.bfloat16)
-
-
-def fp16(trained: Trained) -> Made:
-    return _half(trained, "fp16", torch.float16)
-
-
 def exported(trained: Trained) -> Made:
     """Export the model, save the program, and return it as another process would load it."""
     file = BytesIO()
@@ -122,16 +114,6 @@ def int8(trained: Trained) -> Made:
             return _int8(trained)
         except Exception as error:  # for an unsupported model, the two libraries may raise anything
             raise Unavailable(f"{versions} cannot quantise this model ({cause(error)})") from error
-
-
-FORMS: Mapping[str, Kind] = {
-    "eager": Kind("float32, operator by operator: the plain form, with which the other forms are compared", eager),
-    "compiled": Kind("float32 by torch.compile (Inductor)", compiled),
-    "bf16": Kind("weights and activations in bfloat16 (autocast, which training uses, keeps float32 weights)", bf16),
-    "fp16": Kind("weights and activations in float16 (autocast, which training uses, keeps float32 weights)", fp16),
-    "int8": Kind("weights and activations in 8 bits, calibrated on training samples (torchao PT2E, Inductor)", int8),
-    "exported": Kind("float32, exported with torch.export, saved as .pt2 and loaded back", exported),
-}
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -186,13 +168,6 @@ class _InPrecision(nn.Module):
         return outputs.float()
 
 
-def _half(trained: Trained, name: str, dtype: torch.dtype) -> Made:
-    if name not in trained.native:
-        device = "GPU" if trained.task.device.type == "cuda" else "CPU"
-        raise Unavailable(f"this {device} has no native {name} and would emulate it, several times slower")
-    return _made(trained.deployed(_InPrecision(trained.model, dtype)))
-
-
 def _made(module: nn.Module) -> Made:
     return Made(module, bytes_of(module))
 
@@ -208,3 +183,21 @@ def _need_compiler(device: torch.device) -> None:
     """Raise Unavailable if torch.compile cannot build code for the CPU here."""
     if device.type == "cpu" and (reason := software.no_kernels(software.cpu_compiler())):
         raise Unavailable(f"torch.compile cannot build code for this CPU: {reason}")
+
+
+def _half(name: str, dtype: torch.dtype, trained: Trained) -> Made:
+    if name not in trained.native:
+        device = "GPU" if trained.task.device.type == "cuda" else "CPU"
+        raise Unavailable(f"this {device} has no native {name} and would emulate it, several times slower")
+    return _made(trained.deployed(_InPrecision(trained.model, dtype)))
+
+
+_HALF = "weights and activations in {} (autocast, which training uses, keeps float32 weights)"
+FORMS: Mapping[str, Kind] = {
+    "eager": Kind("float32, operator by operator: the plain form, with which the other forms are compared", eager),
+    "compiled": Kind("float32 by torch.compile (Inductor)", compiled),
+    "bf16": Kind(_HALF.format("bfloat16"), partial(_half, "bf16", torch.bfloat16)),
+    "fp16": Kind(_HALF.format("float16"), partial(_half, "fp16", torch.float16)),
+    "int8": Kind("weights and activations in 8 bits, calibrated on training samples (torchao PT2E, Inductor)", int8),
+    "exported": Kind("float32, exported with torch.export, saved as .pt2 and loaded back", exported),
+}

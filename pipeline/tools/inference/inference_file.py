@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from pipeline.comparison.stats import Difference
 from pipeline.params import Seed
 from pipeline.results import Record, VariantDocument
 
@@ -32,11 +33,9 @@ class Throughput(Record):
     low_samples_per_second: float
     """``low_...`` and ``high_...``: the slowest and the fastest round."""
     high_samples_per_second: float
-    ratio: float | None
-    """Ratio to the plain form in the same round: the median over rounds, with its 95% interval. None if the ratio is
-    not trusted; see ``Noise``."""
-    ratio_low: float | None
-    ratio_high: float | None
+    ratio: Difference
+    """Ratio to the plain form in the same rounds; no numbers if it is not trusted. For the plain form itself: the ratio
+    to its second measurement, which shows the noise."""
     joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
     """Energy of the device per sample (``measurement.energy``): the median over rounds. ``low_...`` and ``high_...``:
     the smallest and the largest value of a round."""
@@ -94,23 +93,13 @@ class Form(Record):
     measured: Measured | None
 
 
-class Noise(Record):
-    """The plain form against itself in the same rounds. Its true ratio is 1, so the measured ratio shows the noise."""
-
-    device_type: Literal["cpu", "cuda"]
-    batch_size: int
-    ratio: float
-    refused: str | None
-    """Why no ratio with this batch size is trusted; None if the ratios are trusted."""
-
-
 class Inference(VariantDocument):
     """``inference/<variant>.json``."""
 
+    schema_: Literal[2] = Field(default=2, alias="schema")
     seed: Seed
     model_sha256: str
     rounds: int
     threads: int
     """CPU threads per operation."""
     forms: tuple[Form, ...]
-    noise: tuple[Noise, ...]

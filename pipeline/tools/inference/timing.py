@@ -6,19 +6,19 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.comparison.stats import distrust, paired_ratio
+from pipeline.comparison.stats import Difference, decide, distrust
+from pipeline.comparison.verdicts import of_rounds
 from pipeline.errors import say
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.tools.inference.forms import Predict
-from pipeline.tools.inference.inference_file import Latency, Noise, Throughput
+from pipeline.tools.inference.inference_file import Latency, Throughput
 
 FEWEST_FOR_P99 = 100
 """Fewest calls for a 99th percentile. With fewer calls, the percentile would depend on the two slowest calls alone."""
@@ -26,8 +26,6 @@ FEWEST_CALLS = 3
 """Fewest calls of a form, per round and batch size, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
 """Largest size, in bytes, of the batches that are made together before they are timed. A larger batch is made alone."""
-
-Synchronise = Callable[[], None]
 
 
 @dataclass
@@ -38,22 +36,8 @@ class Slices:
     """Seconds per call with one sample; one list per round."""
     rates: dict[int, list[float]] = field(default_factory=dict)
     """Batch size -> samples a second, one value per round."""
-    energies: dict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    energies: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Batch size -> results of ``per_sample``, one per round; empty if energy was not asked for."""
-
-    def energy(self, size: int) -> dict[str, Any]:
-        """Return the energy fields of ``Throughput`` for one batch size. If the energy of one round is unknown, the
-        result is unknown."""
-        told = self.energies[size]
-        unknown = [each for each in told if "why_no_energy" in each]
-        if unknown or not told:
-            return unknown[0] if unknown else {}
-        joules = [each["joules_per_sample"] for each in told]
-        return {
-            "joules_per_sample": statistics.median(joules),
-            "low_joules_per_sample": min(joules),
-            "high_joules_per_sample": max(joules),
-        }
 
 
 def in_rounds(
@@ -63,7 +47,7 @@ def in_rounds(
     *,
     rounds: int,
     seconds: float,
-    synchronise: Synchronise,
+    synchronise: Callable[[], None],
     devices: Sequence[torch.device] = (),
     values: int = 256,
 ) -> dict[str, Slices]:
@@ -75,108 +59,111 @@ def in_rounds(
     disturbance of some seconds affects all forms. Their order is reversed in every other round. No sample is used
     twice. ``devices``: devices whose energy is measured.
     """
-    unseen = Unseen(inputs, values)
-    found = {name: Slices(rates={size: [] for size in batch_sizes}) for name in forms}
+    unseen = Unseen(inputs, values, synchronise)
+    slices = {name: Slices() for name in forms}
     started = time.perf_counter()
     for number in range(rounds):
         say(f"infer: round {number + 1} of {rounds}, {time.perf_counter() - started:.0f} s", file=sys.stderr)
         names = list(forms)[:: 1 if number % 2 == 0 else -1]
         for name in names:
-            found[name].latencies.append(_calls(forms[name], unseen, seconds, synchronise))
+            slices[name].latencies.append(_calls(forms[name], unseen, seconds))
         for size in batch_sizes:
             for name in names:
                 energy = Energy(devices, "raise infer.window_seconds")
-                samples, taken = _batches(forms[name], unseen, size, seconds, synchronise, energy)
-                found[name].rates[size].append(samples / taken)
+                samples, spent = _batches(forms[name], unseen, size, seconds, energy)
+                slices[name].rates.setdefault(size, []).append(samples / spent)
                 if devices:
-                    found[name].energies[size].append(per_sample([energy.read()], samples))
-    return found
+                    slices[name].energies.setdefault(size, []).append(per_sample([energy.read()], samples))
+    return slices
 
 
 def latency_of(slices: Slices) -> Latency:
     """Return the latency over all rounds, with the spread of the rounds' medians."""
-    calls = [call for each in slices.latencies for call in each]
-    medians = [statistics.median(each) for each in slices.latencies]
-    return Latency(
-        p50_ms=statistics.median(calls) * 1e3,
-        p50_low_ms=min(medians) * 1e3,
-        p50_high_ms=max(medians) * 1e3,
-        p99_ms=float(np.percentile(calls, 99)) * 1e3 if len(calls) >= FEWEST_FOR_P99 else None,
-        calls=len(calls),
-    )
+    calls = [1e3 * call for of_round in slices.latencies for call in of_round]
+    medians = [1e3 * statistics.median(of_round) for of_round in slices.latencies]
+    p99 = float(np.percentile(calls, 99)) if len(calls) >= FEWEST_FOR_P99 else None
+    spread = {"p50_low_ms": min(medians), "p50_high_ms": max(medians)}
+    return Latency(p50_ms=statistics.median(calls), **spread, p99_ms=p99, calls=len(calls))
 
 
-def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Noise]) -> tuple[Throughput, ...]:
-    """Return the throughput for each batch size, with the ratio to the plain form in the same rounds if ``noise``
-    allows a ratio."""
-    found = []
+def throughput_of(slices: Slices, plain: Slices, noise: Mapping[int, Difference]) -> tuple[Throughput, ...]:
+    """Return the throughput for each batch size, with the ratio to the plain form in the same rounds if ``noise`` is
+    trusted; for the plain form, with ``noise`` itself. If the energy of one round is unknown, the energy is unknown."""
+    throughputs = []
     for size, rates in slices.rates.items():
-        ratio = paired_ratio(rates, plain.rates[size]) if noise[size].refused is None else None
-        found.append(
-            Throughput(
-                batch_size=size,
-                samples_per_second=statistics.median(rates),
-                low_samples_per_second=min(rates),
-                high_samples_per_second=max(rates),
-                ratio=ratio.estimate if ratio else None,
-                ratio_low=ratio.low if ratio else None,
-                ratio_high=ratio.high if ratio else None,
-                **slices.energy(size),
-            )
-        )
-    return tuple(found)
+        figures: dict[str, Any] = _over_rounds("samples_per_second", rates)
+        ratio = noise[size]
+        if slices is not plain and ratio.why_untrusted:
+            ratio = Difference(decision="untrusted", why_untrusted=ratio.why_untrusted)
+        elif slices is not plain:
+            ratio = of_rounds(list(zip(rates, plain.rates[size], strict=True)), ratio)
+            ratio = ratio.model_copy(update={"decision": decide(ratio, 0.0)})
+        energies = slices.energies.get(size, [])
+        if unknown := next(filter(None, (energy.get("why_no_energy") for energy in energies)), None):
+            figures["why_no_energy"] = unknown.text
+        elif energies:
+            figures |= _over_rounds("joules_per_sample", [energy["joules_per_sample"] for energy in energies])
+        throughputs.append(Throughput(batch_size=size, ratio=ratio, **figures))
+    return tuple(throughputs)
 
 
-def noise_of(again: Slices, plain: Slices, max_spread: float, device: Literal["cpu", "cuda"]) -> dict[int, Noise]:
+def _over_rounds(figure: str, values: Sequence[float]) -> dict[str, float]:
+    return {figure: statistics.median(values), f"low_{figure}": min(values), f"high_{figure}": max(values)}
+
+
+def noise_of(again: Slices, plain: Slices, max_spread: float) -> dict[int, Difference]:
     """Return the noise by batch size. The plain form is measured twice in each round: as ``again`` and as ``plain``.
     The noise is the ratio of the two and, if ratios are not trusted, the reason."""
-    found = {}
+    noise = {}
     for size, rates in again.rates.items():
-        narrow = paired_ratio(rates, plain.rates[size])
-        wide = paired_ratio(rates, plain.rates[size], confidence=0.99)
-        refused = distrust(narrow, wide, max_spread)
-        found[size] = Noise(device_type=device, batch_size=size, ratio=narrow.estimate, refused=refused)
-    return found
+        pairs = list(zip(rates, plain.rates[size], strict=True))
+        narrow, wide = (of_rounds(pairs, confidence=level) for level in (0.95, 0.99))
+        why = distrust(narrow, wide, max_spread)
+        decision = "untrusted" if why else "same"
+        noise[size] = narrow.model_copy(update={"margin": max_spread, "decision": decision, "why_untrusted": why})
+    return noise
 
 
 class Unseen:
     """Batches in which no sample occurs twice, so that a model cannot save time by returning cached outputs."""
 
-    def __init__(self, inputs: torch.Tensor, values: int) -> None:
-        self._inputs, self._made, self._values, self.sample_bytes = inputs, 0, values, inputs[0].nbytes
+    def __init__(self, inputs: torch.Tensor, values: int, synchronise: Callable[[], None]) -> None:
+        self._inputs, self._values, self._synchronise, self._made = inputs, values, synchronise, 0
+        self.sample_bytes = inputs[0].nbytes
 
-    def batches(self, size: int, count: int) -> list[torch.Tensor]:
-        """Return ``count`` batches [size, ...] of the first samples. The digits of a new number replace the first four
-        values of each sample, so that no two samples are equal."""
-        found = []
-        for _ in range(count):
-            batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
-            numbers = torch.arange(self._made, self._made + size, device=batch.device).unsqueeze(1)
-            places = batch.view(size, -1)[:, :4]
-            places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=batch.device) % self._values)
-            self._made += size
-            found.append(batch)
-        return found
+    def seconds(self, predict: Predict, size: int, count: int = 1) -> float:
+        """Call ``predict`` with ``count`` new batches of ``size`` samples. Return the seconds until the device has
+        finished all calls."""
+        batches = [self._batch(size) for _ in range(count)]
+        self._synchronise()
+        start = time.perf_counter()
+        for batch in batches:
+            predict(batch)
+        self._synchronise()
+        return time.perf_counter() - start
+
+    def _batch(self, size: int) -> torch.Tensor:
+        """Return the first samples as a batch [size, ...]. The digits of a new number replace the first four values of
+        each sample, so that no two samples are equal."""
+        batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
+        numbers = torch.arange(self._made, self._made + size, device=batch.device).unsqueeze(1)
+        places = batch.view(size, -1)[:, :4]
+        places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=batch.device) % self._values)
+        self._made += size
+        return batch
 
 
-def _calls(predict: Predict, unseen: Unseen, seconds: float, synchronise: Synchronise) -> list[float]:
+def _calls(predict: Predict, unseen: Unseen, seconds: float) -> list[float]:
     """Call ``predict`` with single samples for about ``seconds``. Return the seconds of each call, measured until the
     device has finished."""
     calls: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < FEWEST_CALLS or time.perf_counter() < end:
-        (sample,) = unseen.batches(1, 1)
-        synchronise()
-        start = time.perf_counter()
-        predict(sample)
-        synchronise()
-        calls.append(time.perf_counter() - start)
+        calls.append(unseen.seconds(predict, 1))
     return calls
 
 
-def _batches(
-    predict: Predict, unseen: Unseen, size: int, seconds: float, synchronise: Synchronise, energy: Energy
-) -> tuple[int, float]:
+def _batches(predict: Predict, unseen: Unseen, size: int, seconds: float, energy: Energy) -> tuple[int, float]:
     """Call ``predict`` with batches of ``size`` samples for about ``seconds``. Return the number of samples, and the
     seconds that the calls took. The device is synchronised only after every ``MOST_UNSEEN_BYTES`` of batches and at the
     end.
@@ -184,19 +171,9 @@ def _batches(
     ``energy`` is measured in one window around all calls. So it includes the energy of making the batches, which takes
     one copy for each batch.
     """
-
-    def timed(count: int) -> float:
-        batches = unseen.batches(size, count)
-        synchronise()
-        start = time.perf_counter()
-        for batch in batches:
-            predict(batch)
-        synchronise()
-        return time.perf_counter() - start
-
-    count = max(FEWEST_CALLS, round(seconds / timed(1)))
+    count = max(FEWEST_CALLS, round(seconds / unseen.seconds(predict, size)))
     at_once = max(1, MOST_UNSEEN_BYTES // (size * unseen.sample_bytes))
     energy.open()
-    taken = sum(timed(min(at_once, count - done)) for done in range(0, count, at_once))
+    spent = sum(unseen.seconds(predict, size, min(at_once, count - done)) for done in range(0, count, at_once))
     energy.close(measured=True)
-    return count * size, taken
+    return count * size, spent

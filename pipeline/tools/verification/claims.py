@@ -18,19 +18,23 @@ import torch
 from pipeline import params, tasks
 from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError, PipelineError
+from pipeline.measurement.updates import relative_difference
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.processes import randomness
-from pipeline.tools.verification.natures import Nature, make_per_sample, nature, statistics
 from pipeline.tools.verification.observing import (
     EPOCHS,
     PLAIN_SGD,
     STATISTICS_BATCHES,
+    Nature,
     Observed,
-    Task,
+    Trial,
     first_inputs,
+    make_per_sample,
     miniature,
+    nature,
     observer,
+    statistics,
     statistics_file,
 )
 from pipeline.training.assembly import planned
@@ -53,11 +57,8 @@ CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
 bound."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
-"""Settings of a ``Task``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
+"""Settings of a ``Trial``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
 rates. Rounding errors grow from step to step, in some trainings beyond every meaningful bound."""
-SMALL_TENSOR = 0.1
-"""A gradient whose terms nearly cancel consists of rounding errors only. So a difference is divided by a norm to which
-this share of the root mean square over all tensors is added."""
 
 Distance = Callable[[Observed, Observed], float]
 
@@ -89,58 +90,42 @@ class _Untried(WorkerError):
     """A claim cannot be tried, because there is no usable reference, for instance. The message says why."""
 
 
-def way_difference(found: Observed, expected: Observed) -> float:
-    """Compare how two trainings changed each tensor, and return the largest relative difference; infinite if the
-    tensors' names differ or a difference is not finite.
-
-    The norm of a difference is taken relative to the expected tensor's norm plus ``SMALL_TENSOR`` of the root mean
-    square over all tensors. Integer tensors, which are counts, are left out.
-    """
+def way_difference(observed: Observed, expected: Observed) -> float:
+    """Compare how two trainings changed each tensor, by ``relative_difference``. Integer tensors, which are counts, are
+    left out."""
     ours, theirs = (
-        {name: value for name, value in _read(each.way).items() if value.is_floating_point()}
-        for each in (found, expected)
+        {name: value for name, value in _weights(training.way).items() if value.is_floating_point()}
+        for training in (observed, expected)
     )
-    if ours.keys() != theirs.keys():
-        return math.inf
-    total = math.sqrt(sum(float(value.square().sum()) for value in theirs.values()))
-    count = sum(value.numel() for value in theirs.values())
-    largest = 0.0
-    for name, value in theirs.items():
-        usual = total * math.sqrt(value.numel() / count)
-        size = float(value.norm()) + SMALL_TENSOR * usual
-        difference = float((ours[name] - value).norm())
-        if not math.isfinite(difference):
-            return math.inf
-        largest = max(largest, difference / size if size else 0.0)
-    return largest
+    return relative_difference(ours, theirs)
 
 
-def loss_difference(found: Observed, expected: Observed) -> float:
+def loss_difference(observed: Observed, expected: Observed) -> float:
     """Return the largest difference of a step's loss, relative to the mean expected loss over the steps; infinite if
     the number of steps differs."""
-    ours, theirs = found.losses, expected.losses
+    ours, theirs = observed.losses, expected.losses
     if len(ours) != len(theirs) or not theirs:
         return math.inf
-    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) * len(theirs) / sum(map(abs, theirs))
+    return max(abs(our - their) for our, their in zip(ours, theirs, strict=True)) * len(theirs) / sum(map(abs, theirs))
 
 
-def differing_values(found: Path, expected: Path) -> int:
+def differing_values(observed: Path, expected: Path) -> int:
     """Return the number of values in two state dicts that differ in any bit. If a state dict lacks a name, all values
     of this name differ."""
-    ours, theirs = _read(found), _read(expected)
+    ours, theirs = _weights(observed), _weights(expected)
     different = sum(value.numel() for name, value in {**ours, **theirs}.items() if name not in ours.keys() & theirs)
     for name in ours.keys() & theirs.keys():
-        one, other = ours[name], theirs[name]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            different += one.numel()
+        our_value, their_value = ours[name], theirs[name]
+        if our_value.shape != their_value.shape or our_value.dtype != their_value.dtype:
+            different += our_value.numel()
             continue
-        size = one.numel(), one.element_size()
-        bits = (each.contiguous().flatten().view(torch.uint8).view(size) for each in (one, other))
+        size = our_value.numel(), our_value.element_size()
+        bits = (value.contiguous().flatten().view(torch.uint8).view(size) for value in (our_value, their_value))
         different += int(torch.ne(*bits).any(1).sum())
     return different
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
+def _weights(file: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     return state
 
@@ -169,7 +154,7 @@ class Verifier:
 
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
         self.config, self.machine, self.prepared, self.folder = config, machine, prepared, folder
-        self._seen: dict[tuple[str, Task, int], Observed] = {}
+        self._seen: dict[tuple[str, Trial, int], Observed] = {}
         self._small = replace(task, dataset=miniature(task.dataset, config.train.batch_size))
         self.steps = EPOCHS * (len(self._small.dataset.train) // config.train.batch_size)
         self.tested = len(self._small.dataset.test)
@@ -186,16 +171,16 @@ class Verifier:
             with randomness.kept():
                 randomness.seed(train.seeds[0])
                 model = task.model()
-                as_it_is, found = nature(model, batches[0]), statistics(model, batches)
-                made_per_sample = nature(make_per_sample(model, found), batches[0])
-            torch.save(found, file)
+                as_it_is, per_sample = nature(model, batches[0]), statistics(model, batches)
+                made_per_sample = nature(make_per_sample(model, per_sample), batches[0])
+            torch.save(per_sample, file)
             self._natures[file] = as_it_is, made_per_sample
         return self._natures[file]
 
     def count(self, plan: Plan) -> int:
         """Return the number of claims that ``claims`` yields for the plan if all of them can be tried."""
-        changes = {each.changes for each in params.requested(plan.applied)}
-        idle = sum(each.without_effect is not None for each in params.requested(plan.applied))
+        changes = {entry.changes for entry in params.requested(plan.applied)}
+        idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
         return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
@@ -205,7 +190,7 @@ class Verifier:
             yield Claim(name, f"{technique} is skipped", note=reason, undecided=UNTRIED)
         entries = params.requested(plan.applied)
         try:
-            (first,), (again,) = (self._observe(plan, [Task("run")], repeat) for repeat in (0, 1))
+            (first,), (again,) = (self._observe(plan, [Trial("run")], repeat) for repeat in (0, 1))
         except WorkerError as error:
             yield _failed(name, "the variant trains", error)
             return
@@ -215,7 +200,7 @@ class Verifier:
             return
         moved = torch.load(first.way, weights_only=True)
         weights = [moved[weight] for weight, _ in self._small.model().named_parameters() if weight in moved]
-        if weights and not any(each.any() for each in weights):
+        if weights and not any(weight.any() for weight in weights):
             yield Claim(name, "the variant trains", holds=False, note="no weight changed: no weight gets a gradient")
             return
         yield from self._against_one_device(plan, entries)
@@ -227,8 +212,8 @@ class Verifier:
     def _against_one_device(self, plan: Plan, entries: Sequence[Entry]) -> Iterator[Claim]:
         """Yield the claims that gradients, losses and weights equal those of the reference. The reference is a training
         on a single device in float32. It keeps only the techniques that change statistics."""
-        close = [each for each in entries if each.changes != "statistics"]
-        if all(each.changes != "rounding" for each in close):
+        close = [entry for entry in entries if entry.changes != "statistics"]
+        if all(entry.changes != "rounding" for entry in close):
             return  # the claim of identical weights is stronger
         gradients, losses, weights = (
             f"{what}: equal to those of a single device"
@@ -241,67 +226,67 @@ class Verifier:
             return
         as_it_is, made_per_sample = self._natures_of(plan.train)
         per_sample = not as_it_is.per_sample
-        loose = [f"only statistically equal with {each.name}" for each in entries if each.changes == "statistics"]
+        loose = [f"only statistically equal with {entry.name}" for entry in entries if entry.changes == "statistics"]
         if not made_per_sample.per_sample:
             loose.append(f"only statistically equal, because the model still {said(made_per_sample)}")
         note = "; ".join([PER_SAMPLE] * per_sample + loose)
         spoils: list[dict[str, Any]] = []  # without them, no bound is promised
         if not loose:
-            roundoff = max(each.roundoff for each in close)
+            roundoff = max(entry.roundoff for entry in close)
             noise = roundoff / 2 if roundoff > FLOAT32 else KERNEL_ROUNDOFFS * FLOAT32
             parts = max(2, plan.data_processes * plan.micro_batches)  # a fault could lose one of them
             spoils = [*({"noise": noise, "draw": draw} for draw in range(DRAWS)), {"forgets": parts}]
 
-        def spoilt(*tasks: Task) -> list[list[Task]]:
-            return [[task, *(replace(task, **changes) for changes in spoils)] for task in tasks]
+        def spoilt(*trials: Trial) -> list[list[Trial]]:
+            return [[trial, *(replace(trial, **changes) for changes in spoils)] for trial in trials]
 
         plain = self.config.train.model_copy(update=PLAIN_SGD)
-        if why_no_step := next(filter(None, (each.why_not_with(plain) for each in entries)), None):
+        if why_no_step := next(filter(None, (entry.why_not_with(plain) for entry in entries)), None):
             no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=no_step, undecided=UNTRIED)
         else:
-            step = Task("step", per_sample)
+            step = Trial("step", per_sample)
             (claim,) = self._compared(plan, reference, note, spoilt(step), {gradients: way_difference})
             yield claim
             if claim.undecided == UNMEASURABLE:
                 hidden = "rounding hides a fault even in the gradients of a step"
-                for each in (losses, weights):
-                    yield Claim(plan.name, each.format(self.steps), note=hidden, undecided=UNMEASURABLE)
+                for wording in (losses, weights):
+                    yield Claim(plan.name, wording.format(self.steps), note=hidden, undecided=UNMEASURABLE)
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
-        runs = [Task("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
+        runs = [Trial("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
         distances = {weights: way_difference, losses: loss_difference}
         yield from reversed(self._compared(plan, reference, note, spoilt(*runs), distances))
 
     def _compared(
-        self, plan: Plan, reference: Plan, note: str, tries: Sequence[Sequence[Task]], distances: Mapping[str, Distance]
+        self, plan: Plan, reference: Plan, note: str, runs: Sequence[Sequence[Trial]], distances: Mapping[str, Distance]
     ) -> list[Claim]:
-        """Return a claim for each of ``distances``. The claims come from the first of ``tries`` that gives the first
-        distance a meaningful bound. If there is none, they come from the last of ``tries``.
+        """Return a claim for each of ``distances``. The claims come from the first of ``runs`` that gives the first
+        distance a meaningful bound. If there is none, they come from the last of ``runs``.
 
-        ``tries``: each has the task and, to find the bound, the task with noise and with the planted fault. In a
+        ``runs``: each has the trial and, to find the bound, the trial with noise and with the planted fault. In a
         claim's text, {} stands for the number of steps.
         """
         names: list[str] = []
         try:
-            for task, *spoilt in tries:
-                names = [claim.format(task.steps or self.steps) for claim in distances]
-                theirs, *others = self._reference(reference, [task, *spoilt])
+            for trial, *spoilt in runs:
+                names = [claim.format(trial.steps or self.steps) for claim in distances]
+                theirs, *others = self._reference(reference, [trial, *spoilt])
                 judged = [
-                    _judged(Claim(plan.name, name, unit="relative"), [apart(each, theirs) for each in others])
+                    _judged(Claim(plan.name, name, unit="relative"), [apart(run, theirs) for run in others])
                     for name, apart in zip(names, distances.values(), strict=True)
                 ]
                 if judged[0].undecided != UNMEASURABLE:
                     break
             if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
-                found = theirs.not_finite or "a single device, reaches values that are not finite"
-                raise _Untried(f"the reference, {found}")
-            (ours,) = self._observe(plan, [task])
+                reason = theirs.not_finite or "a single device, reaches values that are not finite"
+                raise _Untried(f"the reference, {reason}")
+            (ours,) = self._observe(plan, [trial])
             if ours.overflowed:
                 raise _Untried("a step was skipped, because its scaled gradients overflowed")
         except WorkerError as error:
             return [_failed(plan.name, name, error) for name in names]
-        slower = f"at 1/{1 / task.rate:.0f} of the learning rate" if task.rate < 1 else ""
+        slower = f"at 1/{1 / trial.rate:.0f} of the learning rate" if trial.rate < 1 else ""
         note = "; ".join(filter(None, [note, slower, ours.not_finite]))
         measured = [apart(ours, theirs) for apart in distances.values()]
         return [
@@ -313,30 +298,30 @@ class Verifier:
         """Yield the claim that the final weights stay the same if the techniques that should change nothing are left
         out. For each technique that can be set to have no effect, yield the claim that it then changes nothing."""
         after = f"weights after {self.steps} steps"
-        exact = [each for each in entries if each.changes == "nothing"]
-        without = f"{after}: equal to those without {', '.join(each.name for each in exact)}"
+        exact = [entry for entry in entries if entry.changes == "nothing"]
+        without = f"{after}: equal to those without {', '.join(entry.name for entry in exact)}"
         claims = [(without, plan.applied, exact)] if exact else []
-        for each in entries:
-            if each.without_effect:
-                idle = plan.applied.model_copy(update=each.without_effect(plan.applied))
-                claims.append((f"{after}, if {each.name} has no effect: equal to those without it", idle, [each]))
+        for entry in entries:
+            if entry.without_effect:
+                idle = plan.applied.model_copy(update=entry.without_effect(plan.applied))
+                claims.append((f"{after}, if {entry.name} has no effect: equal to those without it", idle, [entry]))
         for claim, applied, left_out in claims:
             try:
                 tried = plan if applied is plan.applied else self._planned(plan.name, applied)
-                (ours,) = self._observe(tried, [Task("run")])
-                (other,) = self._reference(self._without_these(plan, left_out), [Task("run")])
+                (ours,) = self._observe(tried, [Trial("run")])
+                (plain,) = self._reference(self._without_these(plan, left_out), [Trial("run")])
             except (ConfigError, WorkerError) as error:
                 yield _failed(plan.name, claim, error)
             else:
-                yield self._bit_by_bit(plan, entries, claim, ours, other)
+                yield self._bit_by_bit(plan, entries, claim, ours, plain)
 
-    def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, other: Observed) -> Claim:
+    def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, plain: Observed) -> Claim:
         """Return the claim that two trainings end in the same weights; not promised if a training is not
         deterministic."""
-        loose = [each.name for each in entries if not each.repeats] + [first.unsteady] * bool(first.unsteady)
+        loose = [entry.name for entry in entries if not entry.repeats] + [first.unsteady] * bool(first.unsteady)
         if not self.config.train.deterministic:
             loose.append("train.deterministic: false")
-        difference = differing_values(other.file, first.file)
+        difference = differing_values(plain.file, first.file)
         if loose:
             note = f"not promised: {' and '.join(loose)}"
             return Claim(plan.name, claim, difference, unit="values", note=note, undecided=UNPROMISED)
@@ -345,15 +330,15 @@ class Verifier:
     def _worked(self, plan: Plan, entries: Sequence[Entry], first: Observed) -> Claim:
         """Return the claim that a step processes all samples that it is credited with. A compiled graph hides its work,
         so the claim is tried without compiler techniques."""
-        work, compilers = first.work, [each for each in entries if each.layer == "compiler"]
+        work, compilers = first.work, [entry for entry in entries if entry.layer == "compiler"]
         assert work is not None  # a run always records its work
         claim = f"the model and the loss take {work.credited:,} samples a step"
         if compilers:
             try:
-                work = self._reference(self._without_these(plan, compilers), [Task("run")])[0].work or work
+                work = self._reference(self._without_these(plan, compilers), [Trial("run")])[0].work or work
             except _Untried as reason:
                 return _failed(plan.name, claim, reason)
-        note = str(work) if work.missing else ""
+        note = work.rejection.happened if work.missing else ""
         return Claim(plan.name, claim, work.missing, 0, not work.missing, "samples", note)
 
     def _without_these(self, plan: Plan, techniques: Sequence[Entry]) -> Plan:
@@ -366,10 +351,10 @@ class Verifier:
                 f"no reference, because the variant cannot run without some of its techniques: {problem}"
             ) from None
 
-    def _reference(self, plan: Plan, tasks: Sequence[Task]) -> list[Observed]:
-        """Return the results of ``tasks`` for a plan without some of the variant's techniques. Raises _Untried."""
+    def _reference(self, plan: Plan, trials: Sequence[Trial]) -> list[Observed]:
+        """Return the results of ``trials`` for a plan without some of the variant's techniques. Raises _Untried."""
         try:
-            return self._observe(plan, tasks)
+            return self._observe(plan, trials)
         except WorkerError as error:
             raise _Untried(f"the reference, a training without some of the techniques, fails: {error}") from None
 
@@ -379,22 +364,22 @@ class Verifier:
         values["compare"] = {"baseline": name}
         return planned(params.parse(values), name, self.machine, self.prepared)
 
-    def _observe(self, plan: Plan, tasks: Sequence[Task], repeat: int = 0) -> list[Observed]:
-        """Return the results of ``tasks``. Tasks that have no result yet run now, all in the same processes."""
+    def _observe(self, plan: Plan, trials: Sequence[Trial], repeat: int = 0) -> list[Observed]:
+        """Return the results of ``trials``. Trials that have no result yet run now, all in the same processes."""
         values = plan.model_dump(mode="json", exclude={"name", "requested", "skipped", "decided"})
         values["applied"].pop("processes", None)  # "auto" or a number; the plan itself has the number
         settled = json.dumps(values, sort_keys=True)  # equal for plans that train in the same way
-        new = [task for task in tasks if (settled, task, repeat) not in self._seen]
+        new = [trial for trial in trials if (settled, trial, repeat) not in self._seen]
         if new:
             with observer(plan, self.prepared, self.folder) as observe:
-                for task in new:
-                    self._seen[settled, task, repeat] = observe(task, f"{len(self._seen)}.pt")
-        return [self._seen[settled, task, repeat] for task in tasks]
+                for trial in new:
+                    self._seen[settled, trial, repeat] = observe(trial, f"{len(self._seen)}.pt")
+        return [self._seen[settled, trial, repeat] for trial in trials]
 
 
-def said(found: Nature) -> str:
+def said(of_model: Nature) -> str:
     """Return the nature in words that follow "the model"."""
-    parts = ["draws random numbers"] * found.stochastic + ["mixes the samples of a batch"] * found.batch_dependent
+    parts = ["draws random numbers"] * of_model.stochastic + ["mixes the samples of a batch"] * of_model.batch_dependent
     return " and ".join(parts) or "draws no random numbers and does not mix the samples of a batch"
 
 
@@ -405,8 +390,8 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
         return replace(claim, undecided=UNPROMISED)
     *noisy, fault = spoilt
     bound = LEAST + FACTOR * max(noisy)
-    told = math.isfinite(bound) and CLEAR * bound <= fault
-    return replace(claim, bound=bound, fault=fault, undecided="" if told else UNMEASURABLE)
+    decided = math.isfinite(bound) and CLEAR * bound <= fault
+    return replace(claim, bound=bound, fault=fault, undecided="" if decided else UNMEASURABLE)
 
 
 def _failed(variant: str, claim: str, error: PipelineError) -> Claim:

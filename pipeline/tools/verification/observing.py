@@ -1,10 +1,15 @@
-"""Train a variant in miniature, in fresh processes with its plan, and record its losses, weights and evaluation."""
+"""Train a variant in miniature, in fresh processes with its plan, and record its losses, weights and evaluation.
+
+Each process draws its own random numbers, and BatchNorm normalises by the samples of one process. So a distributed
+training differs by design from a training on a single device. To show other differences, ``make_per_sample`` removes
+both reasons from the model.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from pipeline import tasks
@@ -21,16 +28,14 @@ from pipeline.data.prepared import Dataset, Split
 from pipeline.distributed import forked, whole
 from pipeline.errors import first_line
 from pipeline.files import json_sha256
+from pipeline.models import keeping
 from pipeline.params import Train
 from pipeline.plans import Plan
 from pipeline.processes import randomness
 from pipeline.tasks.batches import evaluation_batches
-from pipeline.tools.verification.natures import make_per_sample
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
-from pipeline.training.counting import Work
-from pipeline.training.failures import OutOfMemory, is_out_of_memory
 from pipeline.training.loop import Training
-from pipeline.training.losses import DeviceLosses, NonFiniteLoss
+from pipeline.training.outcomes import DeviceLosses, NonFiniteLoss, OutOfMemory, Work, is_out_of_memory
 
 EPOCHS, EPOCH_STEPS = 2, 10
 """Number of epochs of the miniature, and of steps in an epoch; fewer steps if the data set is smaller."""
@@ -39,7 +44,7 @@ TEST_SAMPLES = 2000
 QUARTERS = (0.25, 0.5, 0.75)
 """Ends of the quarters that count as classes of targets that are numbers."""
 TRIED_SAMPLES = 32
-"""Number of samples from which a model's nature (see ``natures``) is found."""
+"""Number of samples from which a model's nature (``nature``) is found."""
 STATISTICS_BATCHES = 4
 """Number of batches, of ``TRIED_SAMPLES`` each, for the statistics of a BatchNorm that is made per-sample."""
 TIE = 2.0**-16
@@ -64,14 +69,14 @@ torch imports ``torch._dynamo`` when it creates the first optimizer."""
 
 
 @dataclass(frozen=True)
-class Task:
+class Trial:
     """One training from the start."""
 
     what: Literal["step", "run"]
     """step: a single step of plain SGD at ``RATE``, which changes the weights by the gradient times ``-RATE``. run: the
     job itself, its schedule shrunk to the miniature."""
     per_sample: bool = False
-    """True if the model is made per-sample; see ``natures``."""
+    """True if the model is made per-sample (``make_per_sample``)."""
     noise: float = 0.0
     """For a single device: the relative error (root mean square) that is added to each initial parameter and to each
     value that a layer returns. It imitates rounding in the forward pass and also in the backward pass, where these
@@ -119,49 +124,49 @@ class Observed:
 
 
 @contextmanager
-def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Task, str], Observed]]:
-    """Start the variant in fresh processes. Yields the function ``observe(task, name)``, which runs a task and writes
+def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Trial, str], Observed]]:
+    """Start the variant in fresh processes. Yields the function ``observe(trial, name)``, which runs a trial and writes
     its file to ``folder/name``."""
     with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
         ask(None)
-        yield lambda task, name: ask((task, folder / name))[0]
+        yield lambda trial, name: ask((trial, folder / name))[0]
 
 
 def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print; stdout is for the table
     with assembled(plan, prepared) as assembly:
-        found = None
-        while request := (yield found):
-            task, file = request
+        observed = None
+        while request := (yield observed):
+            trial, file = request
             try:
-                found = observe(task, file, assembly)
+                observed = observe(trial, file, assembly)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 raise OutOfMemory(f"out of memory ({first_line(error)})") from None
 
 
-def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
-    """Run ``task`` on this rank of the variant's process group, and return its results. Rank 0 writes ``file``."""
+def observe(trial: Trial, file: Path, assembly: Assembly) -> Observed:
+    """Run ``trial`` on this rank of the variant's process group, and return its results. Rank 0 writes ``file``."""
     plan = assembly.plan
     dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale)
     of_job = replace(assembly.task, dataset=dataset)
-    small = replace(assembly, plan=plan.with_train(**_shrunk(task, plan)), task=of_job)
+    small = replace(assembly, plan=plan.with_train(**_shrunk(trial, plan)), task=of_job)
     # All ranks read these losses together, so every rank sees a loss that is not finite, and none waits for another.
     options: dict[str, Any] = {"losses": DeviceLosses(assembly.world)}
-    if task.per_sample:
+    if trial.per_sample:
         statistics = torch.load(file.parent / statistics_file(plan.train), weights_only=True)
-        options["change_model"] = partial(make_per_sample, found=statistics)
-    with small.training(plan.train.seeds[0], **options) as training, _spoilt(training, task):
+        options["change_model"] = partial(make_per_sample, kept_statistics=statistics)
+    with small.training(plan.train.seeds[0], **options) as training, _spoilt(training, trial):
         before, scales = _copied(training), _loss_scales(training)
         training.counted_steps.update(range(training.total_steps))
         losses: tuple[float, ...] = ()
         not_finite = ""
-        if task.what == "step":
+        if trial.what == "step":
             training.step(training.batches.epoch(0))  # without evaluation, because RATE may ruin the weights
         else:
             try:
-                losses = tuple(row.train_loss for row in islice(training.run(), task.steps or None) if row)
+                losses = tuple(row.train_loss for row in islice(training.run(), trial.steps or None) if row)
             except NonFiniteLoss as error:
                 # Without the name, because variants that train in the same way share this training.
                 not_finite = str(error).removeprefix(f"variant {training.plan.name}, ")
@@ -176,7 +181,7 @@ def observe(task: Task, file: Path, assembly: Assembly) -> Observed:
             }
             torch.save({} if not_finite else moved, seen.way)
         score = training.score
-        if score is None or not_finite or task.per_sample or task.steps:
+        if score is None or not_finite or trial.per_sample or trial.steps:
             return seen
         alone = _scored_alone(training, after) if training.world.is_main else (0.0, 0, 0)
         correct, count, ties = training.world.broadcast(alone)
@@ -218,20 +223,20 @@ def _part(split: Split, count: int) -> Split:
 def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
     """Return the first ``batches`` batches of ``TRIED_SAMPLES`` training samples, as the model takes them. The task
     must be on the CPU."""
-    found = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
-    return [inputs for inputs, _ in islice(found, batches)]
+    micro_batches = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
+    return [inputs for inputs, _ in islice(micro_batches, batches)]
 
 
-def _shrunk(task: Task, plan: Plan) -> dict[str, Any]:
+def _shrunk(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Return the settings under ``train`` that replace the job's settings in the miniature."""
     changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
-    if task.what == "step":
+    if trial.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
-    return changes | {"learning_rate": task.rate * plan.train.learning_rate}
+    return changes | {"learning_rate": trial.rate * plan.train.learning_rate}
 
 
 def _loss_scales(training: Training) -> list[float]:
-    return [state["scale"] for state in (each.state() for each in training.techniques) if "scale" in state]
+    return [state["scale"] for state in (own.state() for own in training.techniques) if "scale" in state]
 
 
 def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, int, int]:
@@ -245,7 +250,7 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
     correct, count, ties = 0.0, 0, 0
     with torch.no_grad():
         for rows in zip(*(task.dataset.test.arrays[name].split(256) for name in task.arrays), strict=True):
-            inputs, targets = task.raw([each.to(task.device) for each in rows])
+            inputs, targets = task.raw([array_rows.to(task.device) for array_rows in rows])
             outputs = deployed(inputs).float()
             correct += task.objective.scores(outputs, targets).double().sum().item()
             count += len(targets)
@@ -253,8 +258,8 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
     return correct, count, ties
 
 
-def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
-    """Add ``task.noise`` to the training. If ``task.forgets`` is not 0, each batch has this number of parts, and the
+def _spoilt(training: Training, trial: Trial) -> AbstractContextManager[None]:
+    """Add ``trial.noise`` to the training. If ``trial.forgets`` is not 0, each batch has this number of parts, and the
     gradient lacks the last part while the returned context is open."""
 
     def off(value: Tensor) -> Tensor:
@@ -262,27 +267,27 @@ def _spoilt(training: Training, task: Task) -> AbstractContextManager[None]:
             return value
         # The noise depends on the value alone. Like rounding, it keeps equal values equal, so max pooling still
         # chooses the same value.
-        return value * (1 + 2**0.5 * task.noise * (value.detach().float() * 2.0 ** (20 + task.draw)).cos())
+        return value * (1 + 2**0.5 * trial.noise * (value.detach().float() * 2.0 ** (20 + trial.draw)).cos())
 
     def forgetful(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def forgetting(inputs: Tensor, targets: Tensor) -> Tensor:
-            kept = len(inputs) * (task.forgets - 1) // task.forgets
+            kept = len(inputs) * (trial.forgets - 1) // trial.forgets
             loss = forward(inputs, targets)
             part = forward(inputs[:kept], targets[:kept]) * (kept / len(inputs))
             return part + (loss - part).detach()  # the reported loss includes all parts
 
         return forgetting
 
-    if task.noise:
-        torch.manual_seed(task.draw)
+    if trial.noise:
+        torch.manual_seed(trial.draw)
         for module in training.model.modules():
             # A layer such as nn.MultiheadAttention has parameters of its own, and a part that it does not call.
             if not any(module.children()) or any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_hook(lambda _module, _inputs, outputs: tree_map_only(Tensor, off, outputs))
         with torch.no_grad():
             for parameter in training.model.parameters():
-                parameter.mul_(1 + task.noise * torch.randn_like(parameter))
-    return training.step.instrument(**({"forward": forgetful} if task.forgets else {}))
+                parameter.mul_(1 + trial.noise * torch.randn_like(parameter))
+    return training.step.instrument(**({"forward": forgetful} if trial.forgets else {}))
 
 
 def _copied(training: Training) -> dict[str, Tensor]:
@@ -292,3 +297,97 @@ def _copied(training: Training) -> dict[str, Tensor]:
 
 def _is_prime(number: int) -> bool:
     return all(number % factor for factor in range(2, int(number**0.5) + 1))
+
+
+_MIXED = 1e-3
+"""Samples influence each other if a sample's logits differ by more than this between the whole batch and a part of
+it. The value is relative to the largest logit. Rounding causes far smaller differences."""
+
+
+@dataclass(frozen=True)
+class Nature:
+    """The reasons why a model's training depends on the number of processes."""
+
+    stochastic: bool
+    """The model draws random numbers, as dropout does."""
+    batch_dependent: bool
+    """A sample's logits depend on the other samples of the batch, as with BatchNorm. False if the model is stochastic,
+    because random draws hide this."""
+
+    @property
+    def per_sample(self) -> bool:
+        return not (self.stochastic or self.batch_dependent)
+
+
+def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
+    """Return the nature of ``model``, found by running a copy, in its parts' own modes, on ``inputs`` [samples, ...].
+    There must be at least four samples, in the form that the model takes. The model and the random state do not
+    change."""
+    with torch.no_grad(), keeping.trial(model) as tried:
+        before = torch.get_rng_state()
+        whole = tried(inputs)
+        if not torch.equal(before, torch.get_rng_state()):
+            return Nature(stochastic=True, batch_dependent=False)
+        parts = torch.cat([tried(part) for part in inputs.chunk(2)])
+    return Nature(stochastic=False, batch_dependent=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
+
+
+def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
+
+    With its initial statistics (mean 0, variance 1) a BatchNorm would not normalise, and a deep model would diverge.
+    A BatchNorm in evaluation mode is left out. The model changes, but not the random state.
+    """
+    norms = _norms(model)
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the average over all batches
+    with torch.no_grad(), randomness.kept():
+        for batch in batches:
+            model(batch)
+    return {f"{name}.{key}": value.clone() for name, norm in norms.items() for key, value in norm.named_buffers()}
+
+
+def make_per_sample(model: nn.Module, kept_statistics: dict[str, torch.Tensor]) -> nn.Module:
+    """Switch dropout off and fix BatchNorm to the statistics ``kept_statistics``, in place, and return the model.
+
+    The names in the state dict stay the same. Modules that draw random numbers or mix samples in other ways are not
+    changed; ``nature`` detects them.
+    """
+    for module in model.modules():
+        drops = "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth"
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in key or (drops and key == "p")):
+                setattr(module, key, 0.0)
+    model.load_state_dict(kept_statistics, strict=False)
+    for name, norm in _norms(model).items():
+        model.set_submodule(name, FixedNorm(norm))
+    return model
+
+
+def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and isinstance(module, _BatchNorm) and module.track_running_stats and module.training
+    }
+
+
+class FixedNorm(nn.Module):
+    """A BatchNorm that normalises by its running statistics even in training. It has the parameters of ``norm``."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.register_parameter("weight", norm.weight)
+        self.register_parameter("bias", norm.bias)
+        for name, buffer in norm.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)

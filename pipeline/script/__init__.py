@@ -1,0 +1,1 @@
+"""Measure anybody's own training script, unchanged: its arms take optimizer steps on request."""

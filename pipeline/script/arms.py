@@ -1,0 +1,376 @@
+"""The server of a script's arms. An arm is the script's command in fresh processes, which take steps on request.
+
+The server answers the requests of ``benchmark.rounds``: open, turn and close. It starts the command in a scratch copy
+of the working directory, and ``hook`` connects the command's processes to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS, Measured
+from pipeline.benchmark.server import BenchError
+from pipeline.environment import hardware
+from pipeline.errors import count
+from pipeline.measurement.detectors import Detector, cpu_detectors, gpu_detectors, job_ticks
+from pipeline.measurement.plausibility import of_clock, of_memory, of_turns
+from pipeline.measurement.windows import Clock, Memory
+from pipeline.params import Bench as BenchSettings
+from pipeline.processes import malloc, terminate_with_parent
+from pipeline.results import RunConditions
+from pipeline.results.figures import OUTSIDE
+from pipeline.results.rejections import rejection
+from pipeline.script import hook
+from pipeline.training.measured import OfRank, joined, of_rank
+
+EXAMINED_STEPS = 4
+"""The first steps of each process. After them, an examined arm's parameters are compared with the baseline's."""
+MOST_WARMUPS = 10
+STEADY = 1.25
+"""An arm is warm if nothing is compiled any more, and its steps did not get faster by more than this factor."""
+LONG_STEP = 3.0
+"""A step that takes longer than this many medians contains work that is not the step's, such as an evaluation or a
+checkpoint. Its time beyond the median does not count as time of steps."""
+LAST_LINES = 60
+LARGEST_OUTPUT = 1 << 26
+END_SECONDS = 10.0
+"""Longest wait for the end of a command whose ranks have ended."""
+LARGEST_COPY = 1 << 30
+"""Largest working directory, in bytes, of which each arm gets a copy."""
+
+
+class Command(NamedTuple):
+    """What an arm runs."""
+
+    words: tuple[str, ...]
+    variables: dict[str, str] = {}  # noqa: RUF012
+    changed: str = ""
+    """What the arm changes, in words; for the baseline the whole command."""
+    samples: int | None = None
+    """Samples of one step, over all ranks; None if unknown."""
+
+
+class Job(AbstractContextManager["Job"]):
+    """The processes of one arm.
+
+    ``timeout``: the longest wait, in seconds, for an answer of the ranks. ``left_out``: a directory that is not
+    copied. ``optimizer``: as in ``hook.OPTIMIZER``. Every error ends all processes of the arm.
+    """
+
+    def __init__(self, name: str, command: Command, *, in_place: bool, left_out: Path, timeout: float, optimizer: int):
+        self.name, self.timeout, self.steps = name, timeout, 0
+        self.folder = Path(tempfile.mkdtemp(prefix="arm-", dir="/tmp"))  # a socket's path must be short
+        self.ranks: list[dict[str, Any]] = []
+        """What each rank said about itself, by rank."""
+        self._streams: list[Any] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.folder / "socket"))
+        self._listener.listen(128)
+        shutil.copy(hook.__file__, self.folder / "sitecustomize.py")
+        shutil.copy(malloc.__file__, self.folder / "malloc.py")
+        variables = {**os.environ, **command.variables}
+        paths = os.pathsep.join([str(self.folder), *filter(None, [variables.get("PYTHONPATH")])])
+        variables |= {hook.FOLDER: str(self.folder), hook.OPTIMIZER: str(optimizer), "PYTHONPATH": paths}
+        try:
+            work = Path.cwd() if in_place else scratch_copy(Path.cwd(), self.folder / "work", left_out)
+            with (self.folder / "output").open("ab") as output:
+                self.process = subprocess.Popen(
+                    command.words, cwd=work, env=variables | {"PWD": str(work)}, stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=output, start_new_session=True, preexec_fn=terminate_with_parent,
+                )  # fmt: skip
+        except (OSError, BenchError) as error:
+            self._listener.close()
+            shutil.rmtree(self.folder)
+            raise BenchError(f"{name}: {' '.join(command.words)!r} cannot be started: {error}") from None
+
+    def meet(self) -> None:
+        """Wait until all ranks are at their first optimizer step."""
+        met: list[tuple[dict[str, Any], Any]] = []
+        while not met or len(met) < met[0][0]["world_size"]:
+            self._read({self._listener: lambda: None})
+            with self._listener.accept()[0] as connection:
+                stream = connection.makefile("rwb", buffering=0)
+            self._streams.append(stream)
+            met.append((self._read({stream: stream.readline})[stream], stream))
+        met.sort(key=lambda rank: int(rank[0]["rank"]))
+        self.ranks, self._streams = map(list, zip(*met, strict=True))
+        if [about["rank"] for about in self.ranks] != [*range(len(met))]:
+            raise self.failure("its processes that take optimizer steps are not the ranks of one process group")
+
+    def take(self, steps: int, *, keep: bool = True, examine: bool = False) -> list[dict[str, Any]]:
+        """Let each rank take ``steps`` steps, and return the ranks' answers. ``keep``: with ``keep_freed_memory``."""
+        malloc = "keep_freed_memory" if keep else "return_freed_memory"
+        request = json.dumps({"steps": steps, "malloc": malloc, "examine": examine}).encode() + b"\n"
+        for stream in self._streams:
+            with suppress(OSError):  # reading reports a rank that has ended
+                stream.write(request)
+        answers = self._read({stream: stream.readline for stream in self._streams})
+        self.steps += steps
+        if (output := self.folder / "output").stat().st_size > LARGEST_OUTPUT:
+            os.truncate(output, 0)
+        return [answers[stream] for stream in self._streams]
+
+    def _read(self, readers: dict[Any, Any]) -> dict[Any, Any]:
+        """Wait for a line on each stream; return stream -> its values. Raises BenchError if a process ends, or if there
+        is nothing to read for too long."""
+        lines: dict[Any, Any] = {}
+        started = time.monotonic()
+        while len(lines) < len(readers):
+            ended = self.process.poll() is not None
+            readable, _, _ = select.select([stream for stream in readers if stream not in lines], [], [], 0.2)
+            for stream in readable:
+                line = readers[stream]()
+                if line == b"":
+                    raise self.failure(None)
+                lines[stream] = json.loads(line) if line else None
+            if ended and not readable:
+                raise self.failure(None)
+            if time.monotonic() - started > self.timeout:
+                raise self.failure(f"it was silent for {self.timeout:.0f} s (--timeout allows more)")
+        return lines
+
+    def failure(self, why: str | None) -> BenchError:
+        """End the arm; return the error, with the last lines of the output. ``why``: None if the command has ended."""
+        where = f"after {count(self.steps, 'step')}" if self.ranks else "before its first optimizer step"
+        last = self._last_lines()  # of a rank, before its launcher says much about its end
+        if why is None:
+            with suppress(subprocess.TimeoutExpired):  # a launcher reports the end of a rank
+                self.process.wait(END_SECONDS)
+            code = self.process.poll()
+            why = f"the command ended ({'still running' if code is None else _ending(code)})"
+            if code == 0 and self.ranks:
+                why += "; let it train longer, such as for more epochs, or lower bench.window_seconds (--set)"
+            elif code == 0:
+                why += (
+                    "; no Python process of it took a step of a torch.optim optimizer (a Python with -I or -E, or of "
+                    "another container, cannot be measured)"
+                )
+        last = last if self.ranks and last else self._last_lines()
+        self.end(patience=0)
+        said = "".join(f"\n  | {line}" for line in last) or " It printed nothing."
+        return BenchError(f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{said}")
+
+    def _last_lines(self) -> list[str]:
+        with (self.folder / "output").open("rb") as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - (1 << 14)))
+            return output.read().decode(errors="replace").replace("\r", "\n").splitlines()[-LAST_LINES:]
+
+    def end(self, patience: float = END_SECONDS) -> None:
+        """Let the ranks end at their boundary, wait for the command's end, then kill whatever still runs."""
+        for stream in (*self._streams, self._listener):
+            with suppress(OSError):
+                stream.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        while running := [*self._running()]:
+            for process in running:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(running, END_SECONDS)
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _running(self) -> Iterator[psutil.Process]:
+        """Yield the living processes of the arm: those that descend from the command, or have its variables."""
+        tree = job_ticks(self.process.pid) if self.process.poll() is None else {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # another user's process, or one that has just ended
+                ours = process.pid in tree or process.environ().get(hook.FOLDER) == str(self.folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder.exists():
+            self.end()
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def scratch_copy(source: Path, target: Path, left_out: Path) -> Path:
+    """Copy the working directory, without ``left_out`` and .git, and return ``target``. Links stay links, and an
+    environment of Python becomes a link. Raises BenchError if the files take more than ``LARGEST_COPY``."""
+    size = 0
+    for folder, names, files in os.walk(source):
+        here = target / Path(folder).relative_to(source)
+        here.mkdir()
+        for name in [*names]:
+            path = Path(folder, name)
+            is_environment = (path / "pyvenv.cfg").exists()
+            if path == left_out or name == ".git" or path.is_symlink() or is_environment:
+                names.remove(name)
+            if path.is_symlink() or is_environment:
+                (here / name).symlink_to(path.resolve())
+        for name in files:
+            path = Path(folder, name)
+            if path.is_symlink():
+                (here / name).symlink_to(path.resolve())
+            elif path.is_file():
+                size += path.stat().st_size
+                if size > LARGEST_COPY:
+                    raise BenchError(
+                        f"{source}: found more than {LARGEST_COPY >> 30} GiB, too much to copy for each arm; run with "
+                        "--in-place, or in a directory with the script alone (links are not followed)."
+                    )
+                shutil.copy2(path, here)
+    return target
+
+
+class Scripts(AbstractContextManager["Scripts"]):
+    """The server of all arms of one script."""
+
+    requests = ("open", "turn", "close")
+
+    def __init__(self, settings: BenchSettings, **options: Any) -> None:
+        """``options``: those of ``Job``."""
+        self._settings, self._options = settings, options
+        self._open: dict[str, OpenArm] = {}
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        """Start an arm and warm it up. ``plan``: the fields of a ``Command``. ``ledgers``: also examine the arm."""
+        job = Job(name, Command(**plan), **self._options)
+        opened = self._open[name] = OpenArm(job, Command(**plan), steps)
+        job.meet()
+        opened.examined = job.take(EXAMINED_STEPS, keep=False, examine=ledgers)
+        for answer in opened.examined if ledgers else ():
+            answer["update"] = torch.load(answer["update"], weights_only=True)
+        on_cpu = not job.ranks[0]["gpu"]
+        before = opened.memory = job.take(MEMORY_STEPS[1], keep=not on_cpu)
+        for _ in range(MOST_WARMUPS):
+            warm = job.take(FEWEST_WARMUP_STEPS)
+            steady = median_step(before) < STEADY * median_step(warm)
+            if steady and not any(answer["compile_seconds"] for answer in warm):
+                break
+            before = warm
+        opened.memory = opened.memory if on_cpu else []
+        uuids = [about["uuid"] for about in job.ranks if about["uuid"]]
+        pid = job.process.pid
+        opened.detectors = [*cpu_detectors(pid, self._settings.max_foreign_load), *gpu_detectors(uuids, pid)]
+
+    def turn(self, name: str, steps: int) -> None:
+        """Let an open arm take ``steps`` steps."""
+        opened = self._open[name]
+        opened.waited()
+        for detector in opened.detectors:
+            detector.open()
+        opened.turns.append(opened.job.take(steps))
+        for detector in opened.detectors:
+            detector.close(measured=True)
+        opened.waits = time.monotonic(), opened.ticks()
+
+    def close(self, name: str) -> dict[str, Any]:
+        """End an open arm; return its ``Measured`` as plain values and, as ``examined``, what each rank said of its
+        first steps. ``workers``: whether the arm has processes besides its ranks and their launcher."""
+        opened = self._open.pop(name)
+        with opened.job as job:
+            workers = len(job_ticks(job.process.pid)) - len(job.ranks) > (job.process.pid != job.ranks[0]["pid"])
+            measured = opened.measured()
+            values = measured.model_dump(mode="json")
+            return values | {"ranks": job.ranks, "examined": opened.examined, "workers": workers}
+
+    def __enter__(self) -> Scripts:
+        self._on_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for opened in self._open.values():
+            with suppress(FileNotFoundError):
+                opened.job.end(patience=0)
+
+
+class OpenArm:
+    """An open arm, with what was measured of it."""
+
+    def __init__(self, job: Job, command: Command, steps: int) -> None:
+        self.job, self.command, self.requested = job, command, steps
+        self.examined: list[dict[str, Any]] = []
+        self.memory: list[dict[str, Any]] = []
+        self.turns: list[list[dict[str, Any]]] = []
+        self.detectors: list[Detector] = []
+        self.waits: tuple[float, float] | None = None
+        self.aside = self.waited_seconds = 0.0
+
+    def ticks(self) -> float:
+        """Return the CPU seconds so far of the ranks and their own children."""
+        ticks = sum(sum(job_ticks(about["pid"]).values()) for about in self.job.ranks)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def waited(self) -> None:
+        """Count the CPU time since the last turn."""
+        if self.waits:
+            since, before = self.waits
+            self.waited_seconds += time.monotonic() - since
+            self.aside += max(0.0, self.ticks() - before)
+
+    def measured(self) -> Measured:
+        first = self.job.ranks[0]
+        ranks = [self._of_rank(number) for number in range(len(self.job.ranks))]
+        ranks[0].rejections.extend(rejection for detector in self.detectors for rejection in detector.rejections())
+        conditions = RunConditions(
+            applied={},
+            skipped={},
+            decided={},
+            changed=self.command.changed,
+            batch_size=self.command.samples or 1,
+            learning_rate=first["learning_rate"],
+            micro_batches=None,
+            device=first["gpu"] or hardware.cpu_model(hardware.cpu_facts()),
+            backend=first["backend"],
+            world_size=len(ranks),
+            threads_per_process=first["threads"],
+            placement=None,
+            parameter_count=first["parameters"],
+        )
+        window = joined(ranks, requested_steps=self.requested, warmup=0, on_cpu=not first["gpu"])
+        return Measured(**dict(conditions), window=window)
+
+    def _of_rank(self, number: int) -> OfRank:
+        turns = [answers[number] for answers in self.turns]
+        seconds = [step for turn in turns for step in turn["seconds"]]
+        median = statistics.median(seconds)
+        clock, memory = Clock(torch.device("cpu")), Memory(torch.device("cpu"))
+        clock.step_seconds = [median if step > LONG_STEP * median else step for step in seconds]
+        wall = sum(turn["wall"] for turn in turns)
+        outside = sum(seconds) - sum(clock.step_seconds)
+        clock.measured_seconds = wall - outside
+        measured_memory = [answers[number] for answers in [self.memory] if answers] or turns
+        memory.peak_bytes = _largest(turn["peak"] for turn in measured_memory)
+        memory.reserved_bytes = _largest(turn["reserved"] for turn in turns)
+        retries = [turn["retries"] for turn in turns]
+        memory.retries = None if None in retries else sum(retries)
+        rejections = [*of_clock(clock, None, resident=True), *of_memory(memory)]
+        if compiled := sum(turn["compile_seconds"] for turn in turns):
+            rejections.append(rejection("recompiled", seconds=compiled))
+        if not number:
+            rejections += of_turns(self.aside, self.waited_seconds, clock)
+        figures = of_rank(clock, memory, self.command.samples or 1) | {OUTSIDE.field: outside / wall}
+        return OfRank(figures, len(seconds), clock.measured_seconds, rejections)
+
+
+def median_step(answers: list[dict[str, Any]]) -> float:
+    """Return the median step of the slowest rank, in seconds."""
+    return max(float(statistics.median(answer["seconds"])) for answer in answers)
+
+
+def _largest(values: Iterator[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known, default=None)

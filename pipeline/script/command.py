@@ -1,0 +1,201 @@
+"""The command ``script``: measure which changes of anybody's own training command pay."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from pipeline import environment, files, report
+from pipeline.benchmark.rounds import Rounds, calibrate, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.server import ArmSpec
+from pipeline.benchmark.stage import begin_session, file_name
+from pipeline.comparison import verdicts
+from pipeline.comparison.compare import compare
+from pipeline.comparison.comparison_file import Comparison
+from pipeline.errors import ConfigError, count, first_line, say
+from pipeline.params import Compare, Config, parse
+from pipeline.report import differences, facts
+from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
+from pipeline.script.arms import Command, Scripts
+from pipeline.script.sameness import credits_of, lines, same_jobs
+
+BASE = "base"
+"""The name of the arm that runs the command as it is."""
+
+
+def commands_of(base: str, arms: Sequence[tuple[str, str, bool]]) -> dict[str, Command]:
+    """Return arm -> its command, the base first.
+
+    ``arms``: name, text, and whether the text is a whole command instead of further arguments. As in a shell, leading
+    words in the form of ``NAME=value``, with a name in capitals, are environment variables. Raises ConfigError.
+    """
+    first = _command("--base", base)
+    made = {BASE: first}
+    for name, text, whole in arms:
+        if name in made or not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
+            raise ConfigError(f"--arm: found the name {name!r}; allowed: a new name of a-z, 0-9, _ and -.")
+        own = _command(f"--arm {name}", text, whole=whole)
+        words = own.words if whole else (*first.words, *own.words)
+        made[name] = Command(words, first.variables | own.variables, text)
+    return made
+
+
+def _command(where: str, text: str, *, whole: bool = True) -> Command:
+    variables: dict[str, str] = {}
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: found {text!r}, which is no command: {error}.") from None
+    while words and (match := re.fullmatch("([A-Z_][A-Z0-9_]*)=(.*)", words[0], re.DOTALL)):
+        variables[match[1]] = match[2]
+        del words[0]
+    if whole and not words:
+        raise ConfigError(f"{where}: found {text!r}; expected a command, such as 'python train.py'.")
+    return Command(tuple(words), variables, text)
+
+
+def config_of(settings: Sequence[str]) -> Config:
+    """Return the configuration with these KEY=VALUE, whose values are in YAML. Raises ConfigError."""
+    values: dict[str, Any] = {"variants": {BASE: {}}, "compare": {"baseline": BASE}}
+    for setting in settings:
+        keys, _, text = setting.partition("=")
+        *sections, key = keys.split(".")
+        section = values
+        for name in sections:
+            section = section.setdefault(name, {})
+        try:
+            section[key] = yaml.safe_load(text)
+        except (yaml.YAMLError, TypeError) as error:
+            raise ConfigError(f"--set: found {setting!r}; expected KEY=VALUE. ({first_line(error)})") from None
+    return parse(values, "--set")
+
+
+def run(
+    base: str,
+    arms: Sequence[tuple[str, str, bool]],
+    *,
+    minutes: float,
+    settings: Sequence[str],
+    output: Path,
+    batch_differs: bool,
+    **options: Any,
+) -> None:
+    """Measure the arms side by side; write the report, and the session's bench, into ``output``.
+
+    ``settings``: KEY=VALUE for keys of params.yaml. ``batch_differs``: the arms take different numbers of samples a
+    step on purpose. ``options``: those of ``arms.Job``.
+    Raises PipelineError, and KeyboardInterrupt, whose message says which rounds are kept.
+    """
+    commands = commands_of(base, arms)
+    config = config_of([f"bench.max_minutes={minutes}", *settings])
+    bench_settings, compared = config.bench, config.compare
+    limits: dict[str, Any] = {"seconds": 60 * bench_settings.max_minutes, "max_rounds": bench_settings.max_rounds}
+    limits["fewest"] = fewest_rounds(bench_settings)
+    session_so_far, earlier = begin_session(), read_sessions(output / "sessions")
+    with Scripts(bench_settings, left_out=output.resolve(), **options) as server:
+        specs = [ArmSpec(name, "variant", name, None, server, made._asdict()) for name, made in commands.items()]
+        control = replace(specs[0], name=f"{BASE}, A/A control", role="aa_control")
+        samples = {}
+        for number, spec in enumerate(specs, 1):
+            say(f"script: first sample of {spec.name}, {number} of {len(specs)}: {commands[spec.name].changed}")
+            samples[spec.name] = calibrate(spec, ledgers=True)
+        say(f"script: {BASE} again, as the control")
+        steps, samples[control.name] = steps_of(
+            control, bench_settings.window_seconds, [*samples.values()], ledgers=True
+        )
+        answers = {name: sample.answer for name, sample in samples.items()}
+        jobs = same_jobs(answers, BASE, control.name)
+        credited = credits_of(jobs, BASE, batch_differs=batch_differs)
+        say("\n".join(f"script: {line}" for line in lines(jobs, answers, BASE)))
+        fingerprint = fingerprint_of(answers[BASE]["ranks"][0])
+        keys = {
+            name: files.json_sha256(
+                [fingerprint["hash"], made, credited[name], answers[name]["examined"][0]["sources"]]
+            )
+            for name, made in commands.items()
+        }
+
+        def bench_of(measured: Rounds) -> Bench:
+            return Bench(
+                **vars(measured), environment=fingerprint["hash"], commit=environment.checked_out(),
+                config={"train": {"command": base}, "bench": bench_settings.model_dump(mode="json")},
+                dataset=None, baseline=BASE, ledgers={}, flops={}, not_ablated={}, session=session_so_far(),
+                margins=compared.margins, same_job=jobs, keys=keys,
+            )  # fmt: skip
+
+        def keep(measured: Rounds) -> None:  # a killed command loses its current round only
+            bench = bench_of(replace(measured, interrupted=True))
+            files.write_text(output / "sessions" / file_name(bench), bench.to_json())
+            tqdm.write(row_of(compared_in([bench], compared, fingerprint)))
+
+        seconds = sum(sample.seconds(steps) for sample in samples.values())
+        say(f"script: {outlook(len(samples), steps, seconds, **limits)}")
+        on_gpu = answers[BASE]["ranks"][0]["gpu"]
+        # Between turns, processes that read ahead would work for the next turn.
+        alone = on_gpu or any(answer["workers"] for answer in answers.values())
+        measured = measure(
+            [replace(spec, plan=spec.plan | {"samples": credited[spec.variant]}) for spec in (*specs, control)],
+            **limits,
+            steps=steps,
+            turns=turns_on("cuda" if alone else "cpu", bench_settings),
+            settled=lambda so_far: verdicts.settled(so_far.arms, compared),
+            keep=keep,
+        )
+    bench = bench_of(measured)
+    files.write_text(output / "sessions" / file_name(bench), bench.to_json())
+    comparison = compared_in([bench, *earlier], compared, fingerprint)
+    report.write(comparison, {name: [] for name in commands}, output)
+    say("\n".join(verdict_lines(comparison)))
+    say(f"report: {output / 'comparison.html'}")
+    if bench.interrupted:
+        raise KeyboardInterrupt(f"{count(bench.rounds, 'complete round')} kept in {output}")
+
+
+def fingerprint_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment's fingerprint, with the versions that the script's rank uses."""
+    content = environment.fingerprint()
+    content["software"] |= {key: about[key] for key in ("python", "torch")}
+    return content | {"hash": environment.hash_of(content, "variants")}
+
+
+def compared_in(benches: Sequence[Bench], settings: Compare, fingerprint: Mapping[str, Any]) -> Comparison:
+    """Compare the arms of the first bench; further benches are earlier sessions. Nothing was trained to its end, so
+    no accuracy is known."""
+    results = [result_of(arm, benches[0]) for arm in benches[0].arms if arm.role == "variant"]
+    return compare(results, {result.variant: [] for result in results}, benches, settings, fingerprint)
+
+
+def result_of(arm: Arm, bench: Bench) -> Result:
+    """Return the result of an arm, without runs."""
+    known = all(job.samples_per_step for job in bench.same_job.values())
+    return Result(
+        variant=arm.variant, environment=bench.environment, config={"train": bench.config["train"], "variant": {}},
+        dataset=None, key=bench.keys[arm.variant], history_sha256="", score=ScoreName(name="accuracy"),
+        unit=Unit() if known else Unit(name="steps"), summary=summarise(()), runs=(), **dict(arm.conditions),
+    )  # fmt: skip
+
+
+def row_of(comparison: Comparison) -> str:
+    """Return one row of the live table: the ratios of the throughputs so far."""
+    ratios = {compared.variant: compared.throughput for compared in comparison.variants[1:]}
+    texts = [f"{name} {differences.text(ratio)}" for name, ratio in ratios.items() if ratio]
+    noise = f"A/A {differences.text(comparison.noise_throughput)}"
+    return f"script: round {comparison.bench.rounds}: {'; '.join([*texts, noise])}"
+
+
+def verdict_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield each arm's verdict, its ratios and its reasons."""
+    for compared in comparison.variants[1:]:
+        ratios = (f"{figure.noun} {differences.text(ratio)}" for figure, ratio in compared.ratios.items())
+        yield f"{compared.variant}: {compared.verdict}: {', '.join(ratios)}"
+        yield from (f"  {sentence}" for sentence in facts.sentences(compared.reasons))
+    noises = (f"{figure.noun} {differences.text(noise)}" for figure, noise in comparison.noises.items())
+    yield f"{BASE} against itself: {', '.join(noises)}"
+    yield from facts.banner(comparison)

@@ -1,0 +1,283 @@
+"""Pause and resume an unchanged training script between two optimizer steps, and measure the steps.
+
+``arms`` copies this file to a private folder as ``sitecustomize.py`` and names the folder in ``PYTHONPATH``, so every
+Python process of the script runs it at its start. It imports nothing of this package, because the script's interpreter
+may be another one. A process that takes an optimizer step connects to the folder's socket. Then it waits at the
+boundaries of its steps for requests, one JSON object a line, and answers each with what it measured. When the
+connection is closed, the process ends at a boundary, so all ranks end after the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter  # bound here, before the script can replace it
+from typing import Any
+
+FOLDER, OPTIMIZER = "PIPELINE_SCRIPT_FOLDER", "PIPELINE_SCRIPT_OPTIMIZER"
+"""The environment variables with the private folder, and with the number of the optimizer whose steps count, in the
+order in which they are made (0: the first that takes a step)."""
+SAMPLED = 4096
+"""How many values of each parameter are compared with those of another arm."""
+
+
+class Rank:
+    """One process of the script that takes optimizer steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.connection, self.owner = folder, None, None
+        self.home = Path.cwd()
+        self.made: list[int] = []
+        self.stepping: set[int] = set()
+        self.base: int | None = None
+        """Resident bytes when the first optimizer was made, without its parameters; None if unknown."""
+        self.steps = self.wanted = self.entered = 0
+        self.examined = self.in_child = False
+        os.register_at_fork(after_in_child=self.leave)
+
+    connection: Any
+    owner: Any
+    torch: Any
+    gpu: Any
+    first: Any
+
+    def leave(self) -> None:
+        """Give up the connection in a forked child, such as a worker of a DataLoader."""
+        if self.connection:
+            self.in_child = True
+            self.connection.close()
+
+    def install(self, optimizers: Any) -> None:
+        """Watch the optimizers of the module ``torch.optim.optimizer``."""
+        construct = optimizers.Optimizer.__init__
+
+        def made(optimizer: Any, *arguments: Any, **options: Any) -> None:
+            construct(optimizer, *arguments, **options)
+            if not self.made:
+                self.torch = sys.modules["torch"]
+                held = sum(p.numel() * p.element_size() for p in self.parameters(optimizer) if p.device.type == "cpu")
+                now = next(resident(), None)
+                self.base = None if now is None else now - held
+                untraced = self.torch.compiler.disable
+                optimizers.register_optimizer_step_pre_hook(untraced(self.before))
+                optimizers.register_optimizer_step_post_hook(untraced(self.boundary))
+            self.made.append(id(optimizer))
+
+        optimizers.Optimizer.__init__ = made
+        self.malloc = runpy.run_path(str(self.folder / "malloc.py"))
+        self.malloc["return_freed_memory"]()
+
+    def parameters(self, optimizer: Any) -> list[Any]:
+        """Return the parameters that ``optimizer`` updates; of a sharded parameter, this process's part."""
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in own]
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        """Before the first step of the optimizer whose steps count, connect and wait for the first request."""
+        self.stepping.add(id(optimizer))
+        named = int(os.environ.get(OPTIMIZER, 0))
+        if self.owner is not None or (named and self.made.index(id(optimizer)) + 1 != named):
+            return
+        self.owner, own, cuda = optimizer, self.parameters(optimizer), self.torch.cuda
+        self.gpu = own[0].device if own and own[0].device.type == "cuda" else None
+        about = cuda.get_device_properties(self.gpu) if self.gpu else None
+        group = sys.modules.get("torch.distributed")
+        together: Any = group if group and group.is_available() and group.is_initialized() else None
+        with socket.socket(socket.AF_UNIX) as stream:
+            try:
+                stream.connect(str(self.folder / "socket"))
+            except OSError:  # the bench has ended
+                os._exit(1)
+            self.connection = stream.makefile("rwb")
+        self.say(
+            pid=os.getpid(),
+            rank=together.get_rank() if together else 0,
+            world_size=together.get_world_size() if together else 1,
+            backend=together.get_backend() if together else None,
+            learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
+            parameters=sum(parameter.numel() for parameter in own),
+            threads=self.torch.get_num_threads(),
+            gpu=about and about.name,
+            uuid=about and str(getattr(about, "uuid", "")),
+            python="{}.{}".format(*sys.version_info),
+            torch=self.torch.__version__,
+        )
+        self.wait()
+
+    def boundary(self, optimizer: Any, *_: Any) -> None:
+        """Mark the end of a step. After the wanted steps, answer the request and wait for the next one."""
+        if optimizer is not self.owner or self.in_child:
+            return
+        if self.gpu and self.torch.cuda.is_current_stream_capturing():
+            return
+        self.steps += 1
+        self.marks.append(self.mark())
+        self.samples.append(self.entered)
+        self.first, self.entered = None, 0
+        if len(self.marks) > self.wanted:
+            self.answer()
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for a request, and begin it. End this process if the connection is closed."""
+        line = self.connection.readline()
+        if not line:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(0)
+        request = json.loads(line)
+        self.malloc[request["malloc"]]()
+        self.wanted, self.examined = request["steps"], request["examine"]
+        self.samples: list[int] = []
+        if self.examined:
+            self.start = self.values()
+            watch = self.torch.nn.modules.module.register_module_forward_pre_hook
+            self.counter = watch(self.torch.compiler.disable(self.count))
+        self.compiled, self.retries = self.compile_seconds(), self.allocator_retries()
+        if self.gpu:
+            self.torch.cuda.synchronize(self.gpu)
+            self.torch.cuda.reset_peak_memory_stats(self.gpu)
+        elif self.base is not None:
+            try:
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            except OSError:
+                self.base = None
+        self.began = perf_counter()
+        self.marks = [self.mark()]
+
+    def mark(self) -> Any:
+        """Return a mark of the present moment: on a GPU an event, so that no step waits for the device."""
+        if not self.gpu:
+            return perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def answer(self) -> None:
+        """Say what the steps of the request took."""
+        facts: dict[str, Any] = {"peak": None, "reserved": None, "retries": None}
+        if self.gpu:
+            cuda = self.torch.cuda
+            cuda.synchronize(self.gpu)
+            facts["peak"] = cuda.max_memory_allocated(self.gpu) + self.graphs_bytes()
+            facts["reserved"], facts["retries"] = cuda.max_memory_reserved(self.gpu), self.allocator_retries()
+            facts["retries"] -= self.retries
+        elif self.base is not None:
+            facts["peak"] = max(0, [*resident()][1] - self.base)
+        wall = perf_counter() - self.began
+        seconds = [b - a if not self.gpu else a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
+        facts |= {"seconds": seconds, "wall": wall, "compile_seconds": self.compile_seconds() - self.compiled}
+        if self.examined:
+            self.counter.remove()
+            (started, before), (ended, after) = self.start, self.values()
+            file = str(self.folder / f"update-{os.getpid()}")
+            self.torch.save([now - then for then, now in zip(before, after, strict=True)], file)
+            facts |= {"started": started, "ended": ended, "update": file, "optimizers": len(self.stepping)}
+            facts["sources"] = dict(self.sources())
+            facts["samples"] = self.samples[1:]  # the request began after the forward pass of the first step
+            del self.start
+        self.say(steps=self.steps, **facts)
+
+    def graphs_bytes(self) -> int:
+        """Return the bytes that CUDA graphs keep for their replays, which no peak includes."""
+        return sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in self.torch.cuda.memory_snapshot()
+            if segment["device"] == self.gpu.index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        )
+
+    def say(self, **facts: Any) -> None:
+        try:
+            self.connection.write(json.dumps(facts).encode() + b"\n")
+            self.connection.flush()
+        except OSError:  # the bench has ended
+            os._exit(1)
+
+    def count(self, module: Any, arguments: Any) -> None:
+        """Count the samples that enter the step's first module with a tensor: the tensor's first dimension."""
+        tensors = [argument for argument in arguments if isinstance(argument, self.torch.Tensor) and argument.dim()]
+        if tensors and module.training and self.torch.is_grad_enabled() and not self.in_child:
+            self.first = module if self.first is None else self.first
+            self.entered += len(tensors[0]) if module is self.first else 0
+
+    def values(self) -> tuple[str, list[Any]]:
+        """Return a digest of all parameters, and ``SAMPLED`` values of each as float32."""
+        whole, some = hashlib.sha256(), []
+        for parameter in self.parameters(self.owner):
+            flat = parameter.detach().reshape(-1)
+            some.append(flat[:: max(1, len(flat) // SAMPLED)].float().cpu().clone())
+            whole.update(f"{parameter.dtype} {tuple(parameter.shape)}".encode())
+            for part in flat.split(1 << 24):
+                whole.update(memoryview(part.cpu().contiguous().view(self.torch.uint8).numpy()))
+        return whole.hexdigest(), some
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """Yield the script's own modules, as files below the working directory, and digests of them."""
+        for module in [*sys.modules.values()]:
+            path = self.home / (getattr(module, "__file__", None) or os.devnull)
+            if path.is_relative_to(self.home) and "site-packages" not in path.parts and path.is_file():
+                yield str(path.relative_to(self.home)), hashlib.sha256(path.read_bytes()).hexdigest()
+
+    @staticmethod
+    def compile_seconds() -> float:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return float(dynamo.calculate_time_spent().get("total_wall_time", 0.0)) if dynamo else 0.0
+
+    def allocator_retries(self) -> int:
+        return int(self.torch.cuda.memory_stats(self.gpu)["num_alloc_retries"]) if self.gpu else 0
+
+
+def resident() -> Iterator[int]:
+    """Yield this process's present and peak resident bytes, without the pages of mapped files; nothing if unknown."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        sizes = dict(line.split(":", 1) for line in status.splitlines())
+        mapped, *held = (int(sizes[name].split()[0]) * 1024 for name in ("RssFile", "VmRSS", "VmHWM"))
+    except (OSError, KeyError):
+        return
+    yield from (size - mapped for size in held)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Installs the hook as soon as the script imports the module of the optimizers."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name != "torch.optim.optimizer":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self.rank.install(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def begin(folder: Path) -> None:
+    """Install the hook in this process; then run the user's own ``sitecustomize``, if there is one."""
+    sys.meta_path.insert(0, Finder(Rank(folder)))
+    sys.path[:] = [path for path in sys.path if path != str(folder)]
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec and spec.loader:
+        module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize" and FOLDER in os.environ:
+    begin(Path(os.environ[FOLDER]))

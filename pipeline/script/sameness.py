@@ -1,0 +1,90 @@
+"""Show whether the arms of a script do the same job: their parameters after a few steps, and their samples a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.errors import ConfigError
+from pipeline.measurement.updates import relative_difference
+from pipeline.report import facts
+from pipeline.results import SameJob
+from pipeline.script.arms import EXAMINED_STEPS
+
+ROUNDING = 2.0**-4
+"""Largest relative difference of a few steps' updates that is taken for rounding, such as that of 16-bit numbers. A
+batch that lacks a part changes the updates by several times as much."""
+OWN_FACTOR = 2.0
+"""A difference up to this many times the base's from itself is no difference."""
+LARGEST_OWN = 0.25
+"""If the base differs from itself by more than this, no difference means anything."""
+
+Answers = Mapping[str, Mapping[str, Any]]
+"""Arm -> the answer of ``Scripts.close``, after the arm was examined."""
+
+
+def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
+    """Return arm -> its job beside that of ``base``; for the base itself, that of ``control``."""
+
+    def of(name: str, key: str) -> list[Any]:
+        return [rank[key] for rank in answers[name]["examined"]]
+
+    def updates(name: str) -> dict[Any, Any]:
+        return {
+            (rank, place): update for rank, own in enumerate(of(name, "update")) for place, update in enumerate(own)
+        }
+
+    own = relative_difference(updates(control), updates(base))
+    repeats = own < LARGEST_OWN and of(control, "started") == of(base, "started")
+    jobs = {}
+    for name in (name for name in answers if name != control):
+        beside = control if name == base else name
+        difference = relative_difference(updates(beside), updates(base))
+        counts = [statistics.median_low(counted) for counted in of(name, "samples")]
+        jobs[name] = SameJob(
+            steps=EXAMINED_STEPS,
+            equal_bits=of(beside, "ended") == of(base, "ended"),
+            difference=difference if repeats and difference < float("inf") else None,
+            rounding=max(ROUNDING, OWN_FACTOR * own) if repeats else 0.0,
+            samples_per_step=sum(counts) or None,
+        )
+    return jobs
+
+
+def credits_of(jobs: Mapping[str, SameJob], base: str, *, batch_differs: bool) -> dict[str, int | None]:
+    """Return arm -> the samples that one of its steps is credited with; None for all arms if an arm's are unknown.
+
+    Raises ConfigError if an arm takes another number of samples a step than the base, unless ``batch_differs``.
+    """
+    taken = {name: job.samples_per_step for name, job in jobs.items()}
+    unknown = [name for name, samples in taken.items() if samples is None]
+    if unknown and batch_differs:
+        raise ConfigError(
+            f"--batch-differs: the samples of a step cannot be seen in {', '.join(unknown)}, because no module gets a "
+            "tensor as a positional argument, so no speed per sample is known; leave the option out."
+        )
+    for name, samples in taken.items():
+        if samples != taken[base] and not batch_differs and None not in (samples, taken[base]):
+            raise ConfigError(
+                f"{name}: found {samples} samples a step, but {base} takes {taken[base]}, so their steps are not the "
+                "same work; give both the same batch. If the batches differ on purpose, add --batch-differs: then "
+                "samples a second are compared."
+            )
+    return dict.fromkeys(taken, None) if unknown else taken
+
+
+def lines(jobs: Mapping[str, SameJob], answers: Answers, base: str) -> Iterator[str]:
+    """Yield what a person must know of each arm's job."""
+    for name, job in jobs.items():
+        if (optimizers := answers[name]["examined"][0]["optimizers"]) > 1:
+            yield f"{name}: {optimizers} optimizers take steps; only the steps of one count (--optimizer names another)"
+        samples = "unknown samples" if job.samples_per_step is None else f"{job.samples_per_step:,} samples"
+        who = "again, its parameters" if name == base else "its parameters"
+        yield f"{name}: {samples} a step; after {job.steps} steps, {who} {facts.same_job(job)}"
+    if not jobs[base].equal_bits:
+        yield (
+            f"{base} does not repeat itself, so small differences of the arms mean little; to see them, seed it before "
+            "it makes the model (torch.manual_seed) and its data order, and set "
+            "torch.use_deterministic_algorithms(True)"
+        )

@@ -1,0 +1,71 @@
+"""The hook of ``pipeline.script`` in the test's own process, and the bench's side of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import optimizer as optimizers
+
+from pipeline.processes import malloc
+from pipeline.script import hook
+
+
+class Bed:
+    """The bench's side of a hook that runs in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.copy(malloc.__file__, folder / "malloc.py")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(folder / "socket"))
+        self.listener.listen(1)
+        self.answers: list[dict[str, Any]] = []
+        self.open: Any = None
+
+    def requests(self, *steps: int, **options: Any) -> threading.Thread:
+        """Answer the hook with one request of each of these numbers of steps, then let it go on for ever."""
+
+        def serve() -> None:
+            connection = self.listener.accept()[0]
+            stream = self.open = connection.makefile("rwb", buffering=0)
+            connection.close()
+            self.answers.append(json.loads(stream.readline()))
+            for number in (*steps, 10**9):
+                values = {"steps": number, "malloc": "keep_freed_memory", "examine": False} | options
+                stream.write(json.dumps(values).encode() + b"\n")
+                if number < 10**9:
+                    self.answers.append(json.loads(stream.readline()))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        return thread
+
+
+@contextmanager
+def hooked() -> Iterator[Bed]:
+    """Install the hook in this process, for optimizers that are made from now on; take it out at the end."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
+    handles: list[Any] = []
+    monkeypatch = pytest.MonkeyPatch()
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        register = getattr(optimizers, name)
+        monkeypatch.setattr(optimizers, name, lambda made, register=register: handles.append(register(made)))
+    monkeypatch.setattr(optimizers.Optimizer, "__init__", optimizers.Optimizer.__init__)
+    bed = Bed(folder)
+    rank = hook.Rank(folder)
+    rank.install(optimizers)
+    yield bed
+    for stream in (bed.listener, bed.open, rank.connection):
+        stream.close()
+    monkeypatch.undo()
+    for handle in handles:
+        handle.remove()
+    shutil.rmtree(folder)

@@ -1,0 +1,37 @@
+"""The hook of a script on a simulated GPU: events, the allocator's peak, and no wait inside a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.as_if_cuda import NAME, as_if_cuda
+from tests.hooked import hooked
+
+MIB = 2**20
+
+
+def test_the_steps_of_a_script_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = {"device": 0, "segment_pool_id": (0, 1), "total_size": 5 * MIB, "allocated_size": 2 * MIB}
+    others: list[dict[str, object]] = [graph | {"device": 1}, graph | {"segment_pool_id": (0, 0)}]
+    with as_if_cuda() as gpus, hooked() as bed:
+        serving = bed.requests(2, 4)
+        model = torch.nn.Linear(512, 512, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs = torch.ones(8, 512, device="cuda")
+        for step in range(7):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            if step == 4:  # in the second request's steps
+                torch.ones(MIB, device="cuda")
+                monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [graph, *others])
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
+        serving.join()
+    about, first, second = bed.answers
+    assert (about["gpu"], about["uuid"], about["parameters"]) == (NAME, f"{0:032x}", 512 * 513)
+    assert [len(answer["seconds"]) for answer in (first, second)] == [2, 4]
+    assert second["peak"] - first["peak"] == pytest.approx((4 + 3) * MIB, abs=1024)
+    assert second["reserved"] >= second["peak"] - 7 * MIB
+    assert (second["retries"], gpus.waits) == (0, [])

@@ -1,0 +1,161 @@
+"""To add a figure, one declares it and writes the line that measures it, and nothing else.
+If verdicts shall use it, one also adds its margin's setting."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pages import ROOT
+from tests.report.conftest import plain
+
+ENTRY = """
+    Figure(
+        "seconds_to_first_step", "start-up", "s", "Start-up",
+        "Seconds from the process's start to the first step, in the process that took longest; median over rounds.",
+        TIME, over_ranks="largest", over_rounds="median",
+    ),"""
+COMPARED = ENTRY.replace(
+    '"median",\n',
+    '"median", family="start", margin="start", metric="start", word="start-up time", need="it starts often",\n',
+)
+MARGIN = """
+    start: ProperFraction = 0.05"""
+LINE = """
+        "seconds_to_first_step": age_seconds() - clock.train_seconds,"""
+IMPORT = """
+from pipeline.processes import age_seconds"""
+ADDED = [
+    ("pipeline/results/figures.py", "PREDICTION_ERROR),", ENTRY),
+    ("pipeline/training/measured.py", '"allocator_retries": memory.retries,', LINE),
+    ("pipeline/training/measured.py", "from pipeline.measurement.windows import Clock, Memory, percentile_ms", IMPORT),
+]
+"""File, the text after which something is added, and what is added."""
+ADDED_FOR_VERDICTS = [
+    (*ADDED[0][:2], COMPARED),
+    *ADDED[1:],
+    ("pipeline/params/sections.py", '"""Margin of the ratio of peak memories."""', MARGIN),
+]
+
+PROGRAM = """
+import json
+
+from pipeline.report import markdown, metrics
+from pipeline.report.tables import tables
+from pipeline.tracking.metrics import compared_points
+from tests.factories import make_bench, make_comparison, with_samples
+from tests.trainings import rank, window
+
+measured = window(rank([0.1] * 4), rank([0.1] * 4)).model_dump()["seconds_to_first_step"]
+seconds = {"baseline": 2.5, "ddp": 5.0, "memory": 2.5}
+bench = with_samples(
+    make_bench(),
+    lambda arm: [sample.model_copy(update={"seconds_to_first_step": seconds[arm.variant]}) for sample in arm.samples],
+)
+comparison = make_comparison(bench=type(bench).model_validate_json(bench.to_json()))
+table = next(table for table in tables(comparison) if "Start-up" in dict(table.columns))
+place = list(dict(table.columns)).index("Start-up")
+points = {point.key: point.value for point in compared_points(comparison.variants[1], {})}
+print(json.dumps({
+    "measured": measured,
+    "table": [row.cells[place].value for row in table.rows],
+    "dvc metrics": metrics(comparison.variants[1])["seconds_to_first_step"],
+    "MLflow": points["bench/seconds_to_first_step"],
+    "definitions": [line for line in markdown(comparison).splitlines() if line.startswith("- **Start-up**")],
+}))
+"""
+
+
+PROGRAM_FOR_VERDICTS = (
+    PROGRAM.partition("table = ")[0]
+    + """
+from pipeline.gate.decision import Samples, judge
+from pipeline.gate.settings import STRICTER
+from pipeline.params import Compare
+from pipeline.results.figures import FIGURES
+from pipeline.tracking.labels import columns
+from tests.factories import make_arm
+
+START = FIGURES[-1]
+ddp = comparison.variants[1]
+again = type(comparison).model_validate_json(comparison.to_json())
+
+
+def side(seconds):
+    arm = make_arm()
+    return arm.model_copy(update={"samples": tuple(
+        sample.model_copy(update={"seconds_to_first_step": seconds}) for sample in arm.samples
+    )})
+
+
+judged = judge(Samples(side(2.5), {"baseline": side(2.5)}, {"baseline": side(3.0)}, {}, None), Compare(), 0.1)
+rejected = window(rank([0.1] * 4), rank([0.1] * 3))
+print(json.dumps({
+    "rejected": [bool(rejected.rejections), rejected.model_dump()["seconds_to_first_step"]],
+    "ratio": [ddp.ratios[START].estimate, ddp.ratios[START].decision],
+    "read again": again == comparison,
+    "noise": [comparison.noises[START].estimate, again.sessions[0].noises[START].decision],
+    "verdict": ddp.verdict,
+    "dvc metrics": metrics(ddp)["start_ratio"],
+    "MLflow": columns(comparison)["ddp"]["start-up time"],
+    "page": [line for line in markdown(comparison).splitlines() if line.startswith("| **ddp**") and "5.00" in line],
+    "gate": [judged.outcome, judged.variants[0].ratios[START].decision, "compare.margins.start" in STRICTER],
+}))
+"""
+)
+
+
+def with_added(folder: Path, places: list[tuple[str, str, str]], program: str) -> Any:
+    """Return what ``program`` prints in a copy of the package with the ``places`` changed."""
+    shutil.copytree(ROOT / "pipeline", folder / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, before, added in places:
+        text = (folder / file).read_text(encoding="utf-8")
+        assert text.count(before) == 1, file
+        (folder / file).write_text(text.replace(before, before + added), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_new_figure_is_an_entry_and_a_line(tmp_path: Path) -> None:
+    shown = with_added(tmp_path, ADDED, PROGRAM)
+    assert shown.pop("measured") > 0
+    assert shown == {
+        "table": ["2.50\N{NO-BREAK SPACE}s", "5.00\N{NO-BREAK SPACE}s", "2.50\N{NO-BREAK SPACE}s"],
+        "dvc metrics": 5.0,
+        "MLflow": 5.0,
+        "definitions": [
+            "- **Start-up**: Seconds from the process's start to the first step, in the process that took longest; "
+            "median over rounds."
+        ],
+    }
+
+
+def test_a_compared_figure_is_also_the_setting_of_its_margin(tmp_path: Path) -> None:
+    assert (len(ADDED_FOR_VERDICTS), len({file for file, *_ in ADDED_FOR_VERDICTS})) == (4, 3)
+    shown = with_added(tmp_path, ADDED_FOR_VERDICTS, PROGRAM_FOR_VERDICTS)
+    [row] = shown.pop("page")
+    assert plain(row).endswith("| 5.00 s<br>2.000x<br>2.000 to 2.000 |")
+    assert shown == {
+        "rejected": [True, None],
+        "ratio": [pytest.approx(2.0), "worse"],
+        "read again": True,
+        "noise": [1.0, "same"],
+        "verdict": "trades",
+        "dvc metrics": pytest.approx(2.0),
+        "MLflow": "5.00 s, \N{MULTIPLICATION SIGN}2.000 (2.000 to 2.000)",
+        "gate": ["worse", "worse", True],
+    }

@@ -1,0 +1,606 @@
+"""A training script of anybody's is measured unchanged: its steps, its memory, its samples, and what goes wrong."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import psutil
+import pytest
+import torch
+
+from pipeline import report
+from pipeline.benchmark.server import BenchError
+from pipeline.benchmark.stage import begin_session
+from pipeline.cli import main
+from pipeline.errors import ConfigError
+from pipeline.params import Bench, Compare
+from pipeline.results import SameJob, Window
+from pipeline.results.figures import OUTSIDE
+from pipeline.script import arms, command, hook
+from pipeline.script.arms import Command, Job, OpenArm, Scripts, scratch_copy
+from pipeline.script.command import commands_of, compared_in, config_of, row_of, verdict_lines
+from pipeline.script.sameness import credits_of
+from tests.factories import ENVIRONMENT, make_arm, make_bench, make_window
+from tests.hooked import Bed, hooked
+
+MIB = 2**20
+SCRIPT = """
+import argparse, sys, time
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--sleep", type=float, default=0.04)
+parser.add_argument("--hold", type=int, default=0)
+parser.add_argument("--batch", type=int, default=64)
+parser.add_argument("--steps", type=int, default=100_000)
+parser.add_argument("--nothing", action="store_true")
+options = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+held = torch.ones(64 + options.hold, 2**18)
+for step in range(options.steps):
+    inputs = torch.randn(64, 512)[: options.batch]
+    optimizer.zero_grad()
+    (model(inputs) - inputs).square().mean().backward()
+    time.sleep(options.sleep)
+    try:
+        optimizer.step()
+    except SystemExit:
+        print("caught")
+print("the end")
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enter a directory that has nothing but a training script."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return folder
+
+
+def server(timeout: float = 120.0, **options: Any) -> Scripts:
+    given = {"in_place": False, "left_out": Path("none"), "optimizer": 0} | options
+    return Scripts(Bench(max_foreign_load=1.0), timeout=timeout, **given)
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    """The plan of an arm that runs Python with these arguments."""
+    return Command((sys.executable, *arguments))._asdict()
+
+
+# What an arm runs
+
+
+def test_an_arm_is_arguments_variables_or_another_command() -> None:
+    commands = commands_of(
+        "LIMIT=1 python train.py --epochs 3",
+        [
+            ("bf16", "--bf16 --name 'a b'", False),
+            ("tf32", "NVIDIA_TF32_OVERRIDE=1", False),
+            ("hydra", "trainer.precision=16", False),
+            ("two", "A=2 torchrun --nproc-per-node 2 train.py", True),
+        ],
+    )
+    base = ("python", "train.py", "--epochs", "3")
+    assert commands["base"] == Command(base, {"LIMIT": "1"}, "LIMIT=1 python train.py --epochs 3")
+    assert commands["bf16"][:2] == ((*base, "--bf16", "--name", "a b"), {"LIMIT": "1"})
+    assert commands["tf32"] == Command(base, {"LIMIT": "1", "NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1")
+    assert commands["hydra"].words == (*base, "trainer.precision=16")
+    assert commands["two"][:2] == (("torchrun", "--nproc-per-node", "2", "train.py"), {"LIMIT": "1", "A": "2"})
+
+
+@pytest.mark.parametrize(
+    ("base", "arm", "told"),
+    [
+        ("", ("a", "--b", False), "--base: found ''; expected a command"),
+        ("python 'train.py", ("a", "--b", False), "No closing quotation"),
+        ("python train.py", ("base", "--b", False), "found the name 'base'; allowed: a new name"),
+        ("python train.py", ("A b", "--b", False), "found the name 'A b'"),
+        ("python train.py", ("a", "X=1", True), "--arm a: found 'X=1'; expected a command"),
+    ],
+)
+def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, bool], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        commands_of(base, [arm])
+
+
+def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
+    config = config_of(["bench.max_rounds=6", "compare.margins.throughput=0.02"])
+    assert (config.bench.max_rounds, config.compare.margins.throughput, config.compare.baseline) == (6, 0.02, "base")
+    for setting, told in (
+        ("bench.max_round=6", "--set: bench.max_round: unknown key. Did you mean max_rounds"),
+        ("bench.max_rounds=[", "--set: found 'bench.max_rounds=['; expected KEY=VALUE"),
+        ("compare.baseline.x=6", "--set: found 'compare.baseline.x=6'; expected KEY=VALUE"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            config_of([setting])
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("print('hello'); raise SystemExit(3)", ["before its first optimizer step", "exit code 3", "  | hello"]),
+        ("print('done')", ["no Python process of it took a step of a torch.optim optimizer", "  | done"]),
+        ("input('name? ')", ["It has no input and no terminal", "  | EOFError"]),
+        ("open('/dev/tty')", ["No such device or address: '/dev/tty'"]),
+        ("import os; os.kill(os.getpid(), 9)", ["killed by SIGKILL"]),
+        ("print('x' * 5_000_000 + '\\nlast words'); raise SystemExit(1)", ["  | last words"]),
+    ],
+)
+@pytest.mark.usefixtures("work")
+def test_a_command_that_ends_too_early_is_named_with_its_last_lines(program: str, told: list[str]) -> None:
+    with server() as scripts, pytest.raises(BenchError, match=r"^early cannot be measured: ") as raised:
+        scripts.open("early", plan("-c", program), 10)
+    assert [text for text in told if text not in str(raised.value)] == []
+    assert len(str(raised.value)) < 20_000
+
+
+@pytest.mark.usefixtures("work")
+def test_a_command_that_does_not_exist_is_named() -> None:
+    with server() as scripts, pytest.raises(BenchError, match=r"'pyhton train.py' cannot be started: .*No such file"):
+        scripts.open("typo", Command(("pyhton", "train.py"))._asdict(), 10)
+
+
+@pytest.mark.usefixtures("work")
+def test_a_command_that_hangs_is_ended_with_everything_that_it_started() -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    for timeout in (1.5, 6.0, 24.0):  # on a busy machine, a process needs longer to start
+        with server(timeout) as scripts, pytest.raises(BenchError, match=f"was silent for {timeout:.0f} s") as raised:
+            scripts.open("hung", plan("-c", program), 10)
+        if started := str(raised.value).partition("| child ")[2]:
+            break
+    child = int(started)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+# The hook, in this process
+
+
+@pytest.fixture
+def bed() -> Iterator[Bed]:
+    with hooked() as bed:
+        yield bed
+
+
+def net() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 2)
+
+
+def step(model: torch.nn.Module, *optimizers_: torch.optim.Optimizer, samples: int = 8) -> None:
+    model(torch.ones(samples, 4)).sum().backward()
+    for optimizer in optimizers_:
+        optimizer.step()
+
+
+def test_a_rank_says_what_it_is_and_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
+    serving = bed.requests(2, 3)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(6):
+        step(model, optimizer)
+    serving.join()
+    about, first, second = bed.answers
+    assert about | {"rank": 0, "world_size": 1, "backend": None, "learning_rate": 0.5, "parameters": 10} == about
+    assert (first["steps"], len(first["seconds"]), second["steps"], len(second["seconds"])) == (2, 2, 5, 3)
+    assert sum(second["seconds"]) <= second["wall"]
+
+
+def test_samples_are_counted_at_the_first_module_of_training_that_gets_a_tensor(bed: Bed) -> None:
+    serving = bed.requests(4, examine=True)
+    model = torch.nn.Sequential(net(), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for samples in (5, 6, 7, 8, 9):
+        model.eval()(torch.ones(100, 4))
+        with torch.no_grad():
+            model.train()(torch.ones(100, 4))
+        step(model, samples=samples)  # a micro-batch
+        step(model, optimizer, samples=samples)
+    serving.join()
+    assert bed.answers[1]["samples"] == [12, 14, 16]
+
+
+def test_a_step_that_a_scaler_skips_did_not_happen(bed: Bed) -> None:
+    serving = bed.requests(2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(factor * model(torch.ones(8, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    serving.join()
+    assert bed.answers[1]["steps"] == 2
+
+
+@pytest.mark.parametrize(("named", "rate"), [("0", 0.1), ("2", 0.2)])
+def test_the_steps_of_one_optimizer_count(bed: Bed, monkeypatch: pytest.MonkeyPatch, named: str, rate: float) -> None:
+    monkeypatch.setenv(hook.OPTIMIZER, named)
+    serving = bed.requests(4, examine=True)
+    model = net()
+    first, second = (torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2))
+    for _ in range(6):
+        step(model, first, second)
+    serving.join()
+    about, answer = bed.answers
+    assert (about["learning_rate"], answer["steps"], answer["optimizers"]) == (rate, 4, 2)
+
+
+def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
+    serving = bed.requests(1, examine=True)
+    torch.manual_seed(0)
+    model = net()
+    before = [value.detach().clone() for value in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    after = [value.detach().clone() for value in model.parameters()]
+    serving.join()
+    answer = bed.answers[1]
+    assert answer["started"] != answer["ended"]
+    updates = torch.load(answer["update"], weights_only=True)
+    expected = [(now - then).reshape(-1) for then, now in zip(before, after, strict=True)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
+
+
+def test_a_forked_worker_is_not_taken_for_a_rank(bed: Bed) -> None:
+    serving = bed.requests(2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    if not (child := os.fork()):
+        step(model, optimizer)  # it neither speaks nor waits
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    step(model, optimizer)
+    serving.join()
+    assert bed.answers[1]["steps"] == 2
+
+
+def test_a_user_s_own_sitecustomize_keeps_running(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    shutil.copy(hook.__file__, ours / "sitecustomize.py")
+    (theirs / "sitecustomize.py").write_text("print('their own')", encoding="utf-8")
+    variables = {"PYTHONPATH": f"{ours}:{theirs}", hook.FOLDER: str(ours)}
+    program = "import sys; print([path for path in sys.path if path.endswith('ours')])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["their own", "[]"]
+
+
+# The figures of an arm
+
+
+def turn_of(*seconds: float, **facts: Any) -> dict[str, Any]:
+    """What a rank answers after a turn."""
+    given = {"peak": None, "reserved": None, "retries": None, "compile_seconds": 0.0, "wall": sum(seconds)}
+    return given | {"seconds": [*seconds]} | facts
+
+
+def measured(
+    *turns: list[dict[str, Any]], gpu: str | None = None, memory: Any = (), samples: int | None = 64
+) -> Window:
+    """The window of an arm whose ranks answered its ``turns`` so; ``memory``: their answers in the memory window."""
+    about = {"gpu": gpu, "backend": None, "threads": 1, "parameters": 10, "learning_rate": 0.1}
+    arm = OpenArm(cast(Job, SimpleNamespace(ranks=[about] * len(turns[0]))), Command((), samples=samples), 4)
+    arm.turns, arm.memory = [*turns], [*memory]
+    return arm.measured().window
+
+
+def test_an_evaluation_between_two_steps_is_no_step() -> None:
+    window = measured([turn_of(0.1, 0.1)], [turn_of(0.1, 2.1)])
+    assert window.samples_per_second == pytest.approx(64 / 0.1)
+    assert window.step_p99_ms == pytest.approx(100)
+    assert OUTSIDE.of(window) == pytest.approx(2 / 2.4)
+
+
+def test_the_slowest_rank_counts_and_unknown_samples_make_steps() -> None:
+    window = measured([turn_of(*[0.1] * 4), turn_of(*[0.2] * 4)], samples=None)
+    assert window.measured_steps == 4
+    assert window.samples_per_second == pytest.approx(5.0)
+    assert window.rejections == ()
+
+
+def test_memory_is_the_sum_of_the_ranks_on_a_cpu_and_the_largest_on_gpus() -> None:
+    steps = [0.1] * 4
+    before = [turn_of(*steps, peak=5), turn_of(*steps, peak=7)]
+    assert measured([turn_of(*steps, peak=90), turn_of(*steps, peak=90)], memory=before).peak_memory_bytes == 12
+    on_gpus = [turn_of(*steps, peak=peak, reserved=9, retries=0) for peak in (5, 7)]
+    window = measured(on_gpus, gpu="H100")
+    assert (window.peak_memory_bytes, window.peak_reserved_bytes, window.allocator_retries) == (7, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        ({"compile_seconds": 0.5}, "recompiled"),
+        ({"peak": 5, "reserved": 9, "retries": 1}, "allocator_retried"),
+        ({"wall": 0.5}, "clocks_disagree"),
+    ],
+)
+def test_a_disturbed_window_is_rejected(facts: dict[str, Any], code: str) -> None:
+    window = measured([turn_of(*[0.1] * 4, **facts)])
+    assert [rejection.code for rejection in window.rejections] == [code]
+    assert window.samples_per_second is None
+
+
+# The same job
+
+
+def same_job(samples: int | None) -> SameJob:
+    return SameJob(steps=4, equal_bits=True, difference=0.0, rounding=0.1, samples_per_step=samples)
+
+
+def test_an_arm_that_takes_other_samples_is_refused_unless_that_is_meant() -> None:
+    jobs = {"base": same_job(64), "half": same_job(32)}
+    with pytest.raises(ConfigError, match="half: found 32 samples a step, but base takes 64"):
+        credits_of(jobs, "base", batch_differs=False)
+    assert credits_of(jobs, "base", batch_differs=True) == {"base": 64, "half": 32}
+    unknown = {"base": same_job(None), "half": same_job(32)}
+    assert credits_of(unknown, "base", batch_differs=False) == {"base": None, "half": None}
+    with pytest.raises(ConfigError, match="cannot be seen in base"):
+        credits_of(unknown, "base", batch_differs=True)
+
+
+@pytest.mark.usefixtures("work")
+def test_a_directory_that_is_too_large_to_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "LARGEST_COPY", 100)
+    with (
+        server() as scripts,
+        pytest.raises(BenchError, match=r"GiB, too much to copy for each arm; run with --in-place"),
+    ):
+        scripts.open("large", plan("train.py"), 10)
+
+
+def test_a_scratch_copy_has_the_script_s_files_and_no_more(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in (".git/config", "data/x.csv", "report/old.html", "env/pyvenv.cfg", "env/lib.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name, encoding="utf-8")
+    (source / "link").symlink_to("data")
+    copy = scratch_copy(source, tmp_path / "copy", source / "report")
+    assert sorted(path.name for path in copy.iterdir()) == ["data", "env", "link"]
+    assert (copy / "data/x.csv").read_text("utf-8") == "data/x.csv"
+    assert not (copy / "data").is_symlink()
+    assert (copy / "env").readlink() == source / "env"
+    assert (copy / "link").readlink() == source / "data"
+
+
+# The report
+
+
+def test_arms_of_a_script_are_compared_without_accuracy(tmp_path: Path) -> None:
+    """An arm that is 10% slower and holds more memory costs; one that does nothing is neutral."""
+    shared: dict[str, Any] = {"placement": None, "micro_batches": None, "batch_size": 64, "rounds": 12}
+    columns = [
+        make_arm("base", changed="python train.py", **shared),
+        make_arm("slower", throughput=1 / 1.1, memory=1.5, changed="--sleep 0.044", **shared),
+        make_arm("nothing", changed="--nothing", **shared),
+        make_arm("base", "aa_control", changed="python train.py", **shared),
+    ]
+    differs = same_job(64).model_copy(update={"equal_bits": False, "difference": 0.4})
+    bench = make_bench().model_copy(
+        update={
+            "arms": tuple(columns),
+            "baseline": "base",
+            "dataset": None,
+            "config": {"train": {"command": "python train.py"}},
+            "ledgers": {},
+            "flops": {},
+            "keys": dict.fromkeys(("base", "slower", "nothing"), "k"),
+            "same_job": {"base": same_job(64), "slower": differs, "nothing": same_job(64)},
+        }
+    )
+    comparison = compared_in([bench], Compare(baseline="base"), ENVIRONMENT)
+    base, slower, nothing = comparison.variants
+    assert (base.verdict, slower.verdict, nothing.verdict) == (None, "costs", "neutral")
+    assert slower.throughput
+    assert slower.throughput.bounds[0] < 1 / 1.1 < slower.throughput.bounds[1]
+    assert [compared.accuracy for compared in comparison.variants] == [None] * 3
+    report.write(comparison, {compared.variant: [] for compared in comparison.variants}, tmp_path)
+    for name in ("comparison.md", "comparison.html"):
+        text = html.unescape((tmp_path / name).read_text("utf-8"))
+        shown = re.sub("<style>.*</style>", "", text, flags=re.DOTALL)
+        assert not re.search(r"\bNone\b|Time to 85|Every training run", shown)
+        assert "python train.py: 3 variants compared" in shown
+        assert "differ from the baseline's by 40% of their update: it does not compute the same" in shown
+        assert "Accuracy: unknown" in shown
+    assert next(verdict_lines(comparison)).startswith("slower: costs: throughput 0.9")
+    assert row_of(comparison).startswith("script: round 12: slower 0.9")
+
+
+# The command, with arms whose figures are known
+
+
+class Played(AbstractContextManager["Played"]):
+    """A server of arms whose speeds, memories and samples are known; with noise of 1%, the same in each session."""
+
+    known: ClassVar[dict[str, tuple[float, float, int]]] = {}
+    """What an arm changes -> its speed and memory relative to the base's, and its samples a step."""
+    interrupted_after, seed = 10**9, 0
+
+    def __init__(self, _: Bench, **options: Any) -> None:
+        self.options, self.opened, self.closed = options, dict[str, dict[str, Any]](), 0
+        self.draw = random.Random(self.seed)
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
+        assert ledgers == (plan["samples"] is None)
+        self.opened[name] = plan | {"steps": steps}
+
+    def turn(self, name: str, steps: int) -> None:
+        assert steps <= self.opened[name]["steps"]
+
+    def close(self, name: str) -> dict[str, Any]:
+        self.closed += 1
+        if self.closed > self.interrupted_after:
+            raise KeyboardInterrupt
+        plan = self.opened.pop(name)
+        speed, memory, samples = self.known.get(plan["changed"], (1.0, 1.0, 64))
+        credited = plan["samples"] or 1
+        window = make_window(
+            samples_per_second=1e8 * speed * credited * math.exp(self.draw.gauss(0, 0.01)),
+            peak_memory_bytes=round(200 * MIB * memory * math.exp(self.draw.gauss(0, 0.001))),
+            measured_steps=plan["steps"], step_p50_ms=1e-5 / speed, step_p90_ms=1e-5 / speed, step_p99_ms=1e-5 / speed,
+        )  # fmt: skip
+        conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=credited, rounds=1).conditions
+        rank = {"python": "3.12", "torch": "2.11.0", "gpu": None}
+        update = [torch.ones(8) * (1 if samples == 64 else 2)]
+        examined = {"started": "s", "ended": str(samples), "update": update, "samples": [samples] * 3, "optimizers": 2,
+                    "sources": {"train.py": "0"}}  # fmt: skip
+        values = conditions.model_dump(mode="json") | {"window": window.model_dump(mode="json")}
+        return values | {"ranks": [rank], "examined": [examined], "workers": False}
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def play(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:  # noqa: ARG001
+    """Run the command with a ``Played`` server; the arguments are further ones of the command line."""
+    monkeypatch.setattr(command, "Scripts", Played)
+    arms = ["--arm", "slower=--sleep 0.044", "--arm", "nothing=--nothing"]
+    Played.known = {"--sleep 0.044": (1 / 1.1, 1.5, 64), "--batch 32": (2.0, 0.5, 32)}
+    few = ["--set", "bench.max_rounds=8", "--set", "bench.window_seconds=1.0e-6", "--set", "bench.turns=1"]
+    return lambda *further: main(["script", "--base", "python train.py", *arms, *few, *further])
+
+
+def compared_now() -> Any:
+    return json.loads(Path("script-report/comparison.json").read_text("utf-8"))
+
+
+def test_the_command_gives_verdicts_and_adds_sessions_of_the_same_code(
+    play: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert play() == 0
+    said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    assert "base: 2 optimizers take steps; only the steps of one count" in said
+    assert "script: round 1: slower" in said
+    assert re.search(r"^slower: costs: throughput 0\.9\d. \(0\.\d+ to 0\.9\d+\), peak memory 1\.5", said, re.MULTILINE)
+    assert "\nnothing: neutral: throughput 1.0" in said
+    slower = compared_now()["variants"][1]["throughput"]
+    assert slower["low"] < 1 / 1.1 < slower["high"]
+    later = begin_session()().model_copy(
+        update={"start_utc": "2099-01-01T00:00:00+00:00", "boot_id": "b", "uptime_seconds": 9.0, "end_utc": None}
+    )
+    monkeypatch.setattr(command, "begin_session", lambda: lambda: later)
+    monkeypatch.setattr(Played, "seed", 1)  # other noise
+    assert play() == 0
+    assert len(compared_now()["sessions"]) == 2
+
+
+def test_an_interrupt_keeps_whole_rounds(play: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Played, "interrupted_after", 4 + 4 * 3 + 2)
+    assert play() == 130
+    bench = compared_now()["bench"]
+    assert (bench["interrupted"], [len(arm["samples"]) for arm in bench["arms"]]) == (True, [3] * 4)
+
+
+def test_other_batches_are_compared_by_samples_if_they_are_meant(play: Callable[..., int]) -> None:
+    half = ["--arm", "half=--batch 32"]
+    assert play(*half) == 2
+    assert not Path("script-report").exists()
+    assert play(*half, "--batch-differs") == 0
+    half_batch = compared_now()["variants"][3]
+    assert half_batch["throughput"]["estimate"] == pytest.approx(1.0, rel=0.02)  # twice the steps of half the samples
+    assert half_batch["conditions"]["batch_size"] == 32
+    assert compared_now()["bench"]["same_job"]["half"]["equal_bits"] is False
+
+
+# Whole measurements
+
+
+@pytest.mark.slow
+def test_known_answers_of_a_script_in_a_directory_with_nothing_else(work: Path) -> None:
+    """An arm that sleeps 10% longer and holds 100 MiB more, and a flag that does nothing."""
+    settings = ["--set", "bench.hard_limit=true", "--set", "bench.window_seconds=0.3"]
+    given = ["--arm", "slower=--sleep 0.044 --hold 100", "--arm", "nothing=--nothing", "--minutes", "0.01"]
+    assert main(["script", "--base", f"{sys.executable} train.py", *given, *settings]) == 0
+    assert sorted(path.name for path in work.iterdir()) == ["script-report", "train.py"]
+    assert (work / "script-report" / "comparison.html").exists()
+    comparison = json.loads((work / "script-report" / "comparison.json").read_text("utf-8"))
+    bench = comparison["bench"]
+    assert {name: (job["equal_bits"], job["samples_per_step"]) for name, job in bench["same_job"].items()} == {
+        "base": (True, 64), "slower": (True, 64), "nothing": (True, 64),
+    }  # fmt: skip
+    base, slower, nothing, again = (arm["samples"][0]["peak_memory_bytes"] / MIB for arm in bench["arms"])
+    assert (slower - base, nothing - base, again - base) == tuple(pytest.approx(held, abs=2) for held in (100, 0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("work")
+def test_an_arm_on_half_of_the_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["script", "--base", f"{sys.executable} train.py", "--arm", "half=--batch 32"]) == 2
+    assert "half: found 32 samples a step, but base takes 64" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("work")
+def test_a_script_that_ends_before_its_window_is_named() -> None:
+    with server() as scripts:
+        scripts.open("short", plan("train.py", "--steps", "100", "--sleep", "0"), 100)
+        with pytest.raises(
+            BenchError, match=r"after \d+ steps, the command ended \(exit code 0\); let it train longer"
+        ):
+            scripts.turn("short", 100)
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(6400, 64)), 32, num_workers=1)
+for step, (inputs,) in enumerate(inputs for _ in range(1000) for inputs in data):
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    if dist.get_rank() and step == int(sys.argv[1]):
+        raise ValueError("rank 1 has failed")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_data_loaders_are_measured_until_one_dies(work: Path) -> None:
+    (work / "ranks.py").write_text(RANKS, encoding="utf-8")
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py")
+    with server() as scripts:
+        scripts.open("whole", plan(*launched, "-1"), 4, ledgers=True)
+        scripts.turn("whole", 4)
+        whole = scripts.close("whole")
+        assert (whole["world_size"], whole["backend"], whole["workers"]) == (2, "gloo", True)
+        assert [rank["samples"] for rank in whole["examined"]] == [[32, 32, 32]] * 2
+        assert whole["window"]["measured_steps"] == 4
+        with pytest.raises(BenchError, match=r"(?s)after 7 steps, the command ended .*rank 1 has failed") as raised:
+            scripts.open("dies", plan(*launched, "8"), 4)
+    assert "dies cannot be measured" in str(raised.value)
+    assert not [process for process in psutil.process_iter() if "ranks.py" in " ".join(process.cmdline())]
