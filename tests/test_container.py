@@ -42,6 +42,16 @@ def test_the_base_image_has_the_locked_cuda() -> None:
     assert base == locked
 
 
+def test_the_image_gets_every_file_of_the_package() -> None:
+    """`.dockerignore` admits each folder by a line of its own, and keeps no line of a folder that went."""
+    text = (ROOT / ".dockerignore").read_text(encoding="utf-8")
+    lines = re.findall("^!((?:pipeline|variants)/.+)$", text, re.MULTILINE)
+    admitted = {line: {path.relative_to(ROOT).as_posix() for path in ROOT.glob(line)} for line in lines}
+    assert [line for line, files in admitted.items() if not files] == []
+    tracked = subprocess.check_output(["git", "ls-files", "pipeline", "variants"], cwd=ROOT, text=True).splitlines()
+    assert [file for file in tracked if file not in set().union(*admitted.values())] == []
+
+
 def test_packages_are_built_with_the_locked_build_tool() -> None:
     """No build fetches a build tool of its own."""
     build, lock = ((ROOT / f"requirements{of}.lock").read_text(encoding="utf-8") for of in ("-build", ""))
