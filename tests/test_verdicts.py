@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.comparison import verdicts
-from pipeline.comparison.advice import accuracy_reasons
+from pipeline.comparison.advice import accuracy_reasons, ratio_reasons
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import ANY, Decision, Difference, Outcomes
 from pipeline.comparison.verdicts import verdict
@@ -160,6 +160,16 @@ def test_a_calm_machine_is_trusted() -> None:
     assert between.high is not None
     assert between.low < 1 < between.high
     assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as in a GPU's memory
+
+
+def test_too_few_rounds_name_the_figure_s_own_number() -> None:
+    two = arm_with(STEADY[:2])
+    for quantity, fewest, minutes in ((THROUGHPUT, 6, 7), (MEMORY, 3, 4)):
+        why = verdicts.noise_between(two, two, quantity, 0.15, TEN_IN_TEN_MINUTES).why_untrusted or ""
+        assert f"in 2 accepted rounds, but at least {fewest} are needed" in why
+        assert f"set bench.max_minutes: {minutes}" in why
+        [reason] = ratio_reasons(ratio_of([9.0] * 2, [9.0] * 2), quantity, TEN_IN_TEN_MINUTES)
+        assert f"at least {fewest} accepted rounds are needed" in reason
 
 
 THROTTLED = "the GPU throttled"

@@ -11,7 +11,6 @@ from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
 from pipeline.comparison.stats import Difference, Outcomes
 from pipeline.errors import count
 from pipeline.results import Bench
-from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import QUANTITIES, THROUGHPUT, Figure
 
 MOST_SEEDS = 20
@@ -128,8 +127,8 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None:
         lost = f", but {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
-        remedy = cost.remedy(planning.rounds_for(FEWEST_PAIRS, ratio.pairs, ratio.rejected))
-        return [f"{said}: at least {FEWEST_PAIRS} accepted rounds are needed{lost} ({remedy})"]
+        remedy = cost.remedy(planning.rounds_for(quantity.fewest_pairs, ratio.pairs, ratio.rejected))
+        return [f"{said}: at least {quantity.fewest_pairs} accepted rounds are needed{lost} ({remedy})"]
     first = f"{another}; " if measured >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)

@@ -71,14 +71,17 @@ def rounds_for(wanted: int, pairs: int, rejected: int) -> int:
     return math.ceil(wanted * (pairs + rejected) / pairs)
 
 
-def remedies(aa: Difference, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost) -> str:
+def remedies(
+    aa: Difference, max_spread: float, rejected: int, why_rejected: str | None, cost: RoundCost, fewest: int
+) -> str:
     """Say what helps on a machine that ``stats.distrust`` finds too noisy: a quieter machine, or more rounds.
 
     ``rejected``: number of rounds without a pair. ``why_rejected``: this number as text, and the most common reason.
+    ``fewest``: number of pairs that give an interval.
     """
     quiet = why_rejected or ("let nothing else run here" if aa.low is not None else None)
     more = None
-    if calm := calm_pairs(aa, max_spread):
+    if calm := calm_pairs(aa, max_spread, fewest):
         rounds = rounds_for(calm, aa.pairs, rejected)
         if not quiet or rounds <= cost.affordable():
             more = cost.remedy(rounds)
@@ -140,14 +143,14 @@ def sessions_needed(ratios: Sequence[Difference], margin: float) -> int | None:
     return next((n for n in more if half_width(deviation, len(logs) + n, confidence) < room), None)
 
 
-def calm_pairs(aa: Difference, max_spread: float) -> int | None:
+def calm_pairs(aa: Difference, max_spread: float, fewest: int = FEWEST_PAIRS) -> int | None:
     """Estimate how many pairs in all would satisfy ``distrust``, if it found too few pairs or too large a spread.
 
     The estimate assumes that log(high / low) is proportional to 1 / sqrt(n) for n pairs. Return None if more pairs do
     not help.
     """
     if aa.low is None:
-        return FEWEST_PAIRS
+        return fewest
     if aa.spread > max_spread:
         return math.ceil(aa.pairs * (math.log1p(aa.spread) / math.log1p(max_spread)) ** 2)
     return None

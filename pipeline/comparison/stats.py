@@ -356,19 +356,26 @@ def median_widths(ratios: Sequence[Difference]) -> tuple[float, float]:
     return statistics.median(below), statistics.median(above)
 
 
-def distrust(aa: Difference, wide: Difference, max_spread: float, negligible: float = NEGLIGIBLE) -> str | None:
+def distrust(
+    aa: Difference,
+    wide: Difference,
+    max_spread: float,
+    negligible: float = NEGLIGIBLE,
+    fewest: int = FEWEST_PAIRS,
+) -> str | None:
     """Return why a machine with the A/A interval ``aa`` is too noisy to compare anything; None if it is quiet enough.
 
     ``aa`` is a 95% interval, and its width shows how noisy the machine was. ``wide`` is the 99% interval of the same
     pairs. If ``wide`` excludes 1 by more than ``negligible``, the machine changed between the arms of a pair. A 99%
     interval excludes 1 by chance in about 1% of all cases, so a quiet machine is distrusted that often. With too few
-    pairs for a 99% interval, the 95% interval is used instead, because no machine is trusted without a check.
+    pairs for a 99% interval, the 95% interval is used instead, because no machine is trusted without a check. Fewer
+    than ``fewest`` pairs give no interval.
     """
     shown = f"the baseline measured against itself gave a ratio of {aa.estimate:.3f}"
     if aa.low is None:
         return (
             f"the baseline was measured against itself in {count(aa.pairs, 'accepted round')}, but at least "
-            f"{FEWEST_PAIRS} are needed to know how noisy the machine is"
+            f"{fewest} are needed to know how noisy the machine is"
         )
     held, confidence = (wide, "99%") if wide.low is not None else (aa, "95%")
     low, high = held.bounds

@@ -132,8 +132,9 @@ def noise_between(baseline: Arm, control: Arm, quantity: Figure, max_spread: flo
     why_untrusted = pairs.why_untrusted
     if not why_untrusted:
         negligible = max(NEGLIGIBLE, heap_share(baseline)) if quantity is MEMORY else NEGLIGIBLE
-        if noisy := stats.distrust(measured, wide, max_spread, negligible):
-            remedies = planning.remedies(measured, max_spread, pairs.rejected, pairs.why_rejected, cost)
+        if noisy := stats.distrust(measured, wide, max_spread, negligible, quantity.fewest_pairs):
+            why_rejected, fewest = pairs.why_rejected, quantity.fewest_pairs
+            remedies = planning.remedies(measured, max_spread, pairs.rejected, why_rejected, cost, fewest)
             why_untrusted = f"{noisy}; {remedies}"
     decision: Decision = "untrusted" if why_untrusted else "same"
     return measured.model_copy(update={"margin": max_spread, "decision": decision, "why_untrusted": why_untrusted})
