@@ -38,11 +38,11 @@ class Bed:
             stream = self.open = connection.makefile("rwb", buffering=0)
             connection.close()
             self.answers.append(json.loads(stream.readline()))
-            for number in (*steps, 10**9):
-                values = {"steps": number, "malloc": "keep_freed_memory", "examine": False} | options
-                stream.write(json.dumps(values).encode() + b"\n")
-                if number < 10**9:
-                    self.answers.append(json.loads(stream.readline()))
+            plain = {"malloc": "keep_freed_memory", "examine": False}
+            for number in steps:
+                stream.write(json.dumps(plain | {"steps": number} | options).encode() + b"\n")
+                self.answers.append(json.loads(stream.readline()))
+            stream.write(json.dumps(plain | {"steps": 10**9}).encode() + b"\n")  # an examined one would leave its hook
 
         thread = threading.Thread(target=serve)
         thread.start()
