@@ -706,14 +706,16 @@ def test_the_decision_holds_what_was_measured_on_which_side() -> None:
 
 
 def test_a_variant_that_the_head_lacks_is_added_in_its_section(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("variants: {baseline: {}}\n", encoding="utf-8")
+    job = "train: {learning_rate: 1e-3, model: 'my:net', model_options: {'no': '1e-3', 'é': 1e-5}}\n"
+    (tmp_path / "params.yaml").write_text(f"{job}variants: {{baseline: {{}}}}\n", encoding="utf-8")
+    before = load(tmp_path / "params.yaml").train
     own = {"by-file": {"distillation": {"teacher": "./weights"}}}
     students = {"taught": {"distillation": {"teacher": "baseline"}}}
     effective = configured(variants={"baseline": {}} | own, students=students)
     settings.require(tmp_path, effective, configured(variants={"baseline": {}}))
     written = yaml.safe_load((tmp_path / "params.yaml").read_text(encoding="utf-8"))
     assert (list(written["variants"]), list(written["students"])) == (["baseline", "by-file"], ["taught"])
-    load(tmp_path / "params.yaml")
+    assert load(tmp_path / "params.yaml").train == before
 
 
 def test_each_side_trains_a_variant_by_the_stage_that_it_has_there() -> None:

@@ -123,12 +123,13 @@ def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, bool], told: 
 
 
 def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
-    config = config_of(["bench.max_rounds=6", "compare.margins.throughput=0.02"])
+    config = config_of(["bench.max_rounds=6", "compare.margins.throughput=2e-2"])  # a number for YAML 1.2 alone
     assert (config.bench.max_rounds, config.compare.margins.throughput, config.compare.baseline) == (6, 0.02, "base")
     for setting, told in (
         ("bench.max_round=6", "--set: bench.max_round: unknown key. Did you mean max_rounds"),
         ("bench.max_rounds=[", "--set: found 'bench.max_rounds=['; expected KEY=VALUE"),
         ("compare.baseline.x=6", "--set: found 'compare.baseline.x=6'; expected KEY=VALUE"),
+        ("compare.baseline.x.y=6", "--set: found 'compare.baseline.x.y=6'; expected KEY=VALUE"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             config_of([setting])

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.gate.decision import GateError, differing
 from pipeline.params import PARAMS_FILE, Config, parse
 from pipeline.params.loading import read
@@ -92,7 +90,10 @@ def require(root: Path, effective: Config, config: Config) -> None:
             section = "students" if effective.teacher_of(name) else "variants"
             values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")
         values["bench"] = {**values.get("bench", {}), **limits}
-        (root / PARAMS_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        text = json.dumps(
+            values, indent=2, ensure_ascii=False
+        )  # JSON is YAML whose texts are quoted, also the text 1e-3
+        (root / PARAMS_FILE).write_text(text, encoding="utf-8")
 
 
 def differences(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:

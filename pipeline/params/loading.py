@@ -74,8 +74,8 @@ def load(path: Path = PARAMS_FILE) -> Config:
 
 
 def read(path: Path) -> Any:
-    """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read, is not YAML, exceeds
-    the limit, or has a key that is a duplicate or no text."""
+    """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read or exceeds the limit,
+    and for what ``content`` refuses."""
     try:
         text = read_bytes(path, LIMIT_BYTES).decode()
     except FileNotFoundError:
@@ -85,14 +85,20 @@ def read(path: Path) -> Any:
         ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
+    return content(text, str(path))
+
+
+def content(text: str, source: str) -> Any:
+    """Return the content of a text in YAML. Raises ConfigError, which names ``source``, if the text is not YAML, or has
+    a key that is a duplicate or no text."""
     if re.search(r"\w{2000}", text):  # Python refuses to print a number of so many digits
-        raise ConfigError(f"{path}: a word of more than 2,000 characters; this is not a params.yaml.")
+        raise ConfigError(f"{source}: a word of more than 2,000 characters; this is not a params.yaml.")
     loader = YAML(typ="safe", pure=True)
     loader.Constructor = _Constructor
     try:
         return loader.load(text)
     except (YAMLError, RecursionError, AssertionError, LookupError, ValueError) as error:  # such as the date 2024-13-01
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+        raise ConfigError(f"{source} is not YAML: {error}") from None
 
 
 def parse(values: Any, source: str = PARAMS_FILE.name) -> Config:

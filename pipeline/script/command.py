@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 from pipeline import environment, files, report
@@ -21,6 +20,7 @@ from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.errors import ConfigError, count, first_line, say
 from pipeline.params import Compare, Config, parse
+from pipeline.params.loading import content
 from pipeline.report import differences, facts
 from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
 from pipeline.script.arms import Command, Scripts
@@ -62,17 +62,17 @@ def _command(where: str, text: str, *, whole: bool = True) -> Command:
 
 
 def config_of(settings: Sequence[str]) -> Config:
-    """Return the configuration with these KEY=VALUE, whose values are in YAML. Raises ConfigError."""
+    """Return the configuration with these KEY=VALUE, whose values are read as in params.yaml. Raises ConfigError."""
     values: dict[str, Any] = {"variants": {BASE: {}}, "compare": {"baseline": BASE}}
     for setting in settings:
         keys, _, text = setting.partition("=")
         *sections, key = keys.split(".")
         section = values
-        for name in sections:
-            section = section.setdefault(name, {})
         try:
-            section[key] = yaml.safe_load(text)
-        except (yaml.YAMLError, TypeError) as error:
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[key] = content(text, f"the value {text!r}")
+        except (ConfigError, AttributeError, TypeError) as error:
             raise ConfigError(f"--set: found {setting!r}; expected KEY=VALUE. ({first_line(error)})") from None
     return parse(values, "--set")
 
