@@ -130,6 +130,8 @@ def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
         ("bench.max_rounds=[", "--set: found 'bench.max_rounds=['; expected KEY=VALUE"),
         ("compare.baseline.x=6", "--set: found 'compare.baseline.x=6'; expected KEY=VALUE"),
         ("compare.baseline.x.y=6", "--set: found 'compare.baseline.x.y=6'; expected KEY=VALUE"),
+        ("bench.max_rounds", "--set: found 'bench.max_rounds'; expected KEY=VALUE, with a key of bench or compare"),
+        ("train.epochs=6", "--set: found 'train.epochs=6'; expected KEY=VALUE, with a key of bench or compare"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             config_of([setting])
@@ -142,6 +144,7 @@ def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
     ("program", "told"),
     [
         ("print('hello'); raise SystemExit(3)", ["before its first optimizer step", "exit code 3", "  | hello"]),
+        ("open('../data')", ["It ran in a copy of this directory (--in-place runs it here).", "  | FileNotFoundError"]),
         ("print('done')", ["no Python process of it took a step of a torch.optim optimizer", "  | done"]),
         ("input('name? ')", ["It has no input and no terminal", "  | EOFError"]),
         ("open('/dev/tty')", ["No such device or address: '/dev/tty'"]),
@@ -224,6 +227,51 @@ def test_samples_are_counted_at_the_first_module_of_training_that_gets_a_tensor(
         step(model, optimizer, samples=samples)
     serving.join()
     assert bed.answers[1]["samples"] == [12, 14, 16]
+
+
+def test_a_transform_of_the_data_is_not_taken_for_the_model(bed: Bed) -> None:
+    """A transform that runs in the training's own process is a module that gets the samples one by one."""
+    serving = bed.requests(3, examine=True)
+    transform, model = torch.nn.Dropout(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(4):
+        for _ in range(8):
+            transform(torch.ones(3, 4))
+        step(model, optimizer, samples=8)
+    serving.join()
+    assert bed.answers[1]["samples"] == [8, 8]
+
+
+@pytest.mark.parametrize("evaluations", [1, 5])
+def test_a_step_may_evaluate_its_samples_in_a_closure(bed: Bed, evaluations: int) -> None:
+    """As Lightning's, with a first micro-batch outside of the step; and as LBFGS's, which evaluates them repeatedly."""
+    serving = bed.requests(4, examine=True)
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=evaluations, tolerance_grad=0, tolerance_change=0)
+
+    def closure(samples: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(samples, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    for samples in (5, 6, 7, 8, 9):
+        closure(2)
+        optimizer.step(lambda samples=samples: closure(samples))
+    serving.join()
+    assert (bed.answers[1]["steps"], bed.answers[1]["samples"]) == (4, [8, 9, 10])
+
+
+def test_looking_at_the_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10**6))
+    monkeypatch.setattr(hook, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(hook, "resident", lambda: iter([next(now), next(now)]))
+    serving = bed.requests(2)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        step(model, optimizer)
+    serving.join()
+    assert (bed.answers[1]["seconds"], bed.answers[1]["wall"]) == ([1.0, 1.0], 4.0)
 
 
 def test_a_step_that_a_scaler_skips_did_not_happen(bed: Bed) -> None:
@@ -321,6 +369,7 @@ def test_an_evaluation_between_two_steps_is_no_step() -> None:
     assert window.samples_per_second == pytest.approx(64 / 0.1)
     assert window.step_p99_ms == pytest.approx(100)
     assert OUTSIDE.of(window) == pytest.approx(2 / 2.4)
+    assert window.input_wait_fraction is None
 
 
 def test_the_slowest_rank_counts_and_unknown_samples_make_steps() -> None:
@@ -408,6 +457,12 @@ def test_arms_of_a_script_are_compared_without_accuracy(tmp_path: Path) -> None:
         make_arm("base", "aa_control", changed="python train.py", **shared),
     ]
     differs = same_job(64).model_copy(update={"equal_bits": False, "difference": 0.4})
+    other = differs.model_copy(update={"difference": 1.1})
+    windows = {"input_wait_fraction": None, OUTSIDE.field: 0.1}
+    columns = [
+        arm.model_copy(update={"samples": tuple(sample.model_copy(update=windows) for sample in arm.samples)})
+        for arm in columns
+    ]
     bench = make_bench().model_copy(
         update={
             "arms": tuple(columns),
@@ -417,7 +472,7 @@ def test_arms_of_a_script_are_compared_without_accuracy(tmp_path: Path) -> None:
             "ledgers": {},
             "flops": {},
             "keys": dict.fromkeys(("base", "slower", "nothing"), "k"),
-            "same_job": {"base": same_job(64), "slower": differs, "nothing": same_job(64)},
+            "same_job": {"base": same_job(64), "slower": differs, "nothing": other},
         }
     )
     comparison = compared_in([bench], Compare(baseline="base"), ENVIRONMENT)
@@ -432,7 +487,12 @@ def test_arms_of_a_script_are_compared_without_accuracy(tmp_path: Path) -> None:
         shown = re.sub("<style>.*</style>", "", text, flags=re.DOTALL)
         assert not re.search(r"\bNone\b|Time to 85|Every training run", shown)
         assert "python train.py: 3 variants compared" in shown
-        assert "differ from the baseline's by 40% of their update: it does not compute the same" in shown
+        assert (
+            "differ from the baseline's by 40% of their update, more than rounding explains: a lower precision" in shown
+        )
+        assert "differ from the baseline's by 110% of their update" in shown
+        assert "Outside of steps" in shown
+        assert not re.search("Input wait|Cold start|Memory and arithmetic|Achieved", shown)  # nothing is known of these
         assert "Accuracy: unknown" in shown
     assert next(verdict_lines(comparison)).startswith("slower: costs: throughput 0.9")
     assert row_of(comparison).startswith("script: round 12: slower 0.9")
@@ -514,6 +574,24 @@ def test_the_command_gives_verdicts_and_adds_sessions_of_the_same_code(
     monkeypatch.setattr(Played, "seed", 1)  # other noise
     assert play() == 0
     assert len(compared_now()["sessions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (("--timeout", "nan"), "--timeout: found nan; expected a number above 0"),
+        (("--optimizer", "-1"), "--optimizer: found -1; expected a number above 0"),
+        (("--output", "train.py"), "--output: found the file train.py; expected a directory"),
+        (("--set", "bench.max_rounds=0"), "--set: bench.max_rounds: found 0; input should be greater than 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_runs(
+    play: Callable[..., int], capsys: pytest.CaptureFixture[str], option: tuple[str, str], told: str
+) -> None:
+    assert play(*option) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "first sample" not in said.out
 
 
 def test_an_interrupt_keeps_whole_rounds(play: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,10 +241,10 @@ def same_job(same: SameJob) -> str:
         return "equal the baseline's to the bit"
     if same.difference is None:
         return "cannot be compared with the baseline's"
-    size = f"by {100 * same.difference:.2g}% of their update"
+    size = f"by {float(f'{100 * same.difference:.2g}'):g}% of their update"
     if same.difference <= same.rounding:
         return f"differ from the baseline's {size}, which rounding can explain"
-    return f"differ from the baseline's {size}: it does not compute the same"
+    return f"differ from the baseline's {size}, more than rounding explains: a lower precision, other data or method"
 
 
 def techniques(compared: Compared) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Compared, Comparison
@@ -54,13 +55,14 @@ def decided_first(comparison: Comparison) -> Comparison:
 
 
 def tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Return the tables of all variants, the comparison first."""
+    """Return the tables of all variants, the comparison first; of the others, those in which something is known."""
     columns = {
         figures.COMPARISON: _headline(comparison),
         figures.TIME: _declared(figures.TIME, comparison),
         figures.WORK: [*_work(comparison), *_declared(figures.WORK, comparison)],
     }
-    return tuple(_of_variants(heading, of_table, comparison) for heading, of_table in columns.items())
+    made = [_of_variants(heading, of_table, comparison) for heading, of_table in columns.items()]
+    return (made[0], *(known for table in made[1:] if (known := _known(table)).columns))
 
 
 def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison) -> Table:
@@ -69,6 +71,14 @@ def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison
         cells = tuple(column.cell(compared) for column in columns)
         rows.append(Row(compared.variant, compared.verdict, facts.techniques(compared), cells))
     return Table(heading, tuple((column.heading, column.definition) for column in columns), tuple(rows))
+
+
+def _known(table: Table) -> Table:
+    """Return ``table`` without the columns in which nothing is known of any variant."""
+    cells = [*zip(*(row.cells for row in table.rows), strict=True)]
+    kept = [any({value, *beside} != {UNKNOWN} for value, beside, _ in column) for column in cells]
+    rows = (row._replace(cells=tuple(compress(row.cells, kept))) for row in table.rows)
+    return table._replace(columns=tuple(compress(table.columns, kept)), rows=tuple(rows))
 
 
 def _against(value: str, difference: Difference | None) -> Cell:

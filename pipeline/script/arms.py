@@ -76,6 +76,10 @@ class Job(AbstractContextManager["Job"]):
 
     def __init__(self, name: str, command: Command, *, in_place: bool, left_out: Path, timeout: float, optimizer: int):
         self.name, self.timeout, self.steps = name, timeout, 0
+        self._place = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
+        self._awaited = (
+            f"the first step of optimizer {optimizer} (--optimizer)" if optimizer else "its first optimizer step"
+        )
         self.folder = Path(tempfile.mkdtemp(prefix="arm-", dir="/tmp"))  # a socket's path must be short
         self.ranks: list[dict[str, Any]] = []
         """What each rank said about itself, by rank."""
@@ -148,7 +152,8 @@ class Job(AbstractContextManager["Job"]):
 
     def failure(self, why: str | None) -> BenchError:
         """End the arm; return the error, with the last lines of the output. ``why``: None if the command has ended."""
-        where = f"after {count(self.steps, 'step')}" if self.ranks else "before its first optimizer step"
+        where = f"after {count(self.steps, 'step')}" if self.steps else "in its first steps"
+        where = where if self.ranks else f"before {self._awaited}"
         last = self._last_lines()  # of a rank, before its launcher says much about its end
         if why is None:
             with suppress(subprocess.TimeoutExpired):  # a launcher reports the end of a rank
@@ -165,7 +170,10 @@ class Job(AbstractContextManager["Job"]):
         last = last if self.ranks and last else self._last_lines()
         self.end(patience=0)
         said = "".join(f"\n  | {line}" for line in last) or " It printed nothing."
-        return BenchError(f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{said}")
+        place = "" if self.ranks else self._place
+        return BenchError(
+            f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{place}{said}"
+        )
 
     def _last_lines(self) -> list[str]:
         with (self.folder / "output").open("rb") as output:
@@ -362,7 +370,8 @@ class OpenArm:
             rejections.append(rejection("recompiled", seconds=compiled))
         if not number:
             rejections += of_turns(self.aside, self.waited_seconds, clock)
-        figures = of_rank(clock, memory, self.command.samples or 1) | {OUTSIDE.field: outside / wall}
+        figures = of_rank(clock, memory, self.command.samples or 1)
+        figures |= {OUTSIDE.field: outside / wall, "input_wait_fraction": None}  # nothing shows where a script waits
         return OfRank(figures, len(seconds), clock.measured_seconds, rejections)
 
 

@@ -65,9 +65,11 @@ def config_of(settings: Sequence[str]) -> Config:
     """Return the configuration with these KEY=VALUE, whose values are read as in params.yaml. Raises ConfigError."""
     values: dict[str, Any] = {"variants": {BASE: {}}, "compare": {"baseline": BASE}}
     for setting in settings:
-        keys, _, text = setting.partition("=")
+        keys, equals, text = setting.partition("=")
         *sections, key = keys.split(".")
         section = values
+        if not equals or sections[:1] not in (["bench"], ["compare"]):
+            raise ConfigError(f"--set: found {setting!r}; expected KEY=VALUE, with a key of bench or compare.")
         try:
             for name in sections:
                 section = section.setdefault(name, {})
@@ -94,6 +96,11 @@ def run(
     Raises PipelineError, and KeyboardInterrupt, whose message says which rounds are kept.
     """
     commands = commands_of(base, arms)
+    for option, allowed in ("timeout", options["timeout"] > 0), ("optimizer", options["optimizer"] >= 0):
+        if not allowed:  # NaN is not above 0
+            raise ConfigError(f"--{option}: found {options[option]}; expected a number above 0.")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output: found the file {output}; expected a directory, or a new name.")
     config = config_of([f"bench.max_minutes={minutes}", *settings])
     bench_settings, compared = config.bench, config.compare
     limits: dict[str, Any] = {"seconds": 60 * bench_settings.max_minutes, "max_rounds": bench_settings.max_rounds}

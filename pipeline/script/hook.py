@@ -41,15 +41,16 @@ class Rank:
         self.stepping: set[int] = set()
         self.base: int | None = None
         """Resident bytes when the first optimizer was made, without its parameters; None if unknown."""
+        self.first: Any = None
+        """The module that got the samples of the present step."""
         self.steps = self.wanted = self.entered = 0
-        self.examined = self.in_child = False
+        self.examined = self.in_child = self.stepping_now = self.evaluated = False
         os.register_at_fork(after_in_child=self.leave)
 
     connection: Any
     owner: Any
     torch: Any
     gpu: Any
-    first: Any
 
     def leave(self) -> None:
         """Give up the connection in a forked child, such as a worker of a DataLoader."""
@@ -83,12 +84,17 @@ class Rank:
         return [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in own]
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        """Before the first step of the optimizer whose steps count, connect and wait for the first request."""
+        """Before a step: meet the bench if it is the first of the optimizer whose steps count."""
         self.stepping.add(id(optimizer))
         named = int(os.environ.get(OPTIMIZER, 0))
-        if self.owner is not None or (named and self.made.index(id(optimizer)) + 1 != named):
-            return
+        if self.owner is None and named in (0, self.made.index(id(optimizer)) + 1):
+            self.meet(optimizer)
+        self.stepping_now = self.stepping_now or optimizer is self.owner
+
+    def meet(self, optimizer: Any) -> None:
+        """Connect, say what this process is, and wait for the first request."""
         self.owner, own, cuda = optimizer, self.parameters(optimizer), self.torch.cuda
+        self.owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.gpu = own[0].device if own and own[0].device.type == "cuda" else None
         about = cuda.get_device_properties(self.gpu) if self.gpu else None
         group = sys.modules.get("torch.distributed")
@@ -123,7 +129,7 @@ class Rank:
         self.steps += 1
         self.marks.append(self.mark())
         self.samples.append(self.entered)
-        self.first, self.entered = None, 0
+        self.first, self.entered, self.stepping_now, self.evaluated = None, 0, False, False
         if len(self.marks) > self.wanted:
             self.answer()
             self.wait()
@@ -165,16 +171,17 @@ class Rank:
 
     def answer(self) -> None:
         """Say what the steps of the request took."""
+        if self.gpu:
+            self.torch.cuda.synchronize(self.gpu)
+        wall = perf_counter() - self.began  # reading the memory takes as long as a short step
         facts: dict[str, Any] = {"peak": None, "reserved": None, "retries": None}
         if self.gpu:
             cuda = self.torch.cuda
-            cuda.synchronize(self.gpu)
             facts["peak"] = cuda.max_memory_allocated(self.gpu) + self.graphs_bytes()
             facts["reserved"], facts["retries"] = cuda.max_memory_reserved(self.gpu), self.allocator_retries()
             facts["retries"] -= self.retries
         elif self.base is not None:
             facts["peak"] = max(0, [*resident()][1] - self.base)
-        wall = perf_counter() - self.began
         seconds = [b - a if not self.gpu else a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
         facts |= {"seconds": seconds, "wall": wall, "compile_seconds": self.compile_seconds() - self.compiled}
         if self.examined:
@@ -204,11 +211,19 @@ class Rank:
             os._exit(1)
 
     def count(self, module: Any, arguments: Any) -> None:
-        """Count the samples that enter the step's first module with a tensor: the tensor's first dimension."""
+        """Count the samples that enter the step's model: the first dimension of its first tensor.
+
+        The model is the first module in training with a parameter of the optimizer: a transform of images is a module,
+        too. Inside of a step, a closure may evaluate the same samples several times.
+        """
         tensors = [argument for argument in arguments if isinstance(argument, self.torch.Tensor) and argument.dim()]
-        if tensors and module.training and self.torch.is_grad_enabled() and not self.in_child:
-            self.first = module if self.first is None else self.first
-            self.entered += len(tensors[0]) if module is self.first else 0
+        if not tensors or not module.training or not self.torch.is_grad_enabled() or self.in_child:
+            return
+        if self.first is None and any(id(parameter) in self.owned for parameter in module.parameters()):
+            self.first = module
+        if module is self.first and not self.evaluated:
+            self.entered += len(tensors[0])
+            self.evaluated = self.stepping_now
 
     def values(self) -> tuple[str, list[Any]]:
         """Return a digest of all parameters, and ``SAMPLED`` values of each as float32."""

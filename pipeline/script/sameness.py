@@ -13,8 +13,8 @@ from pipeline.results import SameJob
 from pipeline.script.arms import EXAMINED_STEPS
 
 ROUNDING = 2.0**-4
-"""Largest relative difference of a few steps' updates that is taken for rounding, such as that of 16-bit numbers. A
-batch that lacks a part changes the updates by several times as much."""
+"""Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
+of 16 bits can differ by more: Adam turns the sign of a small gradient into a whole step."""
 OWN_FACTOR = 2.0
 """A difference up to this many times the base's from itself is no difference."""
 LARGEST_OWN = 0.25
