@@ -264,11 +264,11 @@ def _live() -> None:
 def _fetch(_: argparse.Namespace) -> None:
     from pipeline import params
     from pipeline.data import sources
-    from pipeline.environment import audit, code
+    from pipeline.environment import code
     from pipeline.files import naming
 
     fetch = params.load().fetch
-    check_followed = audit.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
+    check_followed = code.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
     with naming(RAW):
         sources.fetch(fetch, RAW)
     check_followed()

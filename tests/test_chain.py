@@ -13,7 +13,7 @@ import yaml
 from pipeline import cli, gate
 from pipeline.files import file_sha256
 from pipeline.params import load, parse
-from pipeline.results import Result, contradictions, summarise
+from pipeline.results import Result, contradictions, contradictions_of_history, summarise
 from pipeline.tracking import comparisons
 from tests.factories import DESCRIBED, make_history, make_result, make_run
 from tests.jobs import PARAMS, record, save
@@ -215,11 +215,11 @@ def test_what_is_promoted_is_of_what_is_here_now(
 def test_a_history_ends_as_its_runs_did() -> None:
     """A seed missing from the history would be read as never having reached the target."""
     result, rows = make_result(), make_history(make_result().runs)
-    assert contradictions.of_history(result, rows) == []
+    assert contradictions_of_history(result, rows) == []
     cut = [row for row in rows if (row.seed, row.step) != (2, 468)]
-    (first, *_) = contradictions.of_history(result, cut)
+    (first, *_) = contradictions_of_history(result, cut)
     assert first.startswith("seed 2: steps is 468, but its history ends with ")
-    missing = contradictions.of_history(result, [row for row in rows if row.seed])
+    missing = contradictions_of_history(result, [row for row in rows if row.seed])
     assert [sentence.partition(" is ")[0] for sentence in missing] == [
         f"seed 0: {key}" for key in ("steps", "test_accuracy", "test_loss")
     ]
@@ -242,7 +242,7 @@ def test_resumes_say_how_many_steps_are_warm() -> None:
         return make_result(runs=[make_run(0, measured_steps=steps, resumes=resumes)])
 
     train = parse(PARAMS | {"train": {"seeds": [0]}}).train
-    wrong = [contradictions.of_result(measured(*case), train) for case in ((463, 0), (455, 2), (452, 2), (464, 2))]
+    wrong = [contradictions(measured(*case), train) for case in ((463, 0), (455, 2), (452, 2), (464, 2))]
     assert [len(messages) for messages in wrong] == [0, 0, 1, 1]
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.environment import audit, code, imports, stages
+from pipeline.environment import code, imports, stages
 from pipeline.errors import ConfigError
 from pipeline.params import outside, parse
 from pipeline.plans import Plan, plan
@@ -116,7 +116,7 @@ def test_what_no_statement_imports_is_refused(
 ) -> None:
     (checkout / "own_net.py").write_text(NET + statements, encoding="utf-8")
     import_module("conftest_of_it")
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     for name in brought:
         import_module(name)
     if refused is None:
@@ -130,13 +130,13 @@ def test_what_no_statement_imports_is_refused(
 
 
 def test_a_check_without_own_code_makes_no_path_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = audit.unfollowed_by(set(), parse({"variants": {"baseline": {}}}).train, ())
-    monkeypatch.setattr(audit, "Path", None)
+    check = code.unfollowed_by(set(), parse({"variants": {"baseline": {}}}).train, ())
+    monkeypatch.setattr(code, "Path", None)
     check()
 
 
 def test_generated_code_is_not_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     name = "torch._inductor.runtime.compile_tasks.c0de"
     generated = ModuleType(name)
     generated.__file__ = str(checkout / ".cache/inductor/0d/c0de.py")
@@ -169,7 +169,7 @@ def test_a_part_of_a_package_is_refused(tmp_path: Path) -> None:
     points = {outside.CATALOGUE: {"own": "own_package:entry"}, outside.TECHNIQUES: {"own": "own_package:Own"}}
     write_metadata(tmp_path, "own-package", "1.0", points)
     with on_path(tmp_path):
-        check = audit.unfollowed(planned("small_cnn", extra={"own": {}}))
+        check = code.unfollowed(planned("small_cnn", extra={"own": {}}))
         import_module("own_beside")
         check()
         import_module("own_package.part")
@@ -255,7 +255,7 @@ def test_files_read_without_a_digest_are_refused(name: str, refused: bool, check
     os.chdir(here)
     (here / name).parent.mkdir(parents=True, exist_ok=True)
     (here / name).write_text("1", encoding="utf-8")
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     Path(name).read_bytes()
     np.loadtxt(name, ndmin=1)
     with pytest.raises(imports.Unfollowed, match=f"{re.escape(name)} was read by") if refused else nullcontext():
@@ -268,10 +268,10 @@ def test_the_reader_counts_beside_installed_packages(
 ) -> None:
     """The pipeline may be installed beside its libraries, and a plan may name an installed package."""
     installed = checkout.parent / "site-packages"
-    monkeypatch.setattr(audit, "PACKAGE", installed / "pipeline")
+    monkeypatch.setattr(code, "PACKAGE", installed / "pipeline")
     (checkout / "settings.json").touch()
     monkeypatch.setattr(code, "modules_of_the_user", lambda _: {"own_net"})
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     text = "open('settings.json').close()"
     exec(compile(text, str(installed / reader / "module.py"), "exec"), {"__name__": f"{reader}.module"})
     with pytest.raises(imports.Unfollowed, match=r"settings\.json was read by") if refused else nullcontext():
@@ -289,7 +289,7 @@ def test_a_listed_file_is_part_of_the_code(checkout: Path) -> None:
     (checkout / "own_tables" / "__pycache__").mkdir()
     (checkout / "own_tables" / "__pycache__" / "net.pyc").touch()
     assert code.of_variant(listed) == before
-    check = audit.unfollowed(listed)
+    check = code.unfollowed(listed)
     (checkout / "own_tables" / "one.csv").read_bytes()
     check()
     (checkout / "own_tables" / "one.csv").write_text("2", encoding="utf-8")
@@ -300,7 +300,7 @@ def test_a_listed_file_is_part_of_the_code(checkout: Path) -> None:
 
 
 def test_an_unlisted_extension_module_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     (checkout / "own_kernels.so").touch()
     extension = ModuleType("own_kernels")
     extension.__file__ = str(checkout / "own_kernels.so")
@@ -315,7 +315,7 @@ def test_code_shared_by_base_and_head_is_refused(shared: str, checkout: Path, mo
     (copy / ".dvc").mkdir()
     (copy / imports.GATE_COPY).write_text(f"{copy}\n{original}\n", encoding="utf-8")
     (original / "own_beside.py").touch()
-    check = audit.unfollowed(planned())
+    check = code.unfollowed(planned())
     if shared == "a file":
         (original / "own_beside.py").read_text(encoding="utf-8")
     elif shared != "nothing":

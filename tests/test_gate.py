@@ -23,7 +23,7 @@ from pipeline.comparison.stats import Difference
 from pipeline.environment import checked_out, code, hash_of, imports, stages
 from pipeline.errors import PipelineError
 from pipeline.files import write_text
-from pipeline.gate import COMPARISON_FILE, copies, decision, settings, side_by_side
+from pipeline.gate import COMPARISON_FILE, copies, decision, markdown, settings, side_by_side
 from pipeline.gate.copies import Copy, check_arms, commit_of
 from pipeline.gate.decision import (
     EXIT_CODES,
@@ -35,7 +35,6 @@ from pipeline.gate.decision import (
     judge,
     settled,
 )
-from pipeline.gate.markdown import markdown
 from pipeline.gate.side_by_side import Described, accuracies_in
 from pipeline.params import Compare, Config, Margins, Variant, load, parse
 from pipeline.plans import plans

@@ -13,7 +13,7 @@ import yaml
 from pipeline import environment, results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.plausibility import of_clock
+from pipeline.measurement.detectors import of_clock
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.params import parse
 from pipeline.results import Result

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from pipeline.comparison.front import pareto_front
+from pipeline.comparison.champion import pareto_front
 from pipeline.comparison.planning import pairs_needed, seeds_needed
 from pipeline.comparison.stats import (
     Decision,

@@ -17,8 +17,7 @@ from torch import nn
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import WorkerError, World
 from pipeline.measurement import windows
-from pipeline.measurement.detectors import Detector
-from pipeline.measurement.plausibility import of_clock
+from pipeline.measurement.detectors import Detector, of_clock
 from pipeline.models import ModelError
 from pipeline.models.optimizers import learning_rate
 from pipeline.params import Train

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from pipeline.measurement import windows
-from pipeline.measurement.plausibility import of_clock, of_memory
+from pipeline.measurement.detectors import of_clock, of_memory
 from pipeline.measurement.sampling import SystemSampler
 from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_bytes, percentile_ms
 from pipeline.results.rejections import rejection

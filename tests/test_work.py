@@ -17,7 +17,7 @@ from pipeline.benchmark.server import Server
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.measurement import detectors
-from pipeline.measurement.plausibility import of_turns
+from pipeline.measurement.detectors import of_turns
 from pipeline.measurement.windows import Clock
 from pipeline.params import Variant, parse, requested
 from pipeline.plans import plan

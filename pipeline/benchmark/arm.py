@@ -25,9 +25,8 @@ from pipeline import environment
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked
 from pipeline.errors import PipelineError
-from pipeline.measurement.detectors import children_seconds, detectors
+from pipeline.measurement.detectors import children_seconds, detectors, of_turns
 from pipeline.measurement.energy import Energy, per_sample
-from pipeline.measurement.plausibility import of_turns
 from pipeline.measurement.windows import Memory
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan

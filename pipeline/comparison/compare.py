@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.comparison import ablation, advice, consistency, figures, verdicts
-from pipeline.comparison.champion import champion_of
+from pipeline.comparison.champion import champion_of, on_front
 from pipeline.comparison.comparison_file import Compared, Comparison, fields_of
-from pipeline.comparison.front import on_front
 from pipeline.comparison.sessions import Table, column, table_of
 from pipeline.comparison.stats import Difference, Verdict
 from pipeline.environment import without_stages

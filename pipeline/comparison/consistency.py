@@ -16,7 +16,7 @@ from pipeline.environment import ENVIRONMENT_FILE, hash_of, stages
 from pipeline.errors import PipelineError, count
 from pipeline.files import LIMIT_BYTES, PREPARED, differing, file_sha256, read_bytes
 from pipeline.params import Config
-from pipeline.results import RESULTS, Bench, DatasetFacts, HistoryRow, Result, RunConditions, contradictions
+from pipeline.results import RESULTS, Bench, DatasetFacts, HistoryRow, Result, RunConditions
 
 
 class ComparisonError(PipelineError, ValueError):
@@ -86,7 +86,7 @@ def broken_links(measured: Sequence[Result], root: Path, *others: Path) -> list[
             problems.append(f"{history} is not the history that was written together with {file}. {again}")
         elif (root / history).exists():
             try:
-                ends = contradictions.of_history(result, results.read_history(root / history))
+                ends = results.contradictions_of_history(result, results.read_history(root / history))
                 problems += [f"{file} holds impossible values: {'; '.join(ends)}. {again}"] if ends else []
             except PipelineError as error:
                 problems.append(str(error))

@@ -1,8 +1,7 @@
 """Processes that train together. Only this package, and ``processes.launched_size``, read the environment variables
 that launchers set."""
 
-from pipeline.distributed.interruptions import Interruption, interruption
-from pipeline.distributed.launching import WorkerError, forked, launch
+from pipeline.distributed.launching import Interruption, WorkerError, forked, interruption, launch
 from pipeline.distributed.meeting import live
 from pipeline.distributed.worlds import ALONE, World, own_part, share_of, whole, world
 from pipeline.processes import launched_size

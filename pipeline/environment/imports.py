@@ -2,7 +2,7 @@
 
 Only files of the user and of this package are followed: those in the work tree, in the folder that contains this
 package, or in a package that a plan names. The same question, whose a file is, decides which opened files are inputs of
-a job (``audit``).
+a job (``code.unfollowed``).
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from pipeline.params.catalogue import (
     techniques,
     without,
 )
-from pipeline.params.conditions import GRAPH_WARMUP_STEPS
+from pipeline.params.conditions import GRAPH_WARMUP_STEPS, Machine
 from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
-from pipeline.params.machine import Machine
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
 from pipeline.params.sections import (
     Augment,

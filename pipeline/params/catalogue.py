@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from pipeline.errors import ConfigError
 from pipeline.params import conditions, outside
-from pipeline.params.machine import Machine
+from pipeline.params.conditions import Machine
 from pipeline.params.sections import Section, Train
 from pipeline.params.variants import Variant
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from pipeline.comparison.champion import pareto_front
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.figures import over_rounds
-from pipeline.comparison.front import pareto_front
 from pipeline.comparison.stats import Difference
 from pipeline.pages import formats
 from pipeline.pages.formats import UNKNOWN, UNTRUSTED

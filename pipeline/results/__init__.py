@@ -1,7 +1,7 @@
 """The files of measurements: ``results/<variant>.json``, ``results/<variant>/history.csv`` and ``bench.json``.
 
-``records`` and ``bench_file`` define the content of the files, ``files`` reads and writes the files, and
-``contradictions`` finds figures that cannot have been measured.
+``records`` and ``bench_file`` define the content of the files. ``files`` reads and writes them, and refuses
+figures that cannot have been measured.
 """
 
 from pipeline.results.bench_file import (
@@ -25,6 +25,8 @@ from pipeline.results.files import (
     SESSIONS,
     ResultError,
     adding_to_history,
+    contradictions,
+    contradictions_of_history,
     digest,
     history_file,
     history_row,

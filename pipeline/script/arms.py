@@ -29,8 +29,15 @@ from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS, Measured
 from pipeline.benchmark.server import BenchError
 from pipeline.environment import hardware
 from pipeline.errors import count
-from pipeline.measurement.detectors import Detector, cpu_detectors, gpu_detectors, job_ticks
-from pipeline.measurement.plausibility import of_clock, of_memory, of_turns
+from pipeline.measurement.detectors import (
+    Detector,
+    cpu_detectors,
+    gpu_detectors,
+    job_ticks,
+    of_clock,
+    of_memory,
+    of_turns,
+)
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.params import Bench as BenchSettings
 from pipeline.processes import malloc, terminate_with_parent

@@ -5,9 +5,9 @@ Both turn MLflow's errors into one warning. ``promote`` names the registry's cha
 ``health`` describes the state of the store for a person. mlflow is imported only when the store must be opened.
 """
 
-from pipeline.tracking.checkup import Health, health
 from pipeline.tracking.live import follow
 from pipeline.tracking.promoting import PromotionError, promote
 from pipeline.tracking.publishing import Published, publish
+from pipeline.tracking.stores import Health, health
 
 __all__ = ["Health", "PromotionError", "Published", "follow", "health", "promote", "publish"]

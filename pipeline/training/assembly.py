@@ -21,7 +21,7 @@ from pipeline import environment, models, tasks
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import ALONE, World, launched_size
 from pipeline.distributed import world as joined_world
-from pipeline.environment import audit, cores, stages
+from pipeline.environment import code, cores, stages
 from pipeline.errors import ConfigError, count, said, say
 from pipeline.measurement.detectors import Detector
 from pipeline.measurement.windows import Memory
@@ -80,7 +80,7 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     ``prepared``: the data set's folder. ``settings``: plain values that must be the same on all ranks, in addition to
     the plan. Raises PipelineError.
     """
-    train, check_followed = plan.train, audit.unfollowed(plan)
+    train, check_followed = plan.train, code.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
         import torch._dynamo  # noqa: F401  (the first optimizer would import it)
 
@@ -135,7 +135,7 @@ class Assembly:
     techniques: Sequence[type[Technique]]
     """The classes of the techniques that the plan applies, in the order in which they apply."""
     check_followed: Callable[[], None] = lambda: None
-    """Raises Unfollowed if a module or file that the user's code uses has no digest (``audit.unfollowed``)."""
+    """Raises Unfollowed if a module or file that the user's code uses has no digest (``code.unfollowed``)."""
 
     @contextmanager
     def training(

@@ -10,7 +10,7 @@ import torch
 from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
-from pipeline.measurement.plausibility import of_clock, of_memory, of_steps
+from pipeline.measurement.detectors import of_clock, of_memory, of_steps
 from pipeline.measurement.windows import Clock, Memory, percentile_ms
 from pipeline.results import RunConditions, Window
 from pipeline.results.figures import FIGURES, MEMORY, QUANTITIES, Figure

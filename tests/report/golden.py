@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.comparison.compare import compare
 from pipeline.comparison.planning import RoundCost
 from pipeline.gate import decision
-from pipeline.gate.markdown import markdown as gate_page
+from pipeline.gate import markdown as gate_page
 from pipeline.pages import render
 from pipeline.params import Compare, Margins
 from pipeline.profiling.steps.findings import Finding, Operator, Profile, StepTimes

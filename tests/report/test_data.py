@@ -3,8 +3,7 @@ from __future__ import annotations
 import csv
 import io
 
-from pipeline.report import accuracy_csv, loss_csv, metrics, ratios_csv
-from pipeline.report.data import verdicts
+from pipeline.report import accuracy_csv, loss_csv, metrics, ratios_csv, verdicts
 from tests.report.conftest import Made
 
 
