@@ -160,6 +160,23 @@ def test_a_command_that_ends_too_early_is_named_with_its_last_lines(program: str
     assert len(str(raised.value)) < 20_000
 
 
+def test_a_launcher_of_another_python_is_named(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a torchrun of another environment, which lacks the script's packages."""
+    for name, interpreter in ("theirs", "/elsewhere/bin/python3"), ("ours", work / "python3"), ("python", "/bin/sh"):
+        (work / name).write_text(f"#!{interpreter}\n", encoding="utf-8")
+        (work / name).chmod(0o755)
+    python = work / "python"
+    told = f" theirs runs /elsewhere/bin/python3, whose packages can differ from those of {python}."
+    assert [arms.other_python(name, str(work)) for name in ("theirs", "ours", "python", "none")] == [told, "", "", ""]
+    (work / "theirs").write_text(f"#!{sys.executable}\nraise SystemExit('no such package')\n", encoding="utf-8")
+    monkeypatch.setenv("PATH", str(work))
+    with (
+        server() as scripts,
+        pytest.raises(BenchError, match=rf"theirs runs {sys.executable}, .*\n  \| no such package"),
+    ):
+        scripts.open("launched", Command(("theirs",))._asdict(), 10)
+
+
 @pytest.mark.usefixtures("work")
 def test_a_command_that_does_not_exist_is_named() -> None:
     with server() as scripts, pytest.raises(BenchError, match=r"'pyhton train.py' cannot be started: .*No such file"):

@@ -83,7 +83,7 @@ class Job(AbstractContextManager["Job"]):
 
     def __init__(self, name: str, command: Command, *, in_place: bool, left_out: Path, timeout: float, optimizer: int):
         self.name, self.timeout, self.steps = name, timeout, 0
-        self._place = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
+        self._hints = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
         self._awaited = (
             f"the first step of optimizer {optimizer} (--optimizer)" if optimizer else "its first optimizer step"
         )
@@ -97,6 +97,7 @@ class Job(AbstractContextManager["Job"]):
         shutil.copy(hook.__file__, self.folder / "sitecustomize.py")
         shutil.copy(malloc.__file__, self.folder / "malloc.py")
         variables = {**os.environ, **command.variables}
+        self._hints += other_python(command.words[0], variables.get("PATH"))
         paths = os.pathsep.join([str(self.folder), *filter(None, [variables.get("PYTHONPATH")])])
         variables |= {hook.FOLDER: str(self.folder), hook.OPTIMIZER: str(optimizer), "PYTHONPATH": paths}
         try:
@@ -177,9 +178,9 @@ class Job(AbstractContextManager["Job"]):
         last = last if self.ranks and last else self._last_lines()
         self.end(patience=0)
         said = "".join(f"\n  | {line}" for line in last) or " It printed nothing."
-        place = "" if self.ranks else self._place
+        hints = "" if self.ranks else self._hints
         return BenchError(
-            f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{place}{said}"
+            f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{hints}{said}"
         )
 
     def _last_lines(self) -> list[str]:
@@ -214,6 +215,18 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(self, *_: object) -> None:
         if self.folder.exists():
             self.end()
+
+
+def other_python(program: str, path: str | None) -> str:
+    """Return a sentence if ``program`` is a script of another Python than the one on ``path``; else an empty text."""
+    found, python = (shutil.which(name, path=path) for name in (program, "python"))
+    if not (found and python):
+        return ""
+    with Path(found).open("rb") as file:
+        words = file.readline(1 << 10).decode(errors="replace").removeprefix("#!").split()
+    own = words[0] if words and Path(words[0]).name.startswith("python") else python
+    same = Path(own).parent.resolve() == Path(python).parent.resolve()
+    return "" if same else f" {program} runs {own}, whose packages can differ from those of {python}."
 
 
 def _ending(code: int) -> str:
