@@ -74,6 +74,12 @@ def edit(file: str, change: Callable[[Any], None]) -> None:
     path.write_text(yaml.safe_dump(content) if file == PARAMETERS else json.dumps(content), encoding="utf-8")
 
 
+def ends_before_its_start(bench: Any) -> None:
+    """Also a bench that is shorter than clocks may disagree."""
+    bench["seconds"] = 50.0
+    bench["session"]["end_utc"] = bench["session"]["start_utc"].replace("08:00:00", "07:59:55")
+
+
 OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("training parameters", PARAMETERS, at("train.epochs", 3), "train.epochs is 2 in the result and 3"),
     ("a variant's parameters", PARAMETERS, at("variants.ddp.bucket_mb", 5), "bucket_mb is null in the result"),
@@ -122,6 +128,7 @@ OF_BENCH: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("threads", BENCH, at("arms.2.threads_per_process", 1), "computed with 1 thread per process, but baseline"),
     ("a millisecond", BENCH, at("seconds", 0.001), "the bench took 0.001 s, although its windows alone took 47.4"),
     ("an early end", BENCH, at("session.end_utc", "2026-11-20T07:59:00+00:00"), "to 2026-11-20T07:59:00+00:00"),
+    ("an end before the start", BENCH, ends_before_its_start, "to 2026-11-20T07:59:55+00:00, although it took 50 s"),
     ("an end within a minute", BENCH, at("session.end_utc", "2026-11-20T08:01:00+00:00"), "although it took 178 s"),
     ("no end", BENCH, at("session.end_utc", "noon"), "session.end_utc"),
     ("few steps", BENCH, at("arms.1.samples.2.measured_steps", 3), "ddp, round 3: only 3 of 120 steps were measured"),

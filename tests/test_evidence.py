@@ -255,6 +255,7 @@ FORGED: dict[str, tuple[dict[str, Edit], str]] = {
     "the data set": ({DATASET: put("train_count", 60001)}, r"prepared/dataset\.json was changed after it was written"),
     "another data set": ({DATASET: lambda _: ANOTHER}, r"baseline\.json was measured on .*, not on the data set of"),
     "a file that cannot be read": ({METRICS: lambda _: b"\xff{"}, r"reports/metrics/ddp\.json cannot be read"),
+    "a lock too large": ({"dvc.lock": lambda _: b"#" * 2**21}, r"dvc\.lock cannot be read.*allowed: 1,048,576"),
     "a file without end": ({"results/ddp.json": lambda _: b"[" * 10**6}, r"results/ddp\.json"),
 }
 

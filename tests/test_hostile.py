@@ -220,7 +220,9 @@ def test_a_compressed_data_set_takes_bounded_memory(
         before = pyarrow.total_allocated_bytes()
         assert main(["fetch"]) == code, capsys.readouterr()
         assert pyarrow.total_allocated_bytes() - before < 1 << 27
-    assert "bytes unpack to more memory than is allowed: 67,108,864" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "fetch.arrays: " in said
+    assert "bytes unpack to more memory than is allowed: 67,108,864" in said
 
 
 @pytest.mark.usefixtures("here")

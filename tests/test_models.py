@@ -297,6 +297,11 @@ def with_expanded(**sizes):
     model.weights = nn.Parameter(torch.ones(1).expand(4))
     return model
 
+def with_generators(**sizes):
+    model = Rows(**sizes)
+    model.own, model.drawn = torch.Generator(), {"masks": [torch.Generator()]}
+    return model
+
 def of_pixels(channels, height, width, classes):
     class Pixels(nn.Module):
         def forward(self, images):
@@ -371,6 +376,15 @@ def test_expanded_tensors_get_memory_of_their_own() -> None:
     model = build_for("my_nets:with_expanded", (1, 4, 4))
     assert [tensor.stride() for tensor in (model.get_buffer("mask"), model.get_parameter("weights"))] == [(1,), (1,)]
     assert build_for("my_nets:Extra", (1, 4, 4)).state_dict()["_extra_state"]["seen"] == 3
+
+
+@pytest.mark.usefixtures("my_nets")
+def test_a_generator_that_is_not_saved_is_named() -> None:
+    with pytest.warns(
+        UserWarning, match=r"with_generators: the random generators in Rows\.drawn are not saved"
+    ) as told:
+        build_for("my_nets:with_generators", (1, 4, 4))
+    assert len(told) == 1
 
 
 @pytest.mark.usefixtures("my_nets")

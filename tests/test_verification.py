@@ -422,6 +422,14 @@ def test_a_sorted_miniature_has_every_class(digits: Dataset) -> None:
         assert part.inputs.data_ptr() == split.inputs.data_ptr(), "no copy of mixed data"
 
 
+def test_a_rare_class_is_in_the_miniature(digits: Dataset) -> None:
+    """Its share of the miniature is less than one sample."""
+    targets = torch.arange(len(digits.train)) % 9
+    targets[-len(targets) // 100 :] = 9
+    small = miniature(replace(digits, train=Split({**digits.train.arrays, "targets": targets})), 16)
+    assert small.train.targets.bincount(minlength=10).min() >= 1
+
+
 def test_a_sorted_miniature_has_all_quarters(digits: Dataset) -> None:
     numbers = torch.linspace(-1, 1, len(digits.train))[:, None]
     for order, is_drawn in ((numbers, True), (numbers[torch.randperm(len(numbers))], False)):

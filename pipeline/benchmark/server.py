@@ -15,7 +15,7 @@ from typing import IO, Any, Literal, Protocol
 
 from tqdm import tqdm
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, printable
 
 LAST_WORDS_SECONDS = 2.0
 """Longest wait for an ended server's last output. The wait is limited, because the server's arms may keep the pipe
@@ -130,7 +130,7 @@ def _passed_on(words: IO[str]) -> None:
     """Print the output of a server and its arms, such as a library's warnings, above the progress bar."""
     with words:
         for line in words:
-            tqdm.write(line.rstrip("\n"), file=sys.stderr)
+            tqdm.write(printable(line.rstrip("\n")), file=sys.stderr)
 
 
 @dataclass(frozen=True)

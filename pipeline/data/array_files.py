@@ -170,8 +170,8 @@ def limited(path: Path, size: int) -> Iterator[None]:
         yield
     except MemoryError:
         raise DataError(
-            f"{path}: {size:,} bytes unpack to more memory than is allowed: {allowed:,}. If the data set is yours, "
-            "save it without compression."
+            f"fetch.arrays: {path}: {size:,} bytes unpack to more memory than is allowed: {allowed:,}. If the data set "
+            "is yours, save it without compression."
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

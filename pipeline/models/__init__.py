@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipeline import factories
 from pipeline.errors import PipelineError
@@ -265,6 +266,14 @@ def _make_ready(name: str, model: nn.Module, inputs: torch.Tensor) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             module.sparse = False
             warnings.warn(f"train.model: {name}: an embedding with sparse=True gets dense gradients.", stacklevel=2)
+        for key, value in vars(module).items():
+            generators = {type(leaf) for leaf in tree_leaves(value)} & randomness.OBJECTS.keys()
+            if generators and type(value) not in generators:
+                warnings.warn(
+                    f"train.model: {name}: the random generators in {type(module).__name__}.{key} are not saved, so a "
+                    "resumed run may end with other weights; make each of them an attribute by itself.",
+                    stacklevel=2,
+                )
     if any(map(torch.is_complex, model.parameters())):
         warnings.warn(f"train.model: {name}: complex parameters have no fused optimizer.", stacklevel=2)
 

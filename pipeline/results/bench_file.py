@@ -223,7 +223,7 @@ class Bench(Document):
         problems = []
         if (windows := self.windows_seconds) > self.seconds:
             problems.append(f"the bench took {self.seconds:g} s, although its windows alone took {windows:g} s")
-        if self.lasted_seconds < self.seconds - CLOCKS_AGREE:
+        if self.lasted_seconds < max(0.0, self.seconds - CLOCKS_AGREE):
             times = f"from {self.session.start_utc} to {self.session.end_utc}"
             problems.append(f"the bench ran {times}, although it took {self.seconds:g} s")
         for arm in self.arms:

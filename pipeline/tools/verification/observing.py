@@ -205,15 +205,16 @@ def miniature(dataset: Dataset, batch_size: int) -> Dataset:
 
 def _part(split: Split, count: int) -> Split:
     """Return ``count`` samples of ``split``: the first ones, which need no copy. But if they lack half of a class's
-    share (the data set is sorted), return samples from all over, in random order. For targets that are numbers, the
-    quarters of the first number count as classes."""
+    share, or a whole class (the data set is sorted), return samples from all over, in random order. For targets that
+    are numbers, the quarters of the first number count as classes."""
     labels = split.arrays.get("targets")
     if labels is None:
         return split[:count]
     if labels.is_floating_point():
         first = labels.reshape(len(labels), -1)[:, 0].double()
         labels = torch.bucketize(first, first[:: len(first) // 10_000 + 1].quantile(first.new_tensor(QUARTERS)))
-    least = labels.bincount() * count // (2 * len(split))
+    counts = labels.bincount()
+    least = (counts * count // (2 * len(split))).clamp(min=1 if count >= len(counts) else 0).minimum(counts)
     if bool((labels[:count].bincount(minlength=len(least)) >= least).all()):
         return split[:count]
     rows = split.drawn(count)
