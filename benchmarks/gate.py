@@ -1,9 +1,9 @@
 """Measure the gate's error rates: how often it raises a false alarm, and how often it finds a planted slowdown.
 
 ``pool`` records many real rounds of the default job, with all variants, on three sides: two equal checkouts, and one
-whose training step takes 10% longer. ``rates`` draws trials from these rounds, and the gate's own code decides each
-trial. A trial has as many consecutive rounds as fit into the default budget, so it includes the machine's drift.
-``power`` does the same for other slowdowns. ``simulate`` draws rounds from a distribution, so its trials are many and
+whose training step takes 10% longer. In ``rates``, every block of consecutive rounds is a trial, so trials include the
+machine's drift; the gate's own code decides each. It writes ``gate-rates-….json`` beside the pool. ``power`` does the
+same for other slowdowns. ``simulate`` draws rounds from a distribution, so its trials are many and
 independent. ``trial`` runs complete gates and adds them to a file. Only complete gates are both real and independent;
 their number limits how precisely the error rates are known.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from pipeline.processes import set_openmp_spins
 from pipeline.results.bench_file import FEWEST_PAIRS
@@ -50,6 +50,7 @@ from pipeline import environment, files, params
 from pipeline.benchmark import stage
 from pipeline.benchmark.rounds import Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
+from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.gate.decision import Judged, Samples, judge, settled
 from pipeline.gate.side_by_side import arms_of, steps_of
@@ -139,37 +140,29 @@ def pool(minutes: float) -> dict[str, Any]:
     }
 
 
-def error_rates(
-    recorded: Mapping[str, Any], trials: int = 1000, minutes: float | None = None, losses: Sequence[float] = ()
-) -> dict[str, Any]:
-    """Decide ``trials`` gates of equal sides, and as many with the slower head, on blocks of consecutive rounds.
+def error_rates(recorded: Mapping[str, Any], rounds: int, losses: Sequence[float] = ()) -> dict[str, Any]:
+    """Decide a gate of equal sides, and one with the slower head, on every block of ``rounds`` consecutive rounds.
 
-    ``minutes``: a gate's budget; None: the default budget. A block begins anywhere in a part of the pool and ends in
-    the same part. Blocks overlap, so all trials together have no more information than ``independent_blocks`` blocks.
-    ``losses``: for each of these fractions, ``trials`` further gates have an equal head whose speeds are lowered by
-    this fraction.
+    A block begins anywhere in a part of the pool and ends in the same part. Blocks overlap, so all trials together have
+    no more information than ``independent_blocks`` blocks. ``losses``: for each of these fractions, a further gate of
+    every block has an equal head whose speeds are lowered by this fraction.
     """
     arms = {name: _arm(name, values) for name, values in recorded["arms"].items()}
-    budget = 60 * (Gate().max_minutes if minutes is None else minutes)
-    rounds = int(budget / recorded["seconds_per_gate_round"])
     ends = list(accumulate(recorded["rounds"], initial=0))
     possible = [start for first, end in pairwise(ends) for start in range(first, end - rounds + 1)]
     if not possible:
-        raise SystemExit(
-            f"a gate of {budget:.0f} s has {rounds} rounds, but no part of the pool has so many; give fewer --minutes"
-        )
-    draw = random.Random(0)
+        raise SystemExit(f"no part of the pool has {rounds} rounds; give fewer --rounds")
     heads = [("equal", "head", 0.0), ("slower", "slow", 0.0), *((f"{loss:.0%}", "head", loss) for loss in losses)]
     outcomes: dict[str, Counter[str]] = {kind: Counter() for kind, *_ in heads}
     used: dict[str, list[int]] = {kind: [] for kind in outcomes}
-    for start in possible if len(possible) == trials else [draw.choice(possible) for _ in range(trials)]:
+    for start in possible:
         block = {name: _cut(arm, start, start + rounds) for name, arm in arms.items()}
         for kind, side, loss in heads:
             judged, looked = _gated(block, side, loss)
             outcomes[kind][_in_words(judged)] += 1
             used[kind].append(looked)
     return {
-        "trials": trials,
+        "trials": len(possible),
         "rounds_per_trial": rounds,
         "independent_blocks": sum(count // rounds for count in recorded["rounds"]),
         "slowdown_fraction": recorded["slowdown_fraction"],
@@ -190,7 +183,6 @@ def gate_of_drawn_rounds(
     logs = [rounds_of(random_numbers, within / math.sqrt(2), autocorrelation, len(arms), rounds) for _ in range(trials)]
     recorded: dict[str, Any] = {
         "rounds": [rounds] * trials,
-        "seconds_per_gate_round": 1.0,
         "slowdown_fraction": SLOWDOWN_FRACTION,
         "arms": {
             name: {"samples_per_second": np.exp(drawn).ravel().tolist(), "peak_memory_bytes": [2**26] * drawn.size}
@@ -199,13 +191,27 @@ def gate_of_drawn_rounds(
     }
     slower = np.divide(recorded["arms"]["head baseline"]["samples_per_second"], 1 + SLOWDOWN_FRACTION)
     recorded["arms"]["slow baseline"] = {**recorded["arms"]["head baseline"], "samples_per_second": slower.tolist()}
-    return error_rates(recorded, trials, rounds / 60, losses)
+    return error_rates(recorded, rounds, losses)
 
 
-def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, picture: Path) -> dict[str, Any]:
+def rates(pool: Path, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the ``error_rates`` of gates with these numbers of rounds on the recorded ``pool``; for the smallest
+    number also without the rule that correlated rounds count for fewer."""
+    recorded = json.loads(pool.read_text(encoding="utf-8"))
+    with patch.object(stats, "independent", lambda rounds, _: rounds):
+        uncorrelated = error_rates(recorded, min(numbers), (0.05,))
+    return {
+        "pool": pool.name,
+        **{key: recorded[key] for key in ("environment", "measured_on")},
+        "rates": [error_rates(recorded, rounds, (0.05,)) for rounds in numbers],
+        "without_correlation": uncorrelated,
+    }
+
+
+def power(recorded: Mapping[str, Any], rounds: int, picture: Path) -> dict[str, Any]:
     """Return the ``error_rates`` for slowdowns of 3 to 12%, and draw the decisions into the SVG file ``picture``."""
     losses = [percent / 100 for percent in range(3, 13)]
-    rates = error_rates(recorded, trials, minutes, losses)
+    rates = error_rates(recorded, rounds, losses)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     for words, label, color in (
         ("worse", "worse (1)", "#b3261e"),
@@ -216,7 +222,7 @@ def power(recorded: Mapping[str, Any], trials: int, minutes: float | None, pictu
             sum(count for outcome, count in rates["outcomes"][f"{loss:.0%}"].items() if outcome.startswith(words))
             for loss in losses
         ]
-        percents, parts = [100 * loss for loss in losses], [share / trials for share in shares]
+        percents, parts = [100 * loss for loss in losses], [share / rates["trials"] for share in shares]
         axes.plot(percents, parts, marker="o", color=color, label=label)
     axes.set(xlabel="the head is slower by, %", ylabel="share of gates", ylim=(-0.02, 1.02), xticks=range(3, 13))
     axes.legend(frameon=False)
@@ -343,6 +349,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
     samples = []
     for speed, peak in zip(*(values[key] for key in QUANTITIES), strict=True):
         figures: dict[str, Any] = {"samples_per_second": speed, "peak_memory_bytes": peak, "peak_reserved_bytes": None}
+        figures["peak_memory_rank_bytes"] = (peak,)
         samples.append(Window.model_construct(**figures, rejections=(REFUSED,) if speed is None else ()))
     known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "world_size": 1}
     known["role"] = "aa_control" if name.endswith(CONTROL) else "variant"
@@ -365,16 +372,15 @@ def main() -> None:
     recording = commands.add_parser("pool", help="record rounds into FILE")
     recording.add_argument("file", type=Path)
     recording.add_argument("--minutes", type=float, default=180.0)
-    rating = commands.add_parser("rates", help="print the error rates of trials from the pool in FILE")
+    rating = commands.add_parser("rates", help="write the error rates of trials from the pool in FILE beside it")
     rating.add_argument("file", type=Path)
+    rating.add_argument("--rounds", type=int, nargs="+", default=[21, 19, 17, 13], help="numbers of rounds of a gate")
     drawing = commands.add_parser("power", help="draw decisions on slowdowns of 3 to 12%%, from the pool in FILE")
     drawing.add_argument("file", type=Path)
     drawing.add_argument("picture", type=Path)
+    drawing.add_argument("--rounds", type=int, default=21, help="the number of rounds of a gate")
     simulating = commands.add_parser("simulate", help="write error rates for drawn rounds into simulations.json")
-    for command, trials in ((rating, 1000), (drawing, 300), (simulating, 200)):
-        command.add_argument("--trials", type=int, default=trials)
-    for command in (rating, drawing):
-        command.add_argument("--minutes", type=float, help="the budget of a gate; default: gate.max_minutes")
+    simulating.add_argument("--trials", type=int, default=200)
     whole = commands.add_parser("trial", help="run complete gates until --minutes are over, at least one gate")
     whole.add_argument("--file", type=Path, default=machines.FIGURES / "gate-trials.json")
     whole.add_argument("--minutes", type=float, default=40.0, help="start no gate after this time")
@@ -395,9 +401,13 @@ def main() -> None:
         }
         figures = json.loads(SIMULATIONS_FILE.read_text(encoding="utf-8"))
         files.write_text(SIMULATIONS_FILE, json.dumps({**figures, "gate": content}, indent=1) + "\n")
+    elif arguments.command == "rates":
+        content = rates(arguments.file, arguments.rounds)
+        name = arguments.file.name.replace("gate-pool", "gate-rates")
+        files.write_text(arguments.file.with_name(name), json.dumps(content, indent=1) + "\n")
     else:
-        given = json.loads(arguments.file.read_text(encoding="utf-8")), arguments.trials, arguments.minutes
-        content = error_rates(*given) if arguments.command == "rates" else power(*given, arguments.picture)
+        recorded = json.loads(arguments.file.read_text(encoding="utf-8"))
+        content = power(recorded, arguments.rounds, arguments.picture)
     print(json.dumps(content, indent=1))
 
 

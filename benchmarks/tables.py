@@ -210,7 +210,8 @@ GATE = ["equal sides called worse", "equal sides not decided or untrusted (3)", 
 
 def gate_shares(case: Mapping[str, Any]) -> list[str]:
     def share(side: str, *starts: str) -> str:
-        return f"{sum(count for end, count in case['outcomes'][side].items() if end.startswith(starts))}"
+        counts = case["outcomes"][side]
+        return f"{sum(count for end, count in counts.items() if end.startswith(starts)) / case['trials']:.1%}"
 
     unclear = ("undecided", "untrusted")
     equal = [share("equal", "worse"), share("equal", *unclear)]
@@ -218,12 +219,15 @@ def gate_shares(case: Mapping[str, Any]) -> list[str]:
 
 
 def gate_trials() -> str:
-    cases = sorted(figures("gate-rates-amd-epyc-avx2-2-cores")["rates"], key=lambda case: -case["rounds_per_trial"])
-    rows = (
-        [*(str(case[key]) for key in ("rounds_per_trial", "independent_blocks", "trials")), *gate_shares(case),
-         str(case["mean_rounds"]["slower"]), str(case["outcomes"]["5%"].get("worse: throughput", 0))]
-        for case in cases
-    )  # fmt: skip
+    measured = figures("gate-rates-amd-epyc-avx2-2-cores")
+    rows = []
+    for case in (*measured["rates"], measured["without_correlation"]):
+        rule = ", without the rule on correlation" if case is measured["without_correlation"] else ""
+        rows.append(
+            [f"{case['rounds_per_trial']}{rule}", *(str(case[key]) for key in ("independent_blocks", "trials")),
+             *gate_shares(case), str(case["mean_rounds"]["slower"]),
+             f"{case['outcomes']['5%'].get('worse: throughput', 0) / case['trials']:.1%}"]
+        )  # fmt: skip
     heading = ["rounds per trial", "independent blocks", "trials", *GATE, "mean rounds, 10% slower", "5% slower: found"]
     return markdown(heading, rows)
 

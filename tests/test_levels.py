@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import machines
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.gate import bounds
+from benchmarks.gate import bounds, error_rates, gate_of_drawn_rounds
 from benchmarks.levels import components
 from benchmarks.simulations import best_of, equal_arms, looking, over_many
 from pipeline import environment
@@ -59,6 +59,19 @@ def test_looks_stop_early_without_wrong_decisions() -> None:
     _, drifting = looking(1.1, 0.05, 0.6, trials=60).values()
     assert drifting["rounds"] > 18
     assert drifting["coverage"] > 0.85  # it would be 0.7 if correlated rounds were not counted for fewer
+
+
+def test_every_block_of_recorded_rounds_is_a_trial() -> None:
+    pool = json.loads((machines.FIGURES / "gate-pool-amd-epyc-avx2-2-cores.json").read_text(encoding="utf-8"))
+    rates = error_rates(pool | {"rounds": [10, 9]}, 8, (0.3,))
+    assert (rates["trials"], rates["independent_blocks"]) == (3 + 2, 2)
+    assert rates["outcomes"]["30%"] == {"worse: throughput": 5}
+    assert 6 <= rates["mean_rounds"]["30%"] < 8, "no look decided"
+
+
+def test_gates_of_drawn_rounds_find_a_slowdown() -> None:
+    rates = gate_of_drawn_rounds(0.02, 0.0, rounds=8, trials=3)
+    assert rates["outcomes"]["slower"] == {"worse: throughput": 3}
 
 
 @pytest.mark.parametrize(
