@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command: Callable[[argparse.Namespace], int | None] = parsed.command
     try:
+        if command in NEEDS_OUR_LOOP:
+            _refuse_script(NEEDS_OUR_LOOP[command])
         code = command(parsed) or 0
         sys.stdout.flush()
         return code
@@ -67,6 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         say(f"error: {redacted(message)}", file=sys.stderr)
         return 2
+
+
+def _refuse_script(instead: str) -> None:
+    from pipeline import errors, params
+
+    if params.load().script:
+        raise errors.ConfigError(f"this command does not know what a script trains (script in params.yaml): {instead}.")
 
 
 def _reader_has_left() -> bool:
@@ -223,11 +232,11 @@ def _environment(_: argparse.Namespace) -> None:
         from pipeline import environment, params, plans
         from pipeline.environment import stages
 
-        config = params.load()
+        config, before = params.load(), environment.last_written()
         params.check_names(config.train, config.variants)
         made = plans.plans(config, environment.machine())
-        described = stages.described(config, made)
-    before = environment.last_written()
+        seen = _script_seen(config, before)
+        described = stages.described(config, made, script=seen) | ({"script": seen} if seen else {})
     written = environment.write(relied_on=plans.relied_on(config), described=described)
     say(f"environment {written[:12]}")
     for path in environment.changed_since(before):
@@ -235,6 +244,19 @@ def _environment(_: argparse.Namespace) -> None:
     for name, plan in made.items():
         for technique, reason in plan.skipped.items():
             say(f"variants.{name}: {technique} is skipped: {reason}")
+
+
+def _script_seen(config: Config, before: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the script was seen to read. If ``before``, the content of environment.json, does not say it, run the
+    script up to its first step."""
+    from pipeline.environment import stages
+
+    known = stages.script_seen(config, before)
+    if known or config.script is None:
+        return known
+    from pipeline.script import inputs
+
+    return inputs.examined(config)
 
 
 def _ready() -> tuple[Config, Machine]:
@@ -267,7 +289,11 @@ def _fetch(_: argparse.Namespace) -> None:
     from pipeline.environment import code
     from pipeline.files import naming
 
-    fetch = params.load().fetch
+    config = params.load()
+    if config.script:
+        _nothing_to_do("fetch", RAW)
+        return
+    fetch = config.fetch
     check_followed = code.unfollowed_by({fetch.own_module} - {""}, fetch, code.listed(fetch))
     with naming(RAW):
         sources.fetch(fetch, RAW)
@@ -279,8 +305,18 @@ def _prepare(_: argparse.Namespace) -> None:
     from pipeline.data import packing
     from pipeline.files import naming
 
+    config = params.load()
+    if config.script:
+        _nothing_to_do("prepare", PREPARED)
+        return
     with naming(PREPARED):
-        packing.prepare(params.load(), RAW, PREPARED)
+        packing.prepare(config, RAW, PREPARED)
+
+
+def _nothing_to_do(stage: str, output: Path) -> None:
+    """Leave an empty folder, on which later stages depend."""
+    output.mkdir(parents=True, exist_ok=True)
+    say(f"{stage}: nothing to do, because a script reads its own data")
 
 
 def _train(parsed: argparse.Namespace) -> None:
@@ -290,10 +326,22 @@ def _train(parsed: argparse.Namespace) -> None:
     config, machine = _ready()  # reports an error in params.yaml before torch is imported
     if processes.launched_size() is None:
         _seeds_outlook(config, parsed.variant)
+    if config.script:
+        _train_of_script(config, parsed.variant, machine)
+        return
     with processes.importing():
         from pipeline.training import job
 
     job.run(config, parsed.variant, machine, PREPARED)
+
+
+def _train_of_script(config: Config, variant: str, machine: Machine) -> None:
+    from pipeline import processes
+
+    with processes.importing():
+        from pipeline.script import training
+
+    training.run(config, variant, machine)
 
 
 def _seeds_outlook(config: Config, variant: str) -> None:
@@ -347,10 +395,22 @@ def _arms(_: argparse.Namespace) -> None:
     from pipeline import environment, params, processes
 
     config, machine = params.load(), environment.machine()
+    if config.script:
+        _arms_of_script(config)
+        return
     with processes.importing():
         from pipeline.benchmark import arm
 
     arm.serve(config, machine, PREPARED)
+
+
+def _arms_of_script(config: Config) -> None:
+    from pipeline import processes
+
+    with processes.importing():
+        from pipeline.script import serving
+
+    serving.serve(config)
 
 
 def _profile(parsed: argparse.Namespace) -> None:
@@ -519,3 +579,14 @@ def _schema(parsed: argparse.Namespace) -> None:
         files.write_text(params.SCHEMA_FILE, text)
     elif not params.SCHEMA_FILE.exists() or files.read_text(params.SCHEMA_FILE) != text:
         raise errors.ConfigError(f"{params.SCHEMA_FILE} is outdated: run `python -m pipeline schema`.")
+
+
+NEEDS_OUR_LOOP: dict[Callable[[argparse.Namespace], int | None], str] = {
+    _profile: "profile the script with torch.profiler",
+    _infer: "measure the files under models/ with a program of your own",
+    _plan: "`python -m pipeline environment` checks params.yaml and shows what changed",
+    _predict_memory: "the bench measures the peak memory of each variant",
+    _verify: "the report says whether a variant's parameters after a few steps are the baseline's",
+    _promote: "register a file under models/ with MLflow's own commands",
+}
+"""Command that a script does not have -> what to do instead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +66,7 @@ def observe(
     straight = training.run()
     next(straight)
     gradients = whole_gradients(training)
-    losses = [row.train_loss for _ in range(STEPS - 1) if (row := next(straight))]
+    losses = [row.train_loss or math.nan for _ in range(STEPS - 1) if (row := next(straight))]
     weights = copied(training.model_state.read())
 
     state = stopped(make_training(dataset, joined, net, train, **applied), STEPS // 2)

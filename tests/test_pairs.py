@@ -178,7 +178,7 @@ def _train(world: World, tries: list[Plan], dataset: Dataset) -> list[str]:
             wanted = (technique.placement for technique in in_effect(planned.applied) if technique.placement)
             placement: Placement = next(wanted, "resident")
             with assembly_of(planned, world, dataset, placement).training(0) as training:
-                losses = [row.train_loss for row in training.run() if row]
+                losses = [row.train_loss or math.nan for row in training.run() if row]
                 assert training.steps == training.total_steps > 0
                 assert training.work() == Work(*(planned.train.batch_size,) * 3)
                 assert all(map(math.isfinite, losses)), losses

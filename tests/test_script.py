@@ -26,12 +26,13 @@ from pipeline.benchmark.server import BenchError
 from pipeline.benchmark.stage import begin_session
 from pipeline.cli import main
 from pipeline.errors import ConfigError
-from pipeline.params import Bench, Compare
+from pipeline.params import Bench, Command, Compare
+from pipeline.params.commands import commands_of
 from pipeline.results import SameJob, Window
 from pipeline.results.figures import OUTSIDE
 from pipeline.script import arms, command, hook
-from pipeline.script.arms import Command, Job, OpenArm, Scripts, scratch_copy
-from pipeline.script.command import commands_of, compared_in, config_of, row_of, verdict_lines
+from pipeline.script.arms import Job, OpenArm, Scripts, scratch_copy
+from pipeline.script.command import compared_in, config_of, row_of, verdict_lines
 from pipeline.script.sameness import credits_of
 from tests.factories import ENVIRONMENT, make_arm, make_bench, make_window
 from tests.hooked import Bed, hooked
@@ -77,7 +78,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def server(timeout: float = 120.0, **options: Any) -> Scripts:
-    given = {"in_place": False, "left_out": Path("none"), "optimizer": 0} | options
+    given = {"in_place": False, "left_out": [], "optimizer": 0} | options
     return Scripts(Bench(max_foreign_load=1.0), timeout=timeout, **given)
 
 
@@ -91,6 +92,7 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 def test_an_arm_is_arguments_variables_or_another_command() -> None:
     commands = commands_of(
+        "base",
         "LIMIT=1 python train.py --epochs 3",
         [
             ("bf16", "--bf16 --name 'a b'", False),
@@ -119,7 +121,7 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
 )
 def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, bool], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        commands_of(base, [arm])
+        commands_of("base", base, [arm])
 
 
 def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
@@ -453,7 +455,7 @@ def test_a_scratch_copy_has_the_script_s_files_and_no_more(tmp_path: Path) -> No
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name, encoding="utf-8")
     (source / "link").symlink_to("data")
-    copy = scratch_copy(source, tmp_path / "copy", source / "report")
+    copy = scratch_copy(source, tmp_path / "copy", [source / "report"])
     assert sorted(path.name for path in copy.iterdir()) == ["data", "env", "link"]
     assert (copy / "data/x.csv").read_text("utf-8") == "data/x.csv"
     assert not (copy / "data").is_symlink()

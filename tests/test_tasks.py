@@ -173,7 +173,7 @@ def test_targets_are_standardised_by_channel() -> None:
 def test_a_model_learns_with_known_flops_and_memory(name: str) -> None:
     training = training_on(name)
     rows = [row for row in training.run() if row]
-    assert rows[-1].train_loss < 0.8 * rows[0].train_loss
+    assert (rows[-1].train_loss or math.nan) < 0.8 * (rows[0].train_loss or math.nan)
     measured, foreseen = ledgers(training)
     assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
     assert foreseen.activations_bytes > 0
@@ -256,7 +256,7 @@ def test_a_configuration_of_transformers_is_a_model(configured: Callable[..., No
     for applied in ({}, {"activation_checkpointing": True}, {"loss_chunks": 4}):
         training = training_on("language_model", **applied)
         rows = [row for row in training.run() if row]
-        assert rows[-1].train_loss < 0.8 * rows[0].train_loss
+        assert (rows[-1].train_loss or math.nan) < 0.8 * (rows[0].train_loss or math.nan)
         losses.append(rows[-1].train_loss)
         measured, foreseen = ledgers(training)
         kept.append(measured.activations_bytes)
@@ -418,7 +418,7 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
         assert result.directions.keys() <= run.findings.keys()
     assert 0 <= run.test_accuracy <= 1
     if "perplexity" in run.findings:
-        assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss))
+        assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss or math.nan))
     ledger.show(config, CPU_ONLY, ["baseline"], PREPARED)
     said = capfd.readouterr().out
     expected = {

@@ -255,6 +255,6 @@ def training_on(name: str, joined: World = ALONE, **applied: Any) -> Training:
 
 def learned(training: Training) -> tuple[list[float], float]:
     """Run the training; return the losses in its history, and that of the test."""
-    losses = [row.train_loss for row in rows_of(training.run())]
+    losses = [row.train_loss or math.nan for row in rows_of(training.run())]
     assert training.score is not None
     return losses, training.score.loss

@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -61,13 +61,7 @@ class Measured(RunConditions):
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
-    """Answer requests until stdin ends. The answer to a request that raises a PipelineError is ``{"error":
-    message}``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
-    terminate_with_parent()  # if the parent ended before this call, stdin ends too
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, but stdout is only for answers
+    """Answer the requests for this checkout's variants."""
 
     def describe() -> dict[str, Any]:
         values = config.model_dump(mode="json", include={"variants", "train", "bench", "compare", "gate"})
@@ -110,13 +104,24 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         "turn": turn, "close": close,
     }  # fmt: skip
     with ExitStack() as every_arm:
-        for line in sys.stdin:
-            request = json.loads(line)
-            try:
-                answer = commands[request.pop("do")](**request)
-            except PipelineError as error:
-                answer = {"error": str(error)}
-            print(json.dumps(answer), file=answers, flush=True)
+        answer_requests(commands)
+
+
+def answer_requests(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """Answer requests until stdin ends. The answer to a request that raises a PipelineError is ``{"error":
+    message}``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client receives the signal too, and ends this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # sys.exit ends the processes forked for a request
+    terminate_with_parent()  # if the parent ended before this call, stdin ends too
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a user's model may print, but stdout is only for answers
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = commands[request.pop("do")](**request)
+        except PipelineError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _rank_of_arm(

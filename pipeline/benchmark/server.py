@@ -15,7 +15,8 @@ from typing import IO, Any, Literal, Protocol
 
 from tqdm import tqdm
 
-from pipeline.errors import PipelineError, printable
+from pipeline.errors import PipelineError, printable, say
+from pipeline.results import SameJob
 
 LAST_WORDS_SECONDS = 2.0
 """Longest wait for an ended server's last output. The wait is limited, because the server's arms may keep the pipe
@@ -98,6 +99,15 @@ class Server(AbstractContextManager["Server"]):
         """End an open arm and return its ``arm.Measured`` as plain values."""
         return self._ask("close", name=name)
 
+    def same_jobs(self, base: str, control: str) -> dict[str, SameJob]:
+        """Return whether the arms that were measured so far compute what ``base`` computes: arm -> its job beside the
+        base's; nothing if the checkout's code cannot tell. Prints what a person must know of them."""
+        if "same_jobs" not in self.requests:
+            return {}
+        answer = self._ask("same_jobs", base=base, control=control)
+        say("\n".join(f"bench: {line}" for line in answer["lines"]))
+        return {name: SameJob.model_validate(values) for name, values in answer["jobs"].items()}
+
     def measure(self, name: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
         """Open an arm, let it take ``steps`` steps in one turn, and return what ``close`` returns."""
         self.open(name, plan, steps)
@@ -122,7 +132,7 @@ class Server(AbstractContextManager["Server"]):
             raise BenchError(f"{about}the process that measures {where} ended ({status}); its output is above.")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise BenchError(f"{about}{answer['error']}")
+            raise BenchError(f"{about}{answer['error'].removeprefix(about)}")
         return answer
 
 

@@ -120,14 +120,15 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
         ablated, not_ablated = isolating(config, made, server)
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
         arms = [*specs, *ablated, control]
-        dataset = DatasetFacts.model_validate(about["dataset"])
+        dataset = about["dataset"] and DatasetFacts.model_validate(about["dataset"])
         earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
         if earlier:
             say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
-            ledgers, flops = earlier.ledgers, earlier.flops
+            ledgers, flops, same_job = earlier.ledgers, earlier.flops, earlier.same_job
         else:
             steps, round_seconds, ledgers, flops = _calibrated(arms, settings.window_seconds, ledgers=not again)
+            same_job = server.same_jobs(baseline, control.name)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
             "seconds": _left(60 * settings.max_minutes, spent),
@@ -150,6 +151,7 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
                 session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
                 keys=keys,
                 margins=(earlier and earlier.margins) or config.compare.margins,
+                same_job=same_job,
             )
             return bench.model_copy(update={"window_fraction": bench.windows_seconds / bench.seconds})
 

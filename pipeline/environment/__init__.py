@@ -118,7 +118,7 @@ def _optional_versions(
 def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment.json's content without stages, forms and plans. What remains is the environment that the
     variants' numbers depend on."""
-    left_out = {"stages", "variants", "digests", "teachers", "rulers"}
+    left_out = {"stages", "variants", "digests", "teachers", "rulers", "script"}
     kept = {key: value for key, value in content.items() if key not in left_out}
     return kept | {"relied_on": {"variants": dict(_optional_versions(content, "variants"))}}
 

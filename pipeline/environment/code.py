@@ -32,12 +32,15 @@ COMMANDS_STARTED = {"bench": ("arms",)}
 """Stage -> the further commands that its command starts as processes."""
 
 
-def of_stage(stage: str, own: Iterable[str] = ()) -> dict[str, str]:
+def of_stage(stage: str, own: Iterable[str] = (), *, of_script: bool = False) -> dict[str, str]:
     """Return file -> digest of the code that the stage's command runs for every variant, including the user's ``own``
-    modules. Of cli.py, only the imports in the command's function count."""
-    names = {f"_{command}" for command in (stage, *COMMANDS_STARTED.get(stage, ()))}
-    tree = imports.tree_of(PACKAGE / "cli.py")
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    modules. Of cli.py, only the imports in the command's function count or, ``of_script``, in its variant for scripts,
+    if there is one (``_train_of_script``)."""
+    defined = {
+        node.name: node for node in imports.tree_of(PACKAGE / "cli.py").body if isinstance(node, ast.FunctionDef)
+    }
+    names = [f"_{command}" for command in (stage, *COMMANDS_STARTED.get(stage, ()))]
+    functions = [(of_script and defined.get(f"{name}_of_script")) or defined[name] for name in names]
     return _digests({*imports.names_in(map(imports.source_of_tree, functions), "pipeline.cli"), *own})
 
 
@@ -53,6 +56,14 @@ def of_variant(plan: Plan) -> dict[str, str]:
 def of_files(paths: Iterable[Path]) -> dict[str, str]:
     """Return file -> digest of its content."""
     return {path.as_posix(): _content(path, path.stat().st_mtime_ns) for path in paths}
+
+
+def of_opened(paths: Iterable[Path]) -> dict[str, str]:
+    """Return file -> digest of files that a script opens: of Python's, the code; empty for a file that is gone."""
+    code = {path: imports.source_of(path).digest for path in paths if path.suffix == ".py" and path.is_file()}
+    others = of_files(path for path in paths if path.suffix != ".py" and path.is_file())
+    known = {path.as_posix(): digest for path, digest in code.items()} | others
+    return {path.as_posix(): known.get(path.as_posix(), "") for path in paths}
 
 
 @functools.cache  # variants share the files, which may be large
@@ -199,7 +210,7 @@ def unfollowed_by(named: Set[str], section: Fetch | Train, files: Iterable[Path]
                     f"code. Write `import {name}` at the top of the file that needs it. If {name} is not in the folder "
                     "of params.yaml, add its folder to PYTHONPATH."
                 )
-        for path in sorted(filter(_is_input, read)):
+        for path in sorted(filter(is_input, read)):
             shown = os.path.relpath(path)
             imports.check_copy({shown: path})
             if path.resolve() not in followed:
@@ -247,7 +258,7 @@ def _is_of_library(frame: FrameType) -> bool:
     return file.startswith("<") or imports.is_installed(file)
 
 
-def _is_input(path: Path) -> bool:
+def is_input(path: Path) -> bool:
     """True if the file is the user's own, and not one of Python, of a cache, of a tool such as git, or of the prepared
     data, whose digest is known."""
     relative = imports.relative(path, *imports.tops())

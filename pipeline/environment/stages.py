@@ -7,9 +7,10 @@ a change of one stage's code or settings does not make DVC run the other stages 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
+from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.environment import code, hash_of
+from pipeline.environment import code, hash_of, last_written
 from pipeline.files import file_sha256, json_sha256
 from pipeline.params import Config, Train, Variant, catalogue
 from pipeline.plans import Plan
@@ -18,7 +19,12 @@ from pipeline.results.figures import FIGURES
 MEASURING = ("prepare", "train", "bench")
 
 
-def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] | None = None) -> dict[str, Any]:
+def described(
+    config: Config,
+    plans: Mapping[str, Plan],
+    only: Collection[str] | None = None,
+    script: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return ``{"stages": {stage: {"code", "settings"}}, "variants": {variant: {"code", "plan"}}, "digests": {"stages":
     {stage: digest}, "variants": {variant: digest}}, "teachers": {variant: digest}, "rulers": {setting: digest}}`` as
     plain values. A teacher's digest is that of its file of weights; None without such a file. A ruler's digest is that
@@ -26,7 +32,8 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
 
     "code" is file -> digest (``code``). dvc.yaml names "digests", so that dvc.lock does not repeat the code's files for
     each stage. ``plans``: the plan of every variant on this machine. ``only``: the stages to
-    describe; None: all.
+    describe; None: all. ``script``: what was seen of ``config.script`` (``script.inputs``); None: what environment.json
+    says.
     """
     settings: dict[str, Any] = {
         "fetch": _plain(config.fetch),
@@ -44,11 +51,15 @@ def described(config: Config, plans: Mapping[str, Plan], only: Collection[str] |
     files = {"fetch": code.of_files(code.listed(config.fetch))}
     made = {
         "stages": {
-            stage: {"code": code.of_stage(stage, own.get(stage, ())) | files.get(stage, {}), "settings": stage_settings}
+            stage: {
+                "code": code.of_stage(stage, own.get(stage, ()), of_script=config.script is not None)
+                | files.get(stage, {}),
+                "settings": stage_settings,
+            }
             for stage, stage_settings in settings.items()
             if only is None or stage in only
         },
-        "variants": {name: _of_variant(plan) for name, plan in plans.items()},
+        "variants": {name: _of_variant(plan) | _of_script(config, name, script) for name, plan in plans.items()},
     }
     return made | {
         "digests": {section: {name: json_sha256(about) for name, about in made[section].items()} for section in made},
@@ -105,6 +116,29 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
         "job": _plain(plan.train, but=Train.OF_RUNS | Train.OF_RESUMING),
     }
     return {"code": code.of_variant(plan), "plan": decisive}
+
+
+def script_seen(config: Config, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what ``content`` (environment.json) says of the script; None if it says nothing of this command, or if a
+    file that the script reads has changed since."""
+    seen: dict[str, Any] = content.get("script") or {}
+    if config.script is None or seen.get("command") != config.script.command:
+        return None
+    return seen if seen["files"] == code.of_opened([*map(Path, seen["files"])]) else None
+
+
+def _of_script(config: Config, name: str, seen: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the variant of a script runs, and the digests of the files that the script reads; without a script,
+    nothing."""
+    if config.script is None:
+        return {}
+    files = (last_written().get("script") or {} if seen is None else seen).get("files", {})
+    words, variables, *_ = config.command_of(name)
+    return {
+        "script": _plain(config.script, but=config.script.OF_MEASURING),
+        "command": {"words": [*words], "variables": variables},
+        "opened": code.of_opened([*map(Path, files)]),
+    }
 
 
 def _given_weights(plan: Plan) -> str | None:

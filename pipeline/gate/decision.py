@@ -90,8 +90,8 @@ class Gated(Judged, Document, extra="allow"):
     against: str
     """The revision as the user wrote it."""
     margins: Margins
-    dataset: DatasetFacts
-    """The data set of both sides."""
+    dataset: DatasetFacts | None
+    """The data set of both sides; None if it is unknown."""
     score: ScoreName
     """The score that both sides report as accuracy."""
     unit: Unit
@@ -215,7 +215,7 @@ def supported(gated: Gated, compare: Compare, must_see: float) -> Outcome:
     Raises ValueError if the arms do not fit together.
     """
     compared = accuracies(
-        gated.dataset.test_count * gated.unit.per_sample,
+        gated.dataset.test_count * gated.unit.per_sample if gated.dataset else 0,
         gated.base.test_accuracies,
         gated.head.test_accuracies,
         gated.margins.accuracy,
@@ -315,7 +315,7 @@ def accuracies(
     """Return variant -> the head's test accuracy minus the base's, decided together (``stats.step_down``).
 
     ``base``, ``head``: variant -> seed -> test accuracy as a fraction. ``test_count``: the number of samples or tokens
-    that the accuracies count. Raises GateError if the head lacks an accuracy.
+    that the accuracies count; 0 if it is unknown. Raises GateError if the head lacks an accuracy.
     """
     for variant, of_base in base.items():
         check_seeds(of_base, head.get(variant, {}))
@@ -325,7 +325,8 @@ def accuracies(
         for variant, of_base in base.items():
             differences = {seed: head[variant][seed] - of_base[seed] for seed in sorted(of_base)}
             mean = statistics.fmean(of_base.values())
-            compared[variant] = verdicts.accuracy(differences, margin, mean, 1 / test_count, confidence)
+            resolution = 1 / test_count if test_count else 0.0
+            compared[variant] = verdicts.accuracy(differences, margin, mean, resolution, confidence)
         return compared
 
     return stats.decided_together(judged, len(base))

@@ -42,8 +42,8 @@ from pipeline.params import Config
 from pipeline.results import Arm, DatasetFacts, ScoreName, Unit
 from pipeline.results.bench_file import FEWEST_PAIRS
 
-SCORED = {"task": "classification", "task_options": {}, "metric": "accuracy"}
-"""Setting of ``train`` that decides how a model is scored -> its value in versions without this setting."""
+SCORED: dict[str, Any] = {"task": "classification", "task_options": {}, "metric": "accuracy", "score": None}
+"""Setting of ``train`` that decides how a model is scored -> its value in jobs without this setting."""
 EQUAL = (
     "Base and head have the same code, settings and packages, so this gate says nothing about a change, and `promote` "
     "does not take it."
@@ -155,7 +155,7 @@ def gated(
         **dict(judged),
         against=against,
         margins=effective.compare.margins,
-        dataset=DatasetFacts.model_validate(head.about["dataset"]),
+        dataset=head.about["dataset"] and DatasetFacts.model_validate(head.about["dataset"]),
         unit=unit,
         score=ScoreName(name=head.about["train"].get("metric", "accuracy")),
         base=of_base,
@@ -190,7 +190,7 @@ def trained_by(side: Described, names: Sequence[str]) -> list[str]:
 
 
 def _compared(base: Described, head: Described, effective: Config, unit: Unit) -> dict[str, Difference]:
-    tests = head.about["dataset"]["test_count"] * unit.per_sample
+    tests = (head.about["dataset"] or {}).get("test_count", 0) * unit.per_sample
     return accuracies(tests, base.test_accuracies, head.test_accuracies, effective.compare.margins.accuracy)
 
 
@@ -283,8 +283,9 @@ def check(base: Described, head: Described, effective: Config, against: str) -> 
 
     The rulers are the digests of the user's own task and metric; a side's version may compute none.
     """
-    dataset, trained = base.about["dataset"], [side.about["train"] for side in (base, head)]
-    known = {key: head.about["dataset"].get(key) for key in dataset}  # a newer version may have more keys
+    dataset, of_head = (side.about["dataset"] or {} for side in (base, head))
+    trained = [side.about["train"] for side in (base, head)]
+    known = {key: of_head.get(key) for key in dataset}  # a newer version may have more keys
     if problems := differing(dataset, known, "dataset"):
         raise GateError("\n".join([f"{against} trains on other data than this work tree.", *problems]))
     if not effective.gate.accuracy:

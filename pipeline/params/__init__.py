@@ -18,6 +18,7 @@ from pipeline.params.catalogue import (
     techniques,
     without,
 )
+from pipeline.params.commands import Command
 from pipeline.params.conditions import GRAPH_WARMUP_STEPS, Machine
 from pipeline.params.loading import PARAMS_FILE, SCHEMA_FILE, Config, load, parse, schema
 from pipeline.params.names import OWN_MODELS, check_names, torchvision_models, unknown_model
@@ -30,6 +31,7 @@ from pipeline.params.sections import (
     Margins,
     Prepare,
     Publish,
+    Script,
     Section,
     Seed,
     Synthetic,

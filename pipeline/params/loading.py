@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationError
 from ruamel.yaml import YAML
@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError, did_you_mean
 from pipeline.files import read_bytes
 from pipeline.params import sections
 from pipeline.params.catalogue import CATALOGUE, contradiction, extra_problems, misplaced
+from pipeline.params.commands import SEED, Command, command_of
 from pipeline.params.sections import Section, Train, VariantName
 from pipeline.params.variants import Distillation, Variant
 
@@ -26,6 +27,10 @@ SCHEMA_FILE = Path("params.schema.json")
 LIMIT_BYTES = 1 << 18
 """Largest size of a parameter file. A larger file is a mistake, and parsing it could take minutes."""
 
+_OF_COMMAND = ("arguments", "command")
+"""Keys of a variant of a script."""
+_WITH_SCRIPT = {"seeds", "files"}
+"""Keys of ``train`` that a script has, too."""
 _OF_MODEL = {"model", "model_options"}
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """Regular expression that matches ``module:function``."""
@@ -37,6 +42,7 @@ class Config(Section):
     fetch: sections.Fetch = sections.Fetch()
     prepare: sections.Prepare = sections.Prepare()
     train: Train = Train()
+    script: sections.Script | None = None
     bench: sections.Bench = sections.Bench()
     profile: sections.Profile = sections.Profile()
     infer: sections.Infer = sections.Infer()
@@ -58,6 +64,27 @@ class Config(Section):
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
         own = self.variants[name]
         return self.train.model_copy(update=own.model_dump(include=_OF_MODEL) if own.model else {})
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """The job as results record it: ``train`` or, of a script, the command, the seeds and what its score is."""
+        if self.script is None:
+            return self.train.model_dump(mode="json")
+        seeds = self.train.model_dump(mode="json", include=_WITH_SCRIPT)
+        score = self.script.metric.model_dump(mode="json")
+        return seeds | {"command": self.script.command, "metric": self.script.metric.name, "score": score}
+
+    def command_of(self, name: str) -> Command:
+        """Return what ``variants.<name>`` runs, with a script. Raises ConfigError."""
+        assert self.script is not None
+        own, where = self.variants[name], f"variants.{name}"
+        made = command_of("script.command", self.script.command)
+        if own.command is not None:
+            made = command_of(f"{where}.command", own.command, made)
+        if own.arguments:
+            made = command_of(f"{where}.arguments", own.arguments, made, whole=False)
+        changed = " ".join(filter(None, [own.command, own.arguments])) or self.script.command
+        return made._replace(changed=changed, samples=self.script.samples_per_step)
 
     def with_train(self, **changes: Any) -> Config:
         """Return a copy with other values under ``train``; the values are not validated."""
@@ -187,6 +214,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if len(set(config.train.seeds)) < len(config.train.seeds):
         yield f"train.seeds: found {config.train.seeds}; allowed: each seed once."
     yield from _own_code(config.train)
+    yield from _with_script(config) if config.script else _without_script(config)
     for name, variant in config.variants.items():
         yield from _model_problems(f"variants.{name}.model", variant.model)
         unknown = extra_problems(variant)
@@ -202,6 +230,60 @@ def _contradictions(config: Config) -> Iterator[str]:
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
                 "learning rate that is multiplied must be warmed up: set train.warmup_fraction above 0."
             )
+
+
+def _without_script(config: Config) -> Iterator[str]:
+    for name, variant in config.variants.items():
+        for key in _OF_COMMAND:
+            if value := getattr(variant, key):
+                yield f"variants.{name}.{key}: found {value!r}, but no script.command; add it, or take {key} out."
+
+
+def _with_script(config: Config) -> Iterator[str]:
+    """Yield the problems of ``script``, and the keys that a script does not have."""
+    script = config.script
+    assert script is not None
+    yield from _of_metric(script.metric)
+    paths = {"metric.file": [script.metric.file] if script.metric.file else [], "outputs": script.outputs}
+    for key, path in ((key, path) for key, listed in paths.items() for path in listed):
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            yield f"script.{key}: found {path!r}; expected a path inside the directory in which the script runs."
+    if script.batch_differs and script.samples_per_step:
+        yield "script.samples_per_step: found with script.batch_differs; if batches differ, samples must be counted."
+    for key, value in config.train.model_dump(exclude=_WITH_SCRIPT).items():
+        if value != Train().model_dump()[key]:
+            yield f"train.{key}: found {value!r}, which a script does not read; give it to script.command."
+    for key in ("bench.ablate", "profile.variants", "infer.variants"):
+        section, _, name = key.partition(".")
+        if names := getattr(getattr(config, section), name):
+            yield f"{key}: found {names}, but a script has no techniques and no model that the pipeline knows; set []."
+    own = Variant().model_dump()
+    for name, variant in config.variants.items():
+        given = variant.model_dump(exclude={*_OF_COMMAND})
+        for key in (key for key, value in given.items() if value != own[key]):
+            yield f"variants.{name}.{key}: found with a script, which no technique changes; use arguments or command."
+        try:
+            command = config.command_of(name)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if len(config.train.seeds) > 1 and command.seeded(0)[:2] == command[:2]:
+            yield f"variants.{name}: its command has no {SEED}, so all train.seeds would train the same; add it."
+
+
+def _of_metric(metric: sections.Metric) -> Iterator[str]:
+    given = [source is not None for source in (metric.file, metric.key, metric.pattern)]
+    if given not in ([True, True, False], [False, False, True]):
+        yield "script.metric: expected file and key, or pattern: where the script leaves its test score."
+    try:
+        one_group = metric.pattern is None or re.compile(metric.pattern).groups == 1
+    except re.error:
+        one_group = False
+    if not one_group:
+        yield (
+            f"script.metric.pattern: found {metric.pattern!r}; expected a regular expression with one group, such as "
+            "accuracy=([0-9.]+)."
+        )
 
 
 def _own_code(train: Train) -> Iterator[str]:
@@ -271,7 +353,8 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
         of_variant = Distillation if "distillation" in path[:-1] else Variant
         section: Any = of_variant if path[0] in ("variants", "students") else Config
         for key in path[:-1] if section is Config else ():
-            section = section.model_fields[key].annotation
+            annotation = section.model_fields[key].annotation
+            section = next(iter(get_args(annotation)), annotation)  # of an optional section, the section
         return f"unknown key.{did_you_mean(path[-1], section.model_fields)} Allowed: {', '.join(section.model_fields)}."
     expected = " or ".join(error["msg"] for error in errors).replace(" or Input should be ", " or ")
     allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping, such as {}", expected)

@@ -211,6 +211,59 @@ class Train(Section):
     """Number of steps from one checkpoint to the next. Each epoch ends with a checkpoint, too. null: one per epoch."""
 
 
+class Metric(Section):
+    """Where a script leaves its test score, and how it becomes a share from 0 to 1."""
+
+    file: str | None = None
+    """A JSON file that the script writes, such as out/metrics.json; key names the value in it. {seed} is filled in."""
+    key: str | None = None
+    """The value's place in the file: accuracy, or eval.accuracy for a value inside another."""
+    pattern: str | None = None
+    """In place of file and key: a regular expression with one group. Its last match in the output counts."""
+    name: str = "accuracy"
+    """The score's name in the report."""
+    scale: PositiveFloat = 1.0
+    """The value that counts as 100%: 1 for a fraction, 100 for percent; for a loss, more than it ever is."""
+    higher_is_better: bool = True
+    """false: the score is 100% minus the scaled value."""
+
+    @property
+    def direction(self) -> Literal["higher is better", "lower is better"]:
+        return "higher is better" if self.higher_is_better else "lower is better"
+
+    @property
+    def is_share(self) -> bool:
+        """True if the script's own value is the score already."""
+        return self.higher_is_better and self.scale == 1.0
+
+    def score(self, value: float) -> float:
+        """Return the share of 1 that ``value`` counts as; outside of 0 to 1, the scale does not fit."""
+        return value / self.scale if self.higher_is_better else 1.0 - value / self.scale
+
+
+class Script(Section):
+    """A training script of your own, which runs unchanged in place of the job under train."""
+
+    command: str
+    """The command, as in a shell, such as python train.py --seed {seed}. It may begin with variables: SEED={seed}."""
+    metric: Metric
+    outputs: list[str] = []
+    """Files and folders that the script writes, such as out; each seed's are kept under models/VARIANT/seed-N."""
+    samples_per_step: PositiveInt | None = None
+    """Samples of one optimizer step over all processes, if they cannot be seen; null: they are counted."""
+    batch_differs: bool = False
+    """The variants' batches differ on purpose: compare samples per second."""
+    optimizer: NonNegativeInt = 0
+    """The number of the optimizer whose steps count, as they are made; 0: the first that takes a step."""
+    in_place: bool = False
+    """Run in this directory instead of a copy of it for each run."""
+    timeout_seconds: Duration = 600.0
+    """Longest silence until the first step, and of a variant in the bench."""
+
+    OF_MEASURING: ClassVar = frozenset({"timeout_seconds"})
+    """Settings on which no figure depends."""
+
+
 class Bench(Section):
     """Measurement of the steady-state speed and memory of all variants."""
 

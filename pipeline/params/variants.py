@@ -6,6 +6,7 @@ setting says only what no technique says.
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -123,3 +124,9 @@ class Variant(Section):
 
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Techniques of other installed packages: name -> its options."""
+
+    # with a script
+    arguments: str = Field("", exclude_if=operator.not_)
+    """With script: further arguments of the command, after variables, as in a shell: OMP_NUM_THREADS=2 --bf16."""
+    command: str | None = Field(None, exclude_if=operator.not_)
+    """With script: a whole command in place of script.command, such as torchrun --nproc-per-node 2 train.py."""

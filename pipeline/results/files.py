@@ -79,7 +79,7 @@ def read(path: Path, config: Config) -> Result:
     variant = path.stem
     stage = stage_of(variant, config.variants.get(variant))
     result = read_document(path, Result, f"run `dvc repro`, or `dvc repro {stage}` for this variant alone")
-    params = json.loads(config.model_dump_json(include={"train", "variants"}))
+    params = {"train": config.job, **config.model_dump(mode="json", include={"variants"})}
     said = result.config.get("variant")
     if isinstance(said, dict):  # an older result lacks the keys of newer techniques
         said = Variant().model_dump(mode="json") | said
@@ -93,8 +93,10 @@ def read(path: Path, config: Config) -> Result:
         problems.append(f"it holds the result of variant {result.variant!r}")
     if (seeds := [run.seed for run in result.runs]) != config.train.seeds:
         problems.append(f"it holds runs of the seeds {seeds}, not of train.seeds {config.train.seeds}")
-    if result.score.name != config.train.metric:
-        problems.append(f"its score is {result.score.name!r}, not train.metric {config.train.metric!r}")
+    if result.score.name != params["train"]["metric"]:
+        problems.append(f"its score is {result.score.name!r}, not train.metric {params['train']['metric']!r}")
+    if result.dataset is None and config.script is None:
+        problems.append("its data set is unknown")
     if problems:
         raise ResultError(
             f"{path} does not match the present params.yaml: {'; '.join(problems)}. Run `dvc repro`, or "
@@ -261,8 +263,8 @@ def contradictions_of_history(result: Result, rows: Iterable[HistoryRow]) -> lis
 
 def _of_run(run: Run, result: Result, train: Train) -> list[str]:
     problems, data = run.problems(result.batch_size), result.dataset
-    if data is None:
-        return [*problems, "the data set is unknown"]
+    if data is None:  # of a script
+        return problems
     requested = train.epochs * (data.train_count // max(1, result.batch_size))
     if run.steps != requested:
         problems.append(f"the run has {run.steps} steps, but the job has {requested}")

@@ -60,13 +60,14 @@ class HistoryRow(Record):
 
     seed: Seed
     epoch: float
-    """Passes over the training set so far; a whole number at the end of an epoch."""
+    """Passes over the training set so far; a whole number at the end of an epoch. For a script, whose epochs are
+    unknown, 1 at its end."""
     step: Count
     train_seconds: Amount
     """Wall time spent in training so far, on the main rank, without evaluation and checkpoints."""
     learning_rate: float
-    train_loss: float
-    """Mean training loss over the steps since the last row."""
+    train_loss: float | None
+    """Mean training loss over the steps since the last row. None for a script."""
     samples_per_second: Positive | None
     """Samples of the global batches per second since the last row."""
     test_loss: float | None = None
@@ -145,10 +146,11 @@ class Run(Window):
     test_correct: Count | Amount
     """For accuracy, the number of correct samples; for other metrics, the sum of the samples' scores."""
     test_count: Count
-    test_loss: float
-    """Mean of ``train.loss`` over the test set; cross-entropy without label smoothing."""
-    train_loss: float
-    """Mean training loss of the last epoch."""
+    """1 for a script, which only says its score."""
+    test_loss: float | None
+    """Mean of ``train.loss`` over the test set; cross-entropy without label smoothing. None for a script."""
+    train_loss: float | None
+    """Mean training loss of the last epoch. None for a script."""
     steps: Count
     """Optimizer steps, warm-up included."""
     startup_seconds: Amount | None

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -28,7 +28,7 @@ import torch
 from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS, Measured
 from pipeline.benchmark.server import BenchError
 from pipeline.environment import hardware
-from pipeline.errors import count
+from pipeline.errors import count, say
 from pipeline.measurement.detectors import (
     Detector,
     cpu_detectors,
@@ -40,6 +40,7 @@ from pipeline.measurement.detectors import (
 )
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.params import Bench as BenchSettings
+from pipeline.params import Command
 from pipeline.processes import malloc, terminate_with_parent
 from pipeline.results import RunConditions
 from pipeline.results.figures import OUTSIDE
@@ -63,30 +64,31 @@ LARGEST_COPY = 1 << 30
 """Largest working directory, in bytes, of which each arm gets a copy."""
 
 
-class Command(NamedTuple):
-    """What an arm runs."""
-
-    words: tuple[str, ...]
-    variables: dict[str, str] = {}  # noqa: RUF012
-    changed: str = ""
-    """What the arm changes, in words; for the baseline the whole command."""
-    samples: int | None = None
-    """Samples of one step, over all ranks; None if unknown."""
-
-
 class Job(AbstractContextManager["Job"]):
-    """The processes of one arm.
+    """The processes of one arm, or of one training to its end.
 
-    ``timeout``: the longest wait, in seconds, for an answer of the ranks. ``left_out``: a directory that is not
-    copied. ``optimizer``: as in ``hook.OPTIMIZER``. Every error ends all processes of the arm.
+    ``timeout``: the longest wait, in seconds, for an answer of the ranks. ``left_out``: files and directories that
+    are not copied. ``optimizer``: as in ``hook.OPTIMIZER``. ``watched``: record the files that the processes open
+    (``opened``), which slows them down a little. Every error ends all processes of the arm.
     """
 
-    def __init__(self, name: str, command: Command, *, in_place: bool, left_out: Path, timeout: float, optimizer: int):
+    def __init__(
+        self,
+        name: str,
+        command: Command,
+        *,
+        in_place: bool,
+        left_out: Sequence[Path],
+        timeout: float,
+        optimizer: int,
+        watched: bool = False,
+    ) -> None:
         self.name, self.timeout, self.steps = name, timeout, 0
         self._hints = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
         self._awaited = (
             f"the first step of optimizer {optimizer} (--optimizer)" if optimizer else "its first optimizer step"
         )
+        self.to_the_end, self._shown = False, 0
         self.folder = Path(tempfile.mkdtemp(prefix="arm-", dir="/tmp"))  # a socket's path must be short
         self.ranks: list[dict[str, Any]] = []
         """What each rank said about itself, by rank."""
@@ -96,15 +98,17 @@ class Job(AbstractContextManager["Job"]):
         self._listener.listen(128)
         shutil.copy(hook.__file__, self.folder / "sitecustomize.py")
         shutil.copy(malloc.__file__, self.folder / "malloc.py")
+        if watched:
+            (self.folder / hook.OPENED).touch()
         variables = {**os.environ, **command.variables}
         self._hints += other_python(command.words[0], variables.get("PATH"))
         paths = os.pathsep.join([str(self.folder), *filter(None, [variables.get("PYTHONPATH")])])
         variables |= {hook.FOLDER: str(self.folder), hook.OPTIMIZER: str(optimizer), "PYTHONPATH": paths}
         try:
-            work = Path.cwd() if in_place else scratch_copy(Path.cwd(), self.folder / "work", left_out)
+            self.work = Path.cwd() if in_place else scratch_copy(Path.cwd(), self.folder / "work", left_out)
             with (self.folder / "output").open("ab") as output:
                 self.process = subprocess.Popen(
-                    command.words, cwd=work, env=variables | {"PWD": str(work)}, stdin=subprocess.DEVNULL,
+                    command.words, cwd=self.work, env=variables | {"PWD": str(self.work)}, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=output, start_new_session=True, preexec_fn=terminate_with_parent,
                 )  # fmt: skip
         except (OSError, BenchError) as error:
@@ -129,15 +133,64 @@ class Job(AbstractContextManager["Job"]):
     def take(self, steps: int, *, keep: bool = True, examine: bool = False) -> list[dict[str, Any]]:
         """Let each rank take ``steps`` steps, and return the ranks' answers. ``keep``: with ``keep_freed_memory``."""
         malloc = "keep_freed_memory" if keep else "return_freed_memory"
-        request = json.dumps({"steps": steps, "malloc": malloc, "examine": examine}).encode() + b"\n"
-        for stream in self._streams:
-            with suppress(OSError):  # reading reports a rank that has ended
-                stream.write(request)
-        answers = self._read({stream: stream.readline for stream in self._streams})
+        answers = self._ask({"steps": steps, "malloc": malloc, "examine": examine})
         self.steps += steps
         if (output := self.folder / "output").stat().st_size > LARGEST_OUTPUT:
             os.truncate(output, 0)
-        return [answers[stream] for stream in self._streams]
+        return answers
+
+    def _ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Send a request to each rank; return their answers, with the updates of examined steps."""
+        for stream in self._streams:
+            with suppress(OSError):  # reading reports a rank that has ended
+                stream.write(json.dumps(request).encode() + b"\n")
+        answered = self._read({stream: stream.readline for stream in self._streams})
+        answers = [answered[stream] for stream in self._streams]
+        for answer in answers if request["examine"] else ():
+            answer["update"] = torch.load(answer["update"], weights_only=True)
+        return answers
+
+    def train(self) -> list[dict[str, Any]]:
+        """Let the ranks train to their end, which may take any time, and show the output. Return their answers, after
+        the command has ended. Raises BenchError if it fails."""
+        self.to_the_end, patience, self.timeout = True, self.timeout, float("inf")
+        request = {"steps": None, "malloc": "keep_freed_memory", "examine": True}
+        answers = self._ask(request)
+        self.steps = answers[0]["steps"]
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise self.failure(f"its ranks ended, but not the command, for {patience:.0f} s") from None
+        if code:
+            raise self.failure(None)
+        self._show()
+        return answers
+
+    def output(self) -> str:
+        """Return what the processes printed."""
+        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+
+    def opened(self) -> Iterator[tuple[bool, Path]]:
+        """Yield whether a file was written, and its path, in the order in which the processes opened them. Files of the
+        scratch copy have their paths in the working directory."""
+        for line in (self.folder / hook.OPENED).read_text(encoding="utf-8").splitlines():
+            how, name = json.loads(line)
+            copied = Path(name).is_relative_to(self.work)
+            yield how == "w", Path.cwd() / Path(name).relative_to(self.work) if copied else Path(name)
+
+    def has_workers(self) -> bool:
+        """Return whether there are processes besides the ranks and their launcher."""
+        launcher = int(self.process.pid != self.ranks[0]["pid"])
+        return len(job_ticks(self.process.pid)) > len(self.ranks) + launcher
+
+    def _show(self) -> None:
+        """Print what the processes have printed since the last call."""
+        with (self.folder / "output").open("rb") as output:
+            output.seek(self._shown)
+            text = output.read()
+        self._shown += len(text)
+        if text:
+            say(text.decode(errors="replace").replace("\r", "\n"), end="")
 
     def _read(self, readers: dict[Any, Any]) -> dict[Any, Any]:
         """Wait for a line on each stream; return stream -> its values. Raises BenchError if a process ends, or if there
@@ -146,6 +199,8 @@ class Job(AbstractContextManager["Job"]):
         started = time.monotonic()
         while len(lines) < len(readers):
             ended = self.process.poll() is not None
+            if self.to_the_end:
+                self._show()
             readable, _, _ = select.select([stream for stream in readers if stream not in lines], [], [], 0.2)
             for stream in readable:
                 line = readers[stream]()
@@ -168,7 +223,9 @@ class Job(AbstractContextManager["Job"]):
                 self.process.wait(END_SECONDS)
             code = self.process.poll()
             why = f"the command ended ({'still running' if code is None else _ending(code)})"
-            if code == 0 and self.ranks:
+            if code == 0 and self.to_the_end:
+                why += "; its steps are unknown, because Python's handlers of the exit did not run (os._exit)"
+            elif code == 0 and self.ranks:
                 why += "; let it train longer, such as for more epochs, or lower bench.window_seconds (--set)"
             elif code == 0:
                 why += (
@@ -177,11 +234,15 @@ class Job(AbstractContextManager["Job"]):
                 )
         last = last if self.ranks and last else self._last_lines()
         self.end(patience=0)
-        said = "".join(f"\n  | {line}" for line in last) or " It printed nothing."
-        hints = "" if self.ranks else self._hints
+        doing, hints = "trained" if self.to_the_end else "measured", "" if self.ranks else self._hints
         return BenchError(
-            f"{self.name} cannot be measured: {where}, {why}. It has no input and no terminal.{hints}{said}"
+            f"{self.name} cannot be {doing}: {where}, {why}. It has no input and no terminal.{hints}{self.said(last)}"
         )
+
+    def said(self, last: Sequence[str] | None = None) -> str:
+        """Return the ``last`` lines of the output, for a message."""
+        lines = self._last_lines() if last is None else last
+        return "".join(f"\n  | {line}" for line in lines) or " It printed nothing."
 
     def _last_lines(self) -> list[str]:
         with (self.folder / "output").open("rb") as output:
@@ -233,8 +294,8 @@ def _ending(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def scratch_copy(source: Path, target: Path, left_out: Path) -> Path:
-    """Copy the working directory, without ``left_out`` and .git, and return ``target``. Links stay links, and an
+def scratch_copy(source: Path, target: Path, left_out: Sequence[Path]) -> Path:
+    """Copy the working directory, without ``left_out``, .git and .dvc, and return ``target``. Links stay links, and an
     environment of Python becomes a link. Raises BenchError if the files take more than ``LARGEST_COPY``."""
     size = 0
     for folder, names, files in os.walk(source):
@@ -243,7 +304,7 @@ def scratch_copy(source: Path, target: Path, left_out: Path) -> Path:
         for name in [*names]:
             path = Path(folder, name)
             is_environment = (path / "pyvenv.cfg").exists()
-            if path == left_out or name == ".git" or path.is_symlink() or is_environment:
+            if path in left_out or name in (".git", ".dvc") or path.is_symlink() or is_environment:
                 names.remove(name)
             if path.is_symlink() or is_environment:
                 (here / name).symlink_to(path.resolve())
@@ -251,12 +312,13 @@ def scratch_copy(source: Path, target: Path, left_out: Path) -> Path:
             path = Path(folder, name)
             if path.is_symlink():
                 (here / name).symlink_to(path.resolve())
-            elif path.is_file():
+            elif path.is_file() and path not in left_out:
                 size += path.stat().st_size
                 if size > LARGEST_COPY:
                     raise BenchError(
                         f"{source}: found more than {LARGEST_COPY >> 30} GiB, too much to copy for each arm; run with "
-                        "--in-place, or in a directory with the script alone (links are not followed)."
+                        "--in-place (script.in_place: true), or in a directory with the script alone (links are not "
+                        "followed)."
                     )
                 shutil.copy2(path, here)
     return target
@@ -278,8 +340,8 @@ class Scripts(AbstractContextManager["Scripts"]):
         opened = self._open[name] = OpenArm(job, Command(**plan), steps)
         job.meet()
         opened.examined = job.take(EXAMINED_STEPS, keep=False, examine=ledgers)
-        for answer in opened.examined if ledgers else ():
-            answer["update"] = torch.load(answer["update"], weights_only=True)
+        if ledgers and opened.command.samples is None:
+            opened.command = opened.command._replace(samples=samples_of(opened.examined))
         on_cpu = not job.ranks[0]["gpu"]
         before = opened.memory = job.take(MEMORY_STEPS[1], keep=not on_cpu)
         for _ in range(MOST_WARMUPS):
@@ -309,9 +371,7 @@ class Scripts(AbstractContextManager["Scripts"]):
         first steps. ``workers``: whether the arm has processes besides its ranks and their launcher."""
         opened = self._open.pop(name)
         with opened.job as job:
-            workers = len(job_ticks(job.process.pid)) - len(job.ranks) > (job.process.pid != job.ranks[0]["pid"])
-            measured = opened.measured()
-            values = measured.model_dump(mode="json")
+            workers, values = job.has_workers(), opened.measured().model_dump(mode="json")
             return values | {"ranks": job.ranks, "examined": opened.examined, "workers": workers}
 
     def __enter__(self) -> Scripts:
@@ -393,6 +453,12 @@ class OpenArm:
         figures = of_rank(clock, memory, self.command.samples or 1)
         figures |= {OUTSIDE.field: outside / wall, "input_wait_fraction": None}  # nothing shows where a script waits
         return OfRank(figures, len(seconds), clock.measured_seconds, rejections)
+
+
+def samples_of(examined: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the samples of one step over all ranks, from the ranks' answers on examined steps; None if unknown."""
+    counts = [statistics.median_low(answer["samples"]) for answer in examined if answer["samples"]]
+    return (len(counts) == len(examined) and sum(counts)) or None
 
 
 def median_step(answers: list[dict[str, Any]]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,45 +18,15 @@ from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.errors import ConfigError, count, first_line, say
 from pipeline.params import Compare, Config, parse
+from pipeline.params.commands import commands_of
 from pipeline.params.loading import content
 from pipeline.report import differences, facts
 from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
-from pipeline.script.arms import Command, Scripts
+from pipeline.script.arms import Scripts
 from pipeline.script.sameness import credits_of, lines, same_jobs
 
 BASE = "base"
 """The name of the arm that runs the command as it is."""
-
-
-def commands_of(base: str, arms: Sequence[tuple[str, str, bool]]) -> dict[str, Command]:
-    """Return arm -> its command, the base first.
-
-    ``arms``: name, text, and whether the text is a whole command instead of further arguments. As in a shell, leading
-    words in the form of ``NAME=value``, with a name in capitals, are environment variables. Raises ConfigError.
-    """
-    first = _command("--base", base)
-    made = {BASE: first}
-    for name, text, whole in arms:
-        if name in made or not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
-            raise ConfigError(f"--arm: found the name {name!r}; allowed: a new name of a-z, 0-9, _ and -.")
-        own = _command(f"--arm {name}", text, whole=whole)
-        words = own.words if whole else (*first.words, *own.words)
-        made[name] = Command(words, first.variables | own.variables, text)
-    return made
-
-
-def _command(where: str, text: str, *, whole: bool = True) -> Command:
-    variables: dict[str, str] = {}
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: found {text!r}, which is no command: {error}.") from None
-    while words and (match := re.fullmatch("([A-Z_][A-Z0-9_]*)=(.*)", words[0], re.DOTALL)):
-        variables[match[1]] = match[2]
-        del words[0]
-    if whole and not words:
-        raise ConfigError(f"{where}: found {text!r}; expected a command, such as 'python train.py'.")
-    return Command(tuple(words), variables, text)
 
 
 def config_of(settings: Sequence[str]) -> Config:
@@ -95,7 +63,7 @@ def run(
     step on purpose. ``options``: those of ``arms.Job``.
     Raises PipelineError, and KeyboardInterrupt, whose message says which rounds are kept.
     """
-    commands = commands_of(base, arms)
+    commands = commands_of(BASE, base, arms)
     for option, allowed in ("timeout", options["timeout"] > 0), ("optimizer", options["optimizer"] >= 0):
         if not allowed:  # NaN is not above 0
             raise ConfigError(f"--{option}: found {options[option]}; expected a number above 0.")
@@ -106,7 +74,7 @@ def run(
     limits: dict[str, Any] = {"seconds": 60 * bench_settings.max_minutes, "max_rounds": bench_settings.max_rounds}
     limits["fewest"] = fewest_rounds(bench_settings)
     session_so_far, earlier = begin_session(), read_sessions(output / "sessions")
-    with Scripts(bench_settings, left_out=output.resolve(), **options) as server:
+    with Scripts(bench_settings, left_out=[output.resolve()], **options) as server:
         specs = [ArmSpec(name, "variant", name, None, server, made._asdict()) for name, made in commands.items()]
         control = replace(specs[0], name=f"{BASE}, A/A control", role="aa_control")
         samples = {}

@@ -4,11 +4,13 @@
 Python process of the script runs it at its start. It imports nothing of this package, because the script's interpreter
 may be another one. A process that takes an optimizer step connects to the folder's socket. Then it waits at the
 boundaries of its steps for requests, one JSON object a line, and answers each with what it measured. When the
-connection is closed, the process ends at a boundary, so all ranks end after the same step.
+connection is closed, the process ends at a boundary, so all ranks end after the same step. A request without a number
+of steps lets it train to its end; then it answers as it exits.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.abc
 import importlib.util
@@ -18,6 +20,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +30,10 @@ from typing import Any
 FOLDER, OPTIMIZER = "PIPELINE_SCRIPT_FOLDER", "PIPELINE_SCRIPT_OPTIMIZER"
 """The environment variables with the private folder, and with the number of the optimizer whose steps count, in the
 order in which they are made (0: the first that takes a step)."""
+OPENED = "opened"
+"""The file in the folder to which the processes write the files that they open, if it exists."""
+COUNTED_STEPS = 4
+"""In a training to its end, the samples of this many steps are counted."""
 SAMPLED = 4096
 """How many values of each parameter are compared with those of another arm."""
 
@@ -43,11 +50,13 @@ class Rank:
         """Resident bytes when the first optimizer was made, without its parameters; None if unknown."""
         self.first: Any = None
         """The module that got the samples of the present step."""
-        self.steps = self.wanted = self.entered = 0
-        self.examined = self.in_child = self.stepping_now = self.evaluated = False
+        self.steps = self.entered = 0
+        self.wanted: float = 0
+        self.examined = self.in_child = self.whole = self.stepping_now = self.evaluated = False
         os.register_at_fork(after_in_child=self.leave)
 
     connection: Any
+    counter: Any
     owner: Any
     torch: Any
     gpu: Any
@@ -105,6 +114,7 @@ class Rank:
             except OSError:  # the bench has ended
                 os._exit(1)
             self.connection = stream.makefile("rwb")
+        atexit.register(self.end)
         self.say(
             pid=os.getpid(),
             rank=together.get_rank() if together else 0,
@@ -128,7 +138,10 @@ class Rank:
             return
         self.steps += 1
         self.marks.append(self.mark())
-        self.samples.append(self.entered)
+        if not self.whole or len(self.samples) < COUNTED_STEPS:
+            self.samples.append(self.entered)
+        elif self.counter:
+            self.counter = self.counter.remove()
         self.first, self.entered, self.stepping_now, self.evaluated = None, 0, False, False
         if len(self.marks) > self.wanted:
             self.answer()
@@ -143,7 +156,8 @@ class Rank:
             os._exit(0)
         request = json.loads(line)
         self.malloc[request["malloc"]]()
-        self.wanted, self.examined = request["steps"], request["examine"]
+        self.whole, self.examined = request["steps"] is None, request["examine"]
+        self.wanted = float("inf") if self.whole else request["steps"]
         self.samples: list[int] = []
         if self.examined:
             self.start = self.values()
@@ -162,8 +176,9 @@ class Rank:
         self.marks = [self.mark()]
 
     def mark(self) -> Any:
-        """Return a mark of the present moment: on a GPU an event, so that no step waits for the device."""
-        if not self.gpu:
+        """Return a mark of the present moment: on a GPU an event, so that no step waits for the device. In a training
+        to its end, there would be too many events."""
+        if not self.gpu or self.whole:
             return perf_counter()
         event = self.torch.cuda.Event(enable_timing=True)
         event.record()
@@ -182,10 +197,11 @@ class Rank:
             facts["retries"] -= self.retries
         elif self.base is not None:
             facts["peak"] = max(0, [*resident()][1] - self.base)
-        seconds = [b - a if not self.gpu else a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
+        seconds = [b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
         facts |= {"seconds": seconds, "wall": wall, "compile_seconds": self.compile_seconds() - self.compiled}
         if self.examined:
-            self.counter.remove()
+            if self.counter:
+                self.counter.remove()
             (started, before), (ended, after) = self.start, self.values()
             file = str(self.folder / f"update-{os.getpid()}")
             self.torch.save([now - then for then, now in zip(before, after, strict=True)], file)
@@ -194,6 +210,11 @@ class Rank:
             facts["samples"] = self.samples[1:]  # the request began after the forward pass of the first step
             del self.start
         self.say(steps=self.steps, **facts)
+
+    def end(self) -> None:
+        """As the process exits, answer the request to train to the end."""
+        if self.whole and not self.in_child:
+            self.answer()
 
     def graphs_bytes(self) -> int:
         """Return the bytes that CUDA graphs keep for their replays, which no peak includes."""
@@ -284,9 +305,33 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def watch(log: Path) -> None:
+    """Append each file that this process, and what it forks, opens to ``log``: a line ["r" or "w", path] of JSON."""
+    file, seen = os.open(log, os.O_WRONLY | os.O_APPEND), set()
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        path = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100
+        writes = (arguments[2] or 0) & (os.O_WRONLY | os.O_TRUNC | os.O_EXCL)
+        opened = ("w" if writes else "r", path)
+        if opened in seen:
+            return
+        seen.add(opened)
+        if path.endswith(".pyc"):
+            with suppress(ValueError):
+                opened = (opened[0], importlib.util.source_from_cache(path))
+        with suppress(OSError):  # the script closed all files
+            os.write(file, json.dumps(opened).encode() + b"\n")
+
+    sys.addaudithook(note)
+
+
 def begin(folder: Path) -> None:
     """Install the hook in this process; then run the user's own ``sitecustomize``, if there is one."""
     sys.meta_path.insert(0, Finder(Rank(folder)))
+    if (folder / OPENED).exists():
+        watch(folder / OPENED)
     sys.path[:] = [path for path in sys.path if path != str(folder)]
     spec = PathFinder.find_spec("sitecustomize")
     if spec and spec.loader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from pipeline.errors import ConfigError
 from pipeline.measurement.updates import relative_difference
 from pipeline.report import facts
 from pipeline.results import SameJob
-from pipeline.script.arms import EXAMINED_STEPS
+from pipeline.script.arms import EXAMINED_STEPS, samples_of
 
 ROUNDING = 2.0**-4
 """Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
@@ -41,13 +40,12 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
     for name in (name for name in answers if name != control):
         beside = control if name == base else name
         difference = relative_difference(updates(beside), updates(base))
-        counts = [statistics.median_low(counted) for counted in of(name, "samples")]
         jobs[name] = SameJob(
             steps=EXAMINED_STEPS,
             equal_bits=of(beside, "ended") == of(base, "ended"),
             difference=difference if repeats and difference < float("inf") else None,
             rounding=max(ROUNDING, OWN_FACTOR * own) if repeats else 0.0,
-            samples_per_step=sum(counts) or None,
+            samples_per_step=samples_of(answers[name]["examined"]),
         )
     return jobs
 
@@ -68,7 +66,8 @@ def credits_of(jobs: Mapping[str, SameJob], base: str, *, batch_differs: bool) -
         if samples != taken[base] and not batch_differs and None not in (samples, taken[base]):
             raise ConfigError(
                 f"{name}: found {samples} samples a step, but {base} takes {taken[base]}, so their steps are not the "
-                "same work; give both the same batch. If the batches differ on purpose, add --batch-differs: then "
+                "same work; give both the same batch. If the batches differ on purpose, add --batch-differs "
+                "(script.batch_differs: true): then "
                 "samples a second are compared."
             )
     return dict.fromkeys(taken, None) if unknown else taken

@@ -117,6 +117,11 @@ def parts() -> Iterator[Finding]:
     config = _config()
     if config is None:
         return
+    if config.script:
+        program = config.command_of(config.compare.baseline).words[0]
+        found = shutil.which(program) is not None
+        yield enough(found, f"script.command: {program}", "it is not found", "correct script.command", needed=True)
+        return
     from pipeline import models, tasks
     from pipeline.data import prepared
     from pipeline.models import loss_and_metric

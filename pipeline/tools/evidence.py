@@ -120,13 +120,13 @@ def check(file: Path = FILE) -> int:
         return 1
     comparison = json.loads(made[f"{results.REPORTS}/comparison.json"])
     commit, environment_hash = comparison["bench"]["commit"], comparison["environment"]["hash"]
-    data, rounds = comparison["dataset"], f"the rounds of {count(len(comparison['sessions']), 'session')} of the bench"
+    dataset, sessions = comparison["dataset"], count(len(comparison["sessions"]), "session")
     runs = f"the runs of {count(len(comparison['seeds']), 'seed')} of each of {len(comparison['variants'])} variants"
+    data = f"data set {dataset['name']} (SHA-256 {dataset['sha256'][:12]})" if dataset else "unknown data of a script"
     verified = (
-        f"{file}: commit {commit}, environment {environment_hash[:12]}, data set {data['name']} (SHA-256 "
-        f"{data['sha256'][:12]}).\n"
+        f"{file}: commit {commit}, environment {environment_hash[:12]}, {data}.\n"
         f"Verified: the SHA-256 of {len(members)} files; and that every ratio, interval and verdict, and the whole "
-        f"report, follow from {rounds} and {runs}.\n{NOT_VERIFIED}"
+        f"report, follow from the rounds of {sessions} of the bench and {runs}.\n{NOT_VERIFIED}"
     )
     say(verified)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: di
     config = furnished(folder, {"gpt": variant}, data, **job, learning_rate=0.01, epochs=1)
     steps = train(config, "gpt", environment.machine())
     (run,) = result_of(config, "gpt").runs
-    assert run.train_loss < 4.5, "a guess among 257 tokens has a loss of 5.5"
+    assert (run.train_loss or math.nan) < 4.5, "a guess among 257 tokens has a loss of 5.5"
     assert len(steps) == run.steps > 8
     assert not [line for step in steps for line in step.waits]
 

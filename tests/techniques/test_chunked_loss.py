@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def losses_of(joined: World, *cases: dict[str, Any]) -> list[tuple[list[float], 
     results = []
     for case in cases:
         training = of_gpt(joined, **case)
-        losses = [row.train_loss for row in rows_of(training.run())]
+        losses = [row.train_loss or math.nan for row in rows_of(training.run())]
         assert training.score is not None
         results.append((losses, training.score.loss))
     return results

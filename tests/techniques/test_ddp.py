@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -366,7 +367,7 @@ def _train(joined: World, dataset: Dataset, weak: bool) -> tuple[list[float], li
     made = plan(config, "baseline", CPU_ONLY)
     training = training_of(made, conv_net(), task_of(dataset, made.train), batches_of(dataset, made, joined), joined)
     rows = [row for row in training.run() if row]
-    return [row.train_loss for row in rows], [row.learning_rate for row in rows], training.steps
+    return [row.train_loss or math.nan for row in rows], [row.learning_rate for row in rows], training.steps
 
 
 def test_two_weak_ranks_train_as_a_doubled_batch(digits: Dataset) -> None:

@@ -166,7 +166,8 @@ def observe(trial: Trial, file: Path, assembly: Assembly) -> Observed:
             training.step(training.batches.epoch(0))  # without evaluation, because RATE may ruin the weights
         else:
             try:
-                losses = tuple(row.train_loss for row in islice(training.run(), trial.steps or None) if row)
+                rows = islice(training.run(), trial.steps or None)
+                losses = tuple(row.train_loss for row in rows if row and row.train_loss is not None)
             except NonFiniteLoss as error:
                 # Without the name, because variants that train in the same way share this training.
                 not_finite = str(error).removeprefix(f"variant {training.plan.name}, ")

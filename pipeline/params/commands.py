@@ -1,0 +1,67 @@
+"""Commands of a person's own training script, written as in a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.errors import ConfigError
+
+SEED = "{seed}"
+"""What a command has in place of a seed."""
+
+
+class Command(NamedTuple):
+    """What an arm runs."""
+
+    words: tuple[str, ...]
+    variables: dict[str, str] = {}  # noqa: RUF012
+    changed: str = ""
+    """What the arm changes, in words; for the baseline the whole command."""
+    samples: int | None = None
+    """Samples of one step, over all ranks; None if unknown."""
+
+    def seeded(self, seed: int) -> Command:
+        """Return the command with ``seed`` in every place that asks for it."""
+        words = tuple(word.replace(SEED, str(seed)) for word in self.words)
+        variables = {name: value.replace(SEED, str(seed)) for name, value in self.variables.items()}
+        return self._replace(words=words, variables=variables)
+
+
+_NOTHING = Command(())
+
+
+def command_of(where: str, text: str, base: Command = _NOTHING, *, whole: bool = True) -> Command:
+    """Return the command in ``text`` with the variables of ``base``; if it is not ``whole``, ``base`` with the further
+    arguments and variables in ``text``.
+
+    As in a shell, leading words in the form of ``NAME=value``, with a name in capitals, are environment variables.
+    Raises ConfigError, which names ``where``.
+    """
+    variables: dict[str, str] = {}
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: found {text!r}, which is no command: {error}.") from None
+    while words and (match := re.fullmatch("([A-Z_][A-Z0-9_]*)=(.*)", words[0], re.DOTALL)):
+        variables[match[1]] = match[2]
+        del words[0]
+    if whole and not words:
+        raise ConfigError(f"{where}: found {text!r}; expected a command, such as 'python train.py'.")
+    return Command((*(() if whole else base.words), *words), base.variables | variables, text)
+
+
+def commands_of(base_name: str, base: str, arms: Sequence[tuple[str, str, bool]]) -> dict[str, Command]:
+    """Return arm -> its command, the base first.
+
+    ``arms``: name, text, and whether the text is a whole command instead of further arguments. Raises ConfigError.
+    """
+    first = command_of("--base", base)
+    made = {base_name: first}
+    for name, text, whole in arms:
+        if name in made or not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
+            raise ConfigError(f"--arm: found the name {name!r}; allowed: a new name of a-z, 0-9, _ and -.")
+        made[name] = command_of(f"--arm {name}", text, first, whole=whole)
+    return made
