@@ -65,12 +65,7 @@ def serve(config: Config) -> None:
         return {"jobs": values, "lines": [*sameness.lines(jobs, examined, base)]}
 
     commands: dict[str, Callable[..., dict[str, Any]]] = {
-        "describe": describe,
-        "plan": plan,
-        "open": open_,
-        "turn": turn,
-        "close": close,
-        "same_jobs": same_jobs,
-    }
+        "describe": describe, "plan": plan, "open": open_, "turn": turn, "close": close, "same_jobs": same_jobs,
+    }  # fmt: skip
     with Scripts(config.bench, **inputs.options_of(config)) as scripts:
         arm.answer_requests(commands)

@@ -53,13 +53,12 @@ def run(config: Config, name: str, machine: Machine) -> None:
     identity = {seed: json_sha256([seed, *depends_on]) for seed in config.train.seeds}
     folders = {seed: KEPT / f"{name}-seed-{seed}" for seed in config.train.seeds}
     complete = {folder for folder in KEPT.glob(f"{name}-seed-*") if (folder / COMPLETE).exists()}
-    if complete == {*folders.values()}:  # the same seeds as before: all is trained anew
-        complete = _without(complete)
+    anew = complete == {*folders.values()}  # with the same seeds as before, somebody wants all to be trained anew
     kept = []
     with SystemSampler(results.system_file(name), ()) as sampler:
         for seed, folder in folders.items():
             sampler.seed = seed
-            if not (folder / RUN).exists() or read_json(folder / RUN)["identity"] != identity[seed]:
+            if anew or not (folder / RUN).exists() or read_json(folder / RUN)["identity"] != identity[seed]:
                 with whole_directory(folder) as unfinished:
                     made = _trained(config, name, seed, content, unfinished / OUTPUTS)
                     write_text(unfinished / RUN, json.dumps(made | {"identity": identity[seed]}))
@@ -82,16 +81,10 @@ def run(config: Config, name: str, machine: Machine) -> None:
         summary=summarise(runs), runs=runs,
     )  # fmt: skip
     results.write(result, results.result_file(name))
-    _without(complete - {*folders.values()})
     for folder in folders.values():
         (folder / COMPLETE).touch()
-
-
-def _without(folders: set[Path]) -> set[Path]:
-    """Remove the folders; return what is left: none."""
-    for folder in folders:
+    for folder in complete - {*folders.values()}:
         shutil.rmtree(folder)
-    return set()
 
 
 def _trained(config: Config, name: str, seed: int, content: dict[str, Any], outputs: Path) -> dict[str, Any]:
