@@ -244,7 +244,8 @@ def same_job(same: SameJob) -> str:
     size = f"by {float(f'{100 * same.difference:.2g}'):g}% of their update"
     if same.difference <= same.rounding:
         return f"differ from the baseline's {size}, which rounding can explain"
-    return f"differ from the baseline's {size}, more than rounding explains: a lower precision, other data or method"
+    causes = "a lower precision, other data or random numbers, or another method"
+    return f"differ from the baseline's {size}, more than rounding explains: {causes}"
 
 
 def techniques(compared: Compared) -> str:
