@@ -15,7 +15,7 @@ from pipeline.processes import set_openmp_spins
 
 set_openmp_spins(measures=True)  # as in `python -m pipeline`; both arms of every pair inherit this
 
-from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, parts, stages, turns
+from benchmarks import beyond_memory, data_path, ledgers, machines, own_job, own_script, parts, stages, turns
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "data_path": lambda: data_path.ratio_of("plain"),
@@ -35,6 +35,7 @@ BY_NAME = {
     "beyond_memory": beyond_memory.training,
     "beyond_memory_heavier": lambda: beyond_memory.training(pool=1),
     "own_job": own_job.decided,
+    "own_script": own_script.agreement,
     "gpt_example": stages.gpt_example,
     "parts_default": lambda: parts.costs_of("default"),
     "parts_resnet18": lambda: parts.costs_of("resnet18"),

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "nothing_to_do": "time of `dvc repro` with nothing to do, relative to the time of `dvc status`",
     "default_job": "time of the default job in a fresh clone after the installation, as a fraction of ten minutes",
     "own_job": "time of the bench of seven variants of ResNet-18, as a fraction of ten minutes",
+    "own_script": "gain of gradient accumulation as a script's flag, relative to the gain as a variant of the same job",
     "turns": "spread of a round's A/A ratio with windows cut into turns, relative to the spread with uncut windows",
     "ledgers": "predicted peak memory of tensors, relative to the measured peak, in the worst of the configurations",
     "gpt_example": "time of the whole job of `examples/gpt`, as a fraction of 15 minutes",
