@@ -79,12 +79,13 @@ def table(heading: str, rows: list[Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _figure(found: Any, form: str) -> str:
-    if found is None:
+def _figure(difference: Any, form: str) -> str:
+    if difference is None:
         return "not known"
-    numbers = [form.format(float(found[key])) for key in ("estimate", "low", "high") if found[key] is not None]
+    ends = [difference[key] for key in ("estimate", "low", "high")]
+    numbers = [form.format(float(end)) for end in ends if end is not None]
     interval = f" ({numbers[1]} to {numbers[2]})" if len(numbers) == 3 else ""
-    return f"{numbers[0] if numbers else 'not known'}{interval} {_word(found['decision'])}"
+    return f"{numbers[0] if numbers else 'not known'}{interval} {_word(difference['decision'])}"
 
 
 def _word(word: Any) -> str:
@@ -106,7 +107,7 @@ def _said(reports: Path) -> str:
 def _compared(reports: Path) -> str:
     try:
         variants = json.loads(_content(reports / "comparison.json"))["variants"]
-        return table("variant against baseline", [each for each in variants if each["verdict"] is not None])
+        return table("variant against baseline", [row for row in variants if row["verdict"] is not None])
     except (FileNotFoundError, *DAMAGED):
         return ""
 
@@ -114,11 +115,11 @@ def _compared(reports: Path) -> str:
 def comment(number: int, text: str) -> str:
     """Write ``text`` into the workflow's comment on a pull request, or into a new comment. Return its URL."""
     for page in itertools.count(1):
-        found: list[dict[str, Any]] = _api("GET", f"issues/{number}/comments?per_page=100&page={page}")
-        for each in found:
-            if each["user"]["login"] == AUTHOR and each["body"].startswith(MARKER):
-                return str(_api("PATCH", f"issues/comments/{each['id']}", body=text)["html_url"])
-        if not found:
+        comments: list[dict[str, Any]] = _api("GET", f"issues/{number}/comments?per_page=100&page={page}")
+        for earlier in comments:
+            if earlier["user"]["login"] == AUTHOR and earlier["body"].startswith(MARKER):
+                return str(_api("PATCH", f"issues/comments/{earlier['id']}", body=text)["html_url"])
+        if not comments:
             break
     return str(_api("POST", f"issues/{number}/comments", body=text)["html_url"])
 

@@ -439,11 +439,11 @@ def _compare(_: argparse.Namespace) -> None:
     from pipeline.comparison.compare import compare
     from pipeline.comparison.consistency import check_here, made_of, read_all
 
-    config, here = params.load(), environment.read()
+    config, recorded = params.load(), environment.read()
     measured, histories = read_all(config)
-    check_here(config, here)
+    check_here(config, recorded)
     sessions = [results.read_bench(), *results.read_sessions()]
-    report.write(compare(measured, histories, sessions, config.compare, here, made_of(measured)), histories)
+    report.write(compare(measured, histories, sessions, config.compare, recorded, made_of(measured)), histories)
     say(f"report: {report.REPORTS / 'comparison.html'}")
 
 

@@ -106,9 +106,9 @@ def own_place(trace: str) -> str:
     empty if there is none. Python, this package and installed packages do not count."""
     not_theirs = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
     frames = re.findall(r'(?m)^ *File "(.+)", line (\d+), in (.+)$', trace)
-    here = f"{Path.cwd()}/"
+    work_tree = f"{Path.cwd()}/"
     own = [
-        f"{file.removeprefix(here)}, line {line}, in {name}"
+        f"{file.removeprefix(work_tree)}, line {line}, in {name}"
         for file, line, name in frames
         if not file.startswith(not_theirs) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
     ]
@@ -120,9 +120,9 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}"
 
 
-def did_you_mean(found: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return " Did you mean NAME?" with up to three similar ``known`` names; an empty string if none is similar."""
-    close = difflib.get_close_matches(str(found), list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 

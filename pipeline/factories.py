@@ -23,10 +23,10 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise error(f"{key}: found {name!r}; expected module:function, such as {example}.")
-    here = str(Path.cwd())
-    if here not in sys.path:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
         # Permanently, because multiprocessing passes sys.path to workers, which import the module to unpickle a model.
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ImportError as caught:
@@ -34,20 +34,20 @@ def find(name: str, key: str, returns: str, *, example: str, error: type[Pipelin
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, dir(module))
         raise error(f"{key}: found {name!r}, but {module.__file__} has no {attribute!r}.{hint}")
-    found = getattr(module, attribute)
-    if not callable(found):
-        raise error(f"{key}: found {name!r}, which is {found!r}; expected a function that returns {returns}.")
-    function: Callable[..., Any] = found
+    factory = getattr(module, attribute)
+    if not callable(factory):
+        raise error(f"{key}: found {name!r}, which is {factory!r}; expected a function that returns {returns}.")
+    function: Callable[..., Any] = factory
     return function
 
 
-def library(name: str, found: str, error: type[PipelineError]) -> Any:
+def library(name: str, user: str, error: type[PipelineError]) -> Any:
     """Return the module ``name`` of a library that only some data and models need. Raises ``error`` if the library is
-    missing; the message begins with ``found``, which says what needs the library."""
+    missing; the message begins with ``user``, which says what needs the library."""
     try:
         return importlib.import_module(name)
     except ImportError as caught:
-        raise error(f"{found}, but {name} cannot be imported ({caught}): pip install '.[text]'.") from None
+        raise error(f"{user}, but {name} cannot be imported ({caught}): pip install '.[text]'.") from None
 
 
 def call(

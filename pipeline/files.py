@@ -67,13 +67,13 @@ def json_sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def differing(found: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted path of each value that differs between ``found`` and ``requested``, and both values."""
-    if isinstance(found, Mapping) and isinstance(requested, Mapping):
-        for key in dict.fromkeys([*requested, *found]):
-            yield from differing(found.get(key), requested.get(key), f"{path}.{key}" if path else key)
-    elif found != requested:
-        yield path, found, requested
+def differing(present: Any, requested: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted path of each value that differs between ``present`` and ``requested``, and both values."""
+    if isinstance(present, Mapping) and isinstance(requested, Mapping):
+        for key in dict.fromkeys([*requested, *present]):
+            yield from differing(present.get(key), requested.get(key), f"{path}.{key}" if path else key)
+    elif present != requested:
+        yield path, present, requested
 
 
 def write_text(path: Path, text: str) -> None:

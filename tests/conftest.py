@@ -103,8 +103,9 @@ def _two_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    """Fail a test that leaves environment variables or a process group behind, and clean up after it."""
-    before = dict(os.environ)
+    """Fail a test that leaves environment variables, a process group or another state of torch behind, and clean up
+    after it what can be cleaned up."""
+    before, torch_before = dict(os.environ), _state_of_torch()
     yield
     leaked = {name for name, _ in before.items() ^ os.environ.items()} - SET_BY_LIBRARIES
     for name in leaked:
@@ -123,6 +124,22 @@ def _nothing_leaks() -> Iterator[None]:
         pytest.fail(f"the test leaked environment variables: {', '.join(sorted(leaked))}")
     if group:
         pytest.fail("the test leaked a process group")
+    if torch_before and torch_before != (torch_after := _state_of_torch()):
+        pytest.fail(f"the test left another state of torch behind: {torch_after}, before: {torch_before}")
+
+
+def _state_of_torch() -> dict[str, object]:
+    """Return the hooks and settings that hold for the whole process, except switches that every training sets; empty
+    if torch is not loaded."""
+    if not {"torch.nn.modules.module", "torch.optim.optimizer"} <= sys.modules.keys():
+        return {}
+    import torch
+
+    globals_of = (vars(sys.modules[name]) for name in ("torch.nn.modules.module", "torch.optim.optimizer"))
+    hooks = (item for names in globals_of for item in names.items() if item[0].startswith("_global_"))
+    asked = (torch.get_default_dtype, torch.get_num_threads, torch.is_grad_enabled, torch.get_float32_matmul_precision,
+             torch.are_deterministic_algorithms_enabled)  # fmt: skip
+    return {name: len(of) for name, of in hooks if isinstance(of, dict)} | {ask.__name__: ask() for ask in asked}
 
 
 SHORT: dict[str, Any] = {

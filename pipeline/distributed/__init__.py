@@ -5,19 +5,3 @@ from pipeline.distributed.launching import Interruption, WorkerError, forked, in
 from pipeline.distributed.meeting import live
 from pipeline.distributed.worlds import ALONE, World, own_part, share_of, whole, world
 from pipeline.processes import launched_size
-
-__all__ = [
-    "ALONE",
-    "Interruption",
-    "WorkerError",
-    "World",
-    "forked",
-    "interruption",
-    "launch",
-    "launched_size",
-    "live",
-    "own_part",
-    "share_of",
-    "whole",
-    "world",
-]

@@ -21,25 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.environment import hardware, software
-from pipeline.environment.hardware import cores, memory_limits
+from pipeline.environment.hardware import cores
+from pipeline.environment.hardware import memory_limits as memory_limits
 from pipeline.errors import PipelineError, redacted
 from pipeline.files import differing, json_sha256, read_json, read_text, write_text
 from pipeline.params import CATALOGUE, COMPILER, Machine
-
-__all__ = [
-    "ENVIRONMENT_FILE",
-    "changed_since",
-    "checked_out",
-    "cores",
-    "fingerprint",
-    "hash_of",
-    "last_written",
-    "machine",
-    "memory_limits",
-    "read",
-    "without_stages",
-    "write",
-]
 
 ENVIRONMENT_FILE = Path("environment.json")
 

@@ -48,7 +48,7 @@ def on_one_line(text: str) -> str:
 def escaped(text: str) -> str:
     """Return ``text`` on one line, with Markdown and HTML escaped. Backticks around a command or a name stay."""
     shown = on_one_line(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(rf"({CODE.pattern})|([\\`*_{{}}\[\]|#~!])", lambda found: found[1] or f"\\{found[3]}", shown)
+    return re.sub(rf"({CODE.pattern})|([\\`*_{{}}\[\]|#~!])", lambda match: match[1] or f"\\{match[3]}", shown)
 
 
 def marked(text: str) -> Any:

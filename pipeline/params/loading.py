@@ -162,7 +162,7 @@ def _misplaced(config: Config, values: dict[str, Any]) -> Iterator[str]:
         expected = "students" if config.teacher_of(name) else "variants"
         if place != expected:
             yield f"{place}.{name}: expected under {expected} only (students are variants that learn from a variant)."
-        learns, others = variant.distillation, [other for other in config.variants if other != name]
+        learns, others = variant.distillation, [teacher for teacher in config.variants if teacher != name]
         made_here = learns and learns.file and Path("models").resolve() in learns.file.resolve().parents
         if learns and (made_here or learns.variant not in (None, *others)):
             yield (

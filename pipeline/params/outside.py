@@ -61,9 +61,9 @@ def _points(group: str) -> dict[str, EntryPoint]:
     """Return the group's entry points by name. Raises ConfigError if two packages provide the same name."""
     points: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
-        other = points.setdefault(point.name, point)
-        if other.value != point.value:
-            packages = f"{_package(other)} and {_package(point)}"
+        earlier = points.setdefault(point.name, point)
+        if earlier.value != point.value:
+            packages = f"{_package(earlier)} and {_package(point)}"
             raise ConfigError(f"{packages} both provide the technique {point.name!r}; uninstall one of them.")
     return points
 

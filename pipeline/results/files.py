@@ -85,8 +85,8 @@ def read(path: Path, config: Config) -> Result:
         said = Variant().model_dump(mode="json") | said
     then = {"train": result.config.get("train"), "variants": {variant: said}}
     problems = [
-        f"{json.dumps(path)[1:-1]} is {json.dumps(found)} in the result and {json.dumps(requested)} in params.yaml"
-        for path, found, requested in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
+        f"{json.dumps(path)[1:-1]} is {json.dumps(held)} in the result and {json.dumps(requested)} in params.yaml"
+        for path, held, requested in differing(then, params | {"variants": {variant: params["variants"].get(variant)}})
         if path.removeprefix("train.") not in Train.OF_RESUMING  # these keys may change without a new training
     ]
     if result.variant != variant:
@@ -155,13 +155,13 @@ def session_files(directory: Path = SESSIONS) -> list[Path]:
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
     """Read the sessions in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
-    found = []
+    sessions = []
     for path in sorted(directory.glob("*.json")):
         try:
-            found.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
+            sessions.append(read_document(path, Bench, "run `python -m pipeline bench --again`"))
         except ResultError as error:
             say(f"session not used: {error}")
-    return found
+    return sessions
 
 
 def write(result: Result, path: Path) -> None:

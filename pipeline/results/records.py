@@ -125,16 +125,16 @@ class Window(Record):
         """Return contradictions between the window's figures. ``batch_size`` is the global batch size."""
         if not (self.samples_per_second and self.step_p50_ms):
             return []
-        found = [] if self.measured_steps else ["a speed, although no steps were measured"]
+        contradictions = [] if self.measured_steps else ["a speed, although no steps were measured"]
         if not self.step_p50_ms <= (self.step_p90_ms or 0) <= (self.step_p99_ms or 0):
-            found.append("percentiles of the step times that are not in ascending order")
+            contradictions.append("percentiles of the step times that are not in ascending order")
         # Half of the steps take the median or longer, so the mean is at least half the median (10% tolerance).
         if self.samples_per_second > 2.2 * batch_size / (self.step_p50_ms / 1e3):
-            found.append(
+            contradictions.append(
                 f"{self.samples_per_second:g} samples/s, although half of the steps of {batch_size} samples took "
                 f"{self.step_p50_ms:g} ms or longer"
             )
-        return found
+        return contradictions
 
 
 class Run(Window):

@@ -299,19 +299,19 @@ def scratch_copy(source: Path, target: Path, left_out: Sequence[Path]) -> Path:
     environment of Python becomes a link. Raises BenchError if the files take more than ``LARGEST_COPY``."""
     size = 0
     for folder, names, files in os.walk(source):
-        here = target / Path(folder).relative_to(source)
-        here.mkdir()
+        copied = target / Path(folder).relative_to(source)
+        copied.mkdir()
         for name in [*names]:
             path = Path(folder, name)
             is_environment = (path / "pyvenv.cfg").exists()
             if path in left_out or name in (".git", ".dvc") or path.is_symlink() or is_environment:
                 names.remove(name)
             if path.is_symlink() or is_environment:
-                (here / name).symlink_to(path.resolve())
+                (copied / name).symlink_to(path.resolve())
         for name in files:
             path = Path(folder, name)
             if path.is_symlink():
-                (here / name).symlink_to(path.resolve())
+                (copied / name).symlink_to(path.resolve())
             elif path.is_file() and path not in left_out:
                 size += path.stat().st_size
                 if size > LARGEST_COPY:
@@ -320,7 +320,7 @@ def scratch_copy(source: Path, target: Path, left_out: Sequence[Path]) -> Path:
                         "--in-place (script.in_place: true), or in a directory with the script alone (links are not "
                         "followed)."
                     )
-                shutil.copy2(path, here)
+                shutil.copy2(path, copied)
     return target
 
 

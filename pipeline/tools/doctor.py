@@ -87,7 +87,7 @@ class Finding(NamedTuple):
     """PROBLEM: something that params.yaml or the environment asks for does not work here. warning: the job works, but
     worse than it could, or not as expected. "-": this job does not need the checked part here, or it was not checked.
     ok: none of these."""
-    found: str
+    fact: str
     remedy: str = ""
 
 

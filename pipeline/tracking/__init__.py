@@ -9,5 +9,3 @@ from pipeline.tracking.live import follow
 from pipeline.tracking.promoting import PromotionError, promote
 from pipeline.tracking.publishing import Published, publish
 from pipeline.tracking.stores import Health, health
-
-__all__ = ["Health", "PromotionError", "Published", "follow", "health", "promote", "publish"]

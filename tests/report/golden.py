@@ -193,7 +193,7 @@ def inference() -> str:
     remark = "torch.compile broke the graph 2 times"
     return render(
         "inference.md",
-        found=Inference.model_validate(
+        inference=Inference.model_validate(
             {
                 "variant": "baseline",
                 "environment": "e",

@@ -82,7 +82,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
         threads=threads,
         forms=tuple(forms),
     )
-    page = spelled(render("inference.md", found=document))
+    page = spelled(render("inference.md", inference=document))
     as_json, as_page = results.inference_file(name, "json"), results.inference_file(name, "md")
     files.write_texts({as_page: page, as_json: document.to_json()})
     for form in document.forms:
