@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from benchmarks.machines import FIGURES
 from pipeline import files
@@ -99,9 +100,17 @@ def measured(
     return Measured(plain, ratio, quiet and not (ratio.drifts and decide(ratio, MARGIN) == "undecided"))
 
 
+def recorded() -> Logs:
+    """Return the logarithms of recorded speeds of three equal arms, an array per arm, in the rounds that have all."""
+    arms = json.loads((FIGURES / "gate-pool-amd-epyc-avx2-2-cores.json").read_text(encoding="utf-8"))["arms"]
+    names = ("base baseline", "base baseline again", "head baseline")
+    rows = [row for row in zip(*(arms[name]["samples_per_second"] for name in names), strict=True) if all(row)]
+    return np.log(np.array(rows, dtype=np.float64)).T
+
+
 def looking(
     truth: float, within: float, autocorrelation: float, *, rounds: int = 40, trials: int = 600, levels: float = 0.0,
-    alive: int = 1,
+    alive: int = 1, pool: Logs | None = None, consecutive: bool = False,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Simulate a variant with the ratio ``truth``; return the results of two stopping rules.
 
@@ -109,16 +118,23 @@ def looking(
     decides.
 
     The results are the fractions of trials whose interval contains the truth (``coverage``), whose decision is
-    ``wrong``, and which are ``decided`` or ``untrusted``; and the mean number of rounds. If several decisions
-    are wrong (``_wrong``), ``wrong`` is the fraction of the most frequent of them.
+    ``wrong``, and which are ``decided`` or ``untrusted``; the mean number of rounds; and the median half-width of the
+    interval, on the logarithmic scale. If several decisions are wrong (``_wrong``), ``wrong`` is the fraction of the
+    most frequent of them.
 
     ``levels``: standard deviation of the logarithm of the ratio over processes, which take part in
-    ``alive`` rounds.
+    ``alive`` rounds. ``pool``: recorded rounds, which are drawn in place of normal ones, or ``consecutive`` ones.
     """
     random = np.random.default_rng(0)
-    results: dict[str, list[tuple[bool, str, int]]] = {f"all {rounds} rounds": [], "looks": []}
+    results: dict[str, list[tuple[Difference, str, int]]] = {f"all {rounds} rounds": [], "looks": []}
     for _ in range(trials):
-        arms = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
+        if pool is None:
+            arms = rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds)
+        elif consecutive:
+            start = random.integers(0, pool.shape[1] - rounds + 1)
+            arms = list(pool[:, start : start + rounds])
+        else:
+            arms = list(pool[:, random.integers(0, pool.shape[1], rounds)])
         if levels:
             drawn = random.normal(0, levels / math.sqrt(2), (3, -(-rounds // alive)))
             arms = list(arms + np.repeat(drawn, alive, axis=1)[:, :rounds])
@@ -132,14 +148,15 @@ def looking(
         for rule, number in zip(results, (rounds, next(decisive, rounds)), strict=True):
             seen = after(number)
             decision = decide(seen.widened, MARGIN) if seen.trusted else "untrusted"
-            results[rule].append((covers(seen.widened, truth), decision, number))
+            results[rule].append((seen.widened, decision, number))
     return {
         rule: {
-            "coverage": sum(covered for covered, _, _ in trials_of) / trials,
+            "coverage": sum(covers(ratio, truth) for ratio, _, _ in trials_of) / trials,
             "wrong": max([decision for _, decision, _ in trials_of].count(wrong) / trials for wrong in _wrong(truth)),
             "decided": sum(decision not in ("undecided", "untrusted") for _, decision, _ in trials_of) / trials,
             "untrusted": sum(decision == "untrusted" for _, decision, _ in trials_of) / trials,
             "rounds": float(np.mean([number for _, _, number in trials_of])),
+            "half_width": float(np.median([sum(ratio.widths) / 2 for ratio, _, _ in trials_of])),
         }
         for rule, trials_of in results.items()
     }
@@ -243,11 +260,11 @@ def seeds(points: float, deviation: float, *, most: int = 12, trials: int = 2000
 
 
 def _wrong(truth: float) -> list[str]:
-    """Return the wrong decisions to count if the ratio is ``truth``. For ratios at or above the margin, *worse*
-    is not counted, because it hardly ever occurs."""
+    """Return the wrong decisions to count if the ratio is ``truth``. At or beyond a margin, the decision for the other
+    margin is not counted, because it hardly ever occurs."""
     if math.isclose(truth, 1 + MARGIN):
         return ["better", "same"]
-    return ["same"] if truth > 1 + MARGIN else ["better", "worse"]
+    return ["same"] if abs(math.log(truth)) > math.log1p(MARGIN) else ["better", "worse"]
 
 
 def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
@@ -265,6 +282,47 @@ def equal_arms(bias: float, within: float, *, rounds: int = 12, trials: int = 10
         plain += seen.trusted and not covers(seen.plain, 1)
         wide += seen.trusted and not covers(seen.widened, 1)
     return {"unseen": unseen / trials, "plain": plain / trials, "widened": wide / trials}
+
+
+def kept(bias: float, noises: Sequence[float], *, rounds: int = 12, trials: int = 600) -> dict[str, dict[str, float]]:
+    """Simulate trusted sessions with the scatters ``noises``, in which control and variant equal the baseline, but seem
+    faster by ``bias``; widen each ratio by the bias that its ``own`` A/A ratio shows, or that ``all`` of them show.
+
+    All of them show the mean of x^2 - e^2 (``Difference.bias``), in which a session weighs 1 / e^2. Returns, for the
+    ratio of the last session (``one``) and for that over all sessions, how often the interval contains the truth, and
+    its mean half-width on the logarithmic scale.
+    """
+    random = np.random.default_rng(0)
+    results: dict[str, list[Difference]] = {
+        f"{of}, {rule}": [] for of in ("one", "over all") for rule in ("own", "all")
+    }
+    for _ in range(trials):
+        sessions: list[Measured] = []
+        excesses: list[float] = []
+        weights: list[float] = []
+        for within in noises:
+            quiet = False
+            while not quiet:
+                base, control, variant = rounds_of(random, within / math.sqrt(2), 0.0, 3, rounds)
+                noise, quiet = machine = machine_of(base, control + bias)
+            sessions.append(measured(base, control + bias, variant + bias, machine=machine))
+            variance = (sum(noise.widths) / 2 / float(stdtrit(rounds - 1, 0.975))) ** 2
+            excesses.append(noise.logs[0] ** 2 - variance)
+            weights.append(1 / variance)
+        shared = math.sqrt(max(0.0, float(np.average(excesses, weights=weights))))
+        for rule, ratios in (
+            ("own", [seen.widened for seen in sessions]),
+            ("all", [widened(seen.plain, shared) for seen in sessions]),
+        ):
+            results[f"one, {rule}"].append(ratios[-1])
+            results[f"over all, {rule}"].append(over_sessions(ratios))
+    return {
+        rule: {
+            "coverage": sum(covers(ratio, 1) for ratio in ratios) / trials,
+            "half_width": float(np.mean([sum(ratio.widths) / 2 for ratio in ratios])),
+        }
+        for rule, ratios in results.items()
+    }
 
 
 def decided(truth: float, within: float, *, rounds: int = 12, trials: int = 1000) -> dict[str, float]:
@@ -380,6 +438,13 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         for truth, within in (*product((1 + MARGIN, 1.0, 1.1), (0.02, 0.05)), (1.6, 0.08))
         for autocorrelation in AUTOCORRELATIONS
     },
+    "aims": lambda: {
+        f"{name}, ratio {truth:g}, {rounds} rounds": looking(
+            truth, 0.02, 0.0, rounds=rounds, pool=pool, consecutive="consecutive" in name
+        )
+        for name, pool in (("normal", None), ("recorded", recorded()), ("recorded, consecutive", recorded()))
+        for truth, rounds in ((1.1, 40), (1.0, 40), (0.95, 40), (0.95, 12))
+    },
     "many": lambda: {
         f"{variants} variants, ratio {truth:g}": {
             "each by itself": many(variants, truth, together=False),
@@ -410,6 +475,11 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         f"bias {bias:g}, noise {within:g}": equal_arms(bias, within)
         for bias in (0.0, 0.01, 0.02, 0.03)
         for within in (0.02, 0.05, 0.08)
+    },
+    "kept": lambda: {
+        f"bias {bias:g}, noises {', '.join(f'{noise:g}' for noise in noises)}": kept(bias, noises)
+        for noises in ((0.02,) * 4, (0.05,) * 4, (0.05, 0.05, 0.05, 0.02))
+        for bias in (0.0, 0.02, 0.03)
     },
     "decided": lambda: {
         f"ratio {truth:g}, noise {within:g}": decided(truth, within)

@@ -78,6 +78,31 @@ def settled() -> str:
     return markdown(heading, rows)
 
 
+def aims() -> str:
+    """Until a look decides within 40 rounds; or after 12 rounds without looks."""
+    heading = ["rounds", "true ratio", "at most", "rounds until decided", "decided", "decided wrongly", "not trusted",
+               "interval contains the true ratio", "half-width"]  # fmt: skip
+    rows = []
+    for key, rules in figures("simulations")["aims"].items():
+        drawn, *numbers = key.rsplit(", ", 2)
+        truth, most = settings(", ".join(numbers))
+        rule = rules["looks"] if most == "40" else rules[f"all {most} rounds"]
+        shares = [f"{rule[name]:.1%}" for name in ("decided", "wrong", "untrusted", "coverage")]
+        number = f"{rule['rounds']:.1f}" if most == "40" else "no looks"
+        rows.append([drawn, truth, most, number, *shares, f"{rule['half_width']:.3f}"])
+    return markdown(heading, rows)
+
+
+def kept() -> str:
+    heading = ["bias", "scatter of the sessions' rounds", "ratio of the last: own", "all", "over all: own", "all"]
+    rows = []
+    for key, rules in figures("simulations")["kept"].items():
+        bias, *noises = settings(key)
+        cells = (f"{rule['half_width']:.4f} ({rule['coverage']:.1%})" for rule in rules.values())
+        rows.append([bias, ", ".join(noises), *cells])
+    return markdown(heading, rows)
+
+
 def many() -> str:
     heading = ["variants", "true ratio of all", "a wrong one, each by itself", "a wrong one, together",
                "decided, each by itself", "decided, together", "rounds of a variant, each", "together"]  # fmt: skip
@@ -308,8 +333,8 @@ def distillation() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (settled, parts, openings, alive, many, drifting, seeds, bias, decided, sessions, best, forecasts,
-                  levels, gate_trials, gate_simulated, gates, machines, distillation)
+    for table in (settled, aims, parts, openings, alive, many, drifting, seeds, bias, decided, kept, sessions, best,
+                  forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation)
 }  # fmt: skip
 
 

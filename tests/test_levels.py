@@ -14,7 +14,7 @@ from benchmarks import machines
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gate import bounds, error_rates, gate_of_drawn_rounds
 from benchmarks.levels import components
-from benchmarks.simulations import best_of, equal_arms, looking, over_many
+from benchmarks.simulations import best_of, equal_arms, kept, looking, over_many, recorded
 from pipeline import environment
 from tests.factories import ENVIRONMENT
 
@@ -72,6 +72,23 @@ def test_every_block_of_recorded_rounds_is_a_trial() -> None:
 def test_gates_of_drawn_rounds_find_a_slowdown() -> None:
     rates = gate_of_drawn_rounds(0.02, 0.0, rounds=8, trials=3)
     assert rates["outcomes"]["slower"] == {"worse: throughput": 3}
+
+
+def test_recorded_rounds_are_looked_at_as_drawn_ones_are() -> None:
+    pool = recorded()
+    assert pool.shape == (3, 207)
+    whole, stopped = looking(0.9, 0.0, 0.0, trials=20, pool=pool).values()
+    assert (whole["wrong"], stopped["wrong"]) == (0, 0)
+    assert 6 <= stopped["rounds"] < 12 < whole["rounds"]
+    assert whole["half_width"] < stopped["half_width"]
+    assert looking(0.9, 0.0, 0.0, trials=20, pool=pool, consecutive=True)["looks"] != stopped
+
+
+def test_the_bias_of_a_single_session_is_its_own() -> None:
+    ratios = kept(0.03, (0.05,), trials=15)
+    assert ratios["one, all"] == pytest.approx(ratios["one, own"])
+    ratios = kept(0.03, (0.05, 0.02), trials=15)
+    assert ratios["one, all"] != pytest.approx(ratios["one, own"])
 
 
 @pytest.mark.parametrize(
