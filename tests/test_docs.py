@@ -18,11 +18,11 @@ from dvc.cli.parser import get_main_parser
 
 from pipeline.cli import _parser
 from pipeline.params import parse
-from pipeline.params.loading import read
+from pipeline.params.loading import read_yaml
 from tests.imports import modules, tree
 from tests.pages import DOCS, PAGES, ROOT, blocks, commands
 
-PARAMS: dict[str, Any] = read(ROOT / "params.yaml")
+PARAMS: dict[str, Any] = read_yaml(ROOT / "params.yaml")
 SECTIONS = set(PARAMS) - {"variants"}
 
 

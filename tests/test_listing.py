@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Machine, exclusions
-from pipeline.params.loading import read
+from pipeline.params.loading import read_yaml
 from pipeline.tools import listing
 from tests.conftest import ROOT
 
@@ -29,7 +29,7 @@ def test_docs_techniques_md_is_up_to_date() -> None:
 
 def test_no_technique_and_no_field_is_declared_twice() -> None:
     """The quick loader of the catalogue would keep the last."""
-    assert [*read(ROOT / "pipeline/params/catalogue.yaml")] == [*dict.fromkeys(entry.group for entry in CATALOGUE)]
+    assert [*read_yaml(ROOT / "pipeline/params/catalogue.yaml")] == [*dict.fromkeys(entry.group for entry in CATALOGUE)]
 
 
 def test_each_excluded_name_is_shown_beside_its_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.gate.decision import GateError, differing
 from pipeline.params import PARAMS_FILE, Config, parse
-from pipeline.params.loading import read
+from pipeline.params.loading import read_yaml
 from pipeline.results.figures import ALWAYS_MEASURED
 
 
@@ -85,7 +85,7 @@ def require(root: Path, effective: Config, config: Config) -> None:
     lacking = effective.variants.keys() - config.variants
     limits = {key: getattr(effective.bench, key) for key in ("max_foreign_load", "max_input_wait")}
     if lacking or any(getattr(config.bench, key) != value for key, value in limits.items()):
-        values = read(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
+        values = read_yaml(root / PARAMS_FILE)  # the other keys stay as written, because DVC compares them
         for name in sorted(lacking):
             section = "students" if effective.teacher_of(name) else "variants"
             values.setdefault(section, {})[name] = effective.variants[name].model_dump(mode="json")

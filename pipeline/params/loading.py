@@ -93,16 +93,16 @@ class Config(Section):
 
 def load(path: Path = PARAMS_FILE) -> Config:
     """Return the validated configuration in the file ``path``. Raises ConfigError, which names the wrong keys."""
-    values = read(path)
+    values = read_yaml(path)
     config = parse(values, str(path))
     if problems := list(_misplaced(config, values)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     return config
 
 
-def read(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     """Return the content of the YAML file ``path``. Raises ConfigError if the file cannot be read or exceeds the limit,
-    and for what ``content`` refuses."""
+    and for what ``parse_yaml`` refuses."""
     try:
         text = read_bytes(path, LIMIT_BYTES).decode()
     except FileNotFoundError:
@@ -112,10 +112,10 @@ def read(path: Path) -> Any:
         ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
-    return content(text, str(path))
+    return parse_yaml(text, str(path))
 
 
-def content(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str) -> Any:
     """Return the content of a text in YAML. Raises ConfigError, which names ``source``, if the text is not YAML, or has
     a key that is a duplicate or no text."""
     if re.search(r"\w{2000}", text):  # Python refuses to print a number of so many digits

@@ -19,7 +19,7 @@ from pipeline.comparison.comparison_file import Comparison
 from pipeline.errors import ConfigError, count, first_line, say
 from pipeline.params import Compare, Config, parse
 from pipeline.params.commands import commands_of
-from pipeline.params.loading import content
+from pipeline.params.loading import parse_yaml
 from pipeline.report import differences, facts
 from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
 from pipeline.script.arms import Scripts
@@ -41,7 +41,7 @@ def config_of(settings: Sequence[str]) -> Config:
         try:
             for name in sections:
                 section = section.setdefault(name, {})
-            section[key] = content(text, f"the value {text!r}")
+            section[key] = parse_yaml(text, f"the value {text!r}")
         except (ConfigError, AttributeError, TypeError) as error:
             raise ConfigError(f"--set: found {setting!r}; expected KEY=VALUE. ({first_line(error)})") from None
     return parse(values, "--set")

@@ -119,8 +119,8 @@ def parts() -> Iterator[Finding]:
         return
     if config.script:
         program = config.command_of(config.compare.baseline).words[0]
-        found = shutil.which(program) is not None
-        yield enough(found, f"script.command: {program}", "it is not found", "correct script.command", needed=True)
+        exists = shutil.which(program) is not None
+        yield enough(exists, f"script.command: {program}", "it is not found", "correct script.command", needed=True)
         return
     from pipeline import models, tasks
     from pipeline.data import prepared

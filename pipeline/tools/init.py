@@ -24,7 +24,7 @@ from typing import Any
 from pipeline import files, params
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.params import PARAMS_FILE, Fetch, Machine, Prepare
-from pipeline.params.loading import read
+from pipeline.params.loading import read_yaml
 from pipeline.tools import variant_sets
 from pipeline.tools.variant_sets import PROJECT
 
@@ -284,7 +284,7 @@ def _choose_variants(document: Any, machine: Machine, *, images: bool) -> list[s
     """Leave those variants in ``document``, the content of params.yaml, that this machine can run, and return the
     reasons why others are left out. The candidates are the shipped variants, and the ready-made variants that most
     often make steps faster. ``images``: whether the inputs are images."""
-    speed = read(PROJECT / "variants/speed.yaml")
+    speed = read_yaml(PROJECT / "variants/speed.yaml")
     variants, memory = document["variants"], document["variants"]["memory"]
     variants.update({name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")})
     left_out = {}

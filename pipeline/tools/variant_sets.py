@@ -18,7 +18,7 @@ from pipeline import files
 from pipeline.environment.imports import PACKAGE
 from pipeline.errors import ConfigError, say
 from pipeline.params import PARAMS_FILE, Config, Machine, Variant, load, parse, requested
-from pipeline.params.loading import read
+from pipeline.params.loading import read_yaml
 from pipeline.plans import plan
 
 PROJECT = next(folder for folder in (PACKAGE / "project", PACKAGE.parent) if folder.is_dir())
@@ -64,7 +64,7 @@ def _about(path: Path) -> str:
 
 
 def _variants_in(path: Path) -> dict[str, dict[str, Any]]:
-    values = read(path)
+    values = read_yaml(path)
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
     parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises ConfigError if wrong

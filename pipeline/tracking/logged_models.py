@@ -23,7 +23,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 from pipeline import results, tasks
-from pipeline.data.prepared import read
+from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import first_line
 from pipeline.files import PREPARED
 from pipeline.tasks import Task
@@ -76,7 +76,7 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
 
 
 def _trained(child: Child, weights: dict[str, torch.Tensor]) -> tuple[Task, torch.nn.Module]:
-    task = tasks.of_job(child.train, read(child.root / PREPARED))
+    task = tasks.of_job(child.train, read_dataset(child.root / PREPARED))
     model = task.model()
     model.load_state_dict(weights)
     return task, model
