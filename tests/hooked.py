@@ -29,9 +29,10 @@ class Bed:
         self.listener.listen(1)
         self.answers: list[dict[str, Any]] = []
         self.open: Any = None
+        self.rank = hook.Rank(folder)
 
-    def requests(self, *steps: int, **options: Any) -> threading.Thread:
-        """Answer the hook with one request of each of these numbers of steps, then let it go on for ever."""
+    def requests(self, *steps: int | None, **options: Any) -> threading.Thread:
+        """Answer the hook with one request of each of these numbers of steps (None: to the end), then let it go on."""
 
         def serve() -> None:
             connection = self.listener.accept()[0]
@@ -60,10 +61,9 @@ def hooked() -> Iterator[Bed]:
         monkeypatch.setattr(optimizers, name, lambda made, register=register: handles.append(register(made)))
     monkeypatch.setattr(optimizers.Optimizer, "__init__", optimizers.Optimizer.__init__)
     bed = Bed(folder)
-    rank = hook.Rank(folder)
-    rank.install(optimizers)
+    bed.rank.install(optimizers)
     yield bed
-    for stream in (bed.listener, bed.open, rank.connection):
+    for stream in (bed.listener, bed.open, bed.rank.connection):
         stream.close()
     monkeypatch.undo()
     for handle in handles:

@@ -336,6 +336,20 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
 
 
+def test_a_training_to_its_end_is_answered_as_the_process_exits(bed: Bed) -> None:
+    serving = bed.requests(None, examine=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(9):
+        step(model, optimizer)
+    bed.rank.end()
+    serving.join()
+    answer = bed.answers[1]
+    assert (answer["steps"], len(answer["seconds"]), answer["samples"]) == (9, 9, [8] * (hook.COUNTED_STEPS - 1))
+    assert answer["started"] != answer["ended"]
+    assert torch.nn.modules.module._global_forward_pre_hooks == {}, "later steps are not counted"
+
+
 def test_a_forked_worker_is_not_taken_for_a_rank(bed: Bed) -> None:
     serving = bed.requests(2)
     model = net()

@@ -215,6 +215,7 @@ class Rank:
         """As the process exits, answer the request to train to the end."""
         if self.whole and not self.in_child:
             self.answer()
+            self.whole = False
 
     def graphs_bytes(self) -> int:
         """Return the bytes that CUDA graphs keep for their replays, which no peak includes."""

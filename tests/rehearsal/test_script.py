@@ -35,3 +35,21 @@ def test_the_steps_of_a_script_on_a_gpu_are_timed_by_events(monkeypatch: pytest.
     assert second["peak"] - first["peak"] == pytest.approx((4 + 3) * MIB, abs=1024)
     assert second["reserved"] >= second["peak"] - 7 * MIB
     assert (second["retries"], gpus.waits) == (0, [])
+
+
+def test_a_training_to_its_end_keeps_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    with as_if_cuda() as gpus, hooked() as bed:
+        serving = bed.requests(None, examine=True)
+        model = torch.nn.Linear(8, 8, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            if step:
+                monkeypatch.setattr(torch.cuda, "Event", None)
+            model(torch.ones(8, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        waits = [*gpus.waits]
+        bed.rank.end()
+        serving.join()
+    answer = bed.answers[1]
+    assert (answer["steps"], len(answer["seconds"]), waits) == (3, 3, [])
+    assert answer["peak"] > 0
