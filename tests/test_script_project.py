@@ -462,7 +462,9 @@ def test_a_script_is_trained_benched_compared_and_published(
     assert [run["seed"] for run in base["runs"]] == [0, 1]
     assert comparison["bench"]["same_job"]["slower"]["equal_bits"] is True
     assert base["conditions"]["batch_size"] == 64
-    assert "train.py" in (clone.path / "reports/comparison.html").read_text("utf-8")
+    page = (clone.path / "reports/comparison.html").read_text("utf-8")
+    assert "train.py" in page
+    assert "<figcaption>Training loss" not in page, "it is unknown"
     assert json.loads((clone.path / "models/slower/seed-1/out/metrics.json").read_text("utf-8"))
     published = clone.run(
         "python", "-c",
