@@ -538,7 +538,7 @@ def test_the_gate_stops_a_script_that_is_a_tenth_slower(commit: Clone) -> None:
     code, output = gate(commit)
     assert (code, "Worse than the base: throughput (baseline)" in output) == (1, True), output
     row = json.loads((commit.path / "reports/gate.json").read_text("utf-8"))["variants"][0]["throughput"]
-    assert row["low"] < 1 / 1.1 + 0.02 < row["high"] + 0.02
+    assert row["estimate"] == pytest.approx(50 / 55.5, rel=0.03)
 
 
 @pytest.mark.slow
