@@ -48,8 +48,8 @@ def run(config: Config, name: str, machine: Machine) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     content = recorded(config)
     content |= stages.described(config, {name: plan(config, name, machine)})
-    here = environment.hash_of(content, "variants", name)
-    depends_on = [here, content["variants"][name], content["stages"]["train"]["code"]]
+    environment_hash = environment.hash_of(content, "variants", name)
+    depends_on = [environment_hash, content["variants"][name], content["stages"]["train"]["code"]]
     identity = {seed: json_sha256([seed, *depends_on]) for seed in config.train.seeds}
     folders = {seed: KEPT / f"{name}-seed-{seed}" for seed in config.train.seeds}
     complete = {folder for folder in KEPT.glob(f"{name}-seed-*") if (folder / COMPLETE).exists()}
@@ -69,12 +69,12 @@ def run(config: Config, name: str, machine: Machine) -> None:
     runs = tuple(Run.model_validate(values["run"]) for values in kept)
     conditions = RunConditions.model_validate(kept[0]["conditions"])
     history = results.history_file(name)
-    results.write_history([_row(one, conditions) for one in runs], history)
+    results.write_history([_row(run_of_seed, conditions) for run_of_seed in runs], history)
     config_of = {"train": config.job, "variant": config.variants[name].model_dump(mode="json")}
     assert config.script is not None
     metric = config.script.metric
     result = Result(
-        variant=name, environment=here, config=config_of, **dict(conditions), dataset=None,
+        variant=name, environment=environment_hash, config=config_of, **dict(conditions), dataset=None,
         key=stages.key(content, "train", name), history_sha256=file_sha256(history),
         score=ScoreName(name=metric.name), unit=Unit() if kept[0]["counted"] else Unit(name="steps"),
         directions={} if metric.is_share else {metric.name: metric.direction},
@@ -135,7 +135,7 @@ def _value(script: Script, seed: int, job: Job, began: float) -> float:
     """Return the score that the script left. Raises ScoreError. ``began``: when the run did, in Unix seconds."""
     metric = script.metric
     if metric.pattern is not None:
-        where, found = f"script.metric.pattern {metric.pattern!r}", re.findall(metric.pattern, job.output())[-1:]
+        where, values_found = f"script.metric.pattern {metric.pattern!r}", re.findall(metric.pattern, job.output())[-1:]
     else:
         file = job.work / str(metric.file).replace(SEED, str(seed))
         where = f"script.metric: {metric.key} in {metric.file}"
@@ -149,15 +149,15 @@ def _value(script: Script, seed: int, job: Job, began: float) -> float:
             )
         for key in str(metric.key).split("."):
             values = values.get(key) if isinstance(values, Mapping) else None
-        found = [] if values is None else [values]
-    if not found:
+        values_found = [] if values is None else [values]
+    if not values_found:
         raise ScoreError(f"{job.name}: {where}: found nothing.{job.said()}")
     try:
-        value = float(found[0])
+        value = float(values_found[0])
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise ScoreError(f"{job.name}: {where}: found {found[0]!r}; expected a finite number.{job.said()}")
+        raise ScoreError(f"{job.name}: {where}: found {values_found[0]!r}; expected a finite number.{job.said()}")
     return value
 
 
