@@ -56,8 +56,9 @@ class Checkout:
         copy_files(ROOT, path, *files)
         defaults = parse({"variants": {"baseline": {}}}).model_dump(mode="json")  # dvc.yaml needs every section
         values = {
-            key: sections.get(key, {}) if key == "variants" else defaults[key] | sections.get(key, {})
-            for key in defaults
+            key: (content or {}) | sections.get(key, {})
+            for key, content in (defaults | {"variants": {}}).items()
+            if content is not None or key in sections
         }
         (path / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 

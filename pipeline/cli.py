@@ -233,6 +233,8 @@ def _environment(_: argparse.Namespace) -> None:
         from pipeline.environment import stages
 
         config, before = params.load(), environment.last_written()
+        if config.script:
+            _check_nothing_is_lost()
         params.check_names(config.train, config.variants)
         made = plans.plans(config, environment.machine())
         seen = _script_seen(config, before)
@@ -311,6 +313,18 @@ def _prepare(_: argparse.Namespace) -> None:
         return
     with naming(PREPARED):
         packing.prepare(config, RAW, PREPARED)
+
+
+def _check_nothing_is_lost() -> None:
+    """With a script, raise ConfigError if the folders that the stages fetch and prepare empty hold files."""
+    from pipeline.errors import ConfigError
+
+    for folder in (RAW, PREPARED):
+        if file := next((path for path in folder.rglob("*") if not path.is_dir()), None):
+            raise ConfigError(
+                f"{file}: found in {folder}, which belongs to DVC and is emptied for a script: move your data to "
+                f"another folder, such as my_data; if it is of an earlier job, remove it: rm -r {folder}."
+            )
 
 
 def _nothing_to_do(stage: str, output: Path) -> None:

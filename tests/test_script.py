@@ -95,7 +95,7 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
         "base",
         "LIMIT=1 python train.py --epochs 3",
         [
-            ("bf16", "--bf16 --name 'a b'", False),
+            ("bf16", "--bf16 --name 'a b' --separator ';' --escaped \\|", False),
             ("tf32", "NVIDIA_TF32_OVERRIDE=1", False),
             ("hydra", "trainer.precision=16", False),
             ("two", "A=2 torchrun --nproc-per-node 2 train.py", True),
@@ -103,7 +103,8 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
     )
     base = ("python", "train.py", "--epochs", "3")
     assert commands["base"] == Command(base, {"LIMIT": "1"}, "LIMIT=1 python train.py --epochs 3")
-    assert commands["bf16"][:2] == ((*base, "--bf16", "--name", "a b"), {"LIMIT": "1"})
+    quoted = ("--name", "a b", "--separator", ";", "--escaped", "|")
+    assert commands["bf16"][:2] == ((*base, "--bf16", *quoted), {"LIMIT": "1"})
     assert commands["tf32"] == Command(base, {"LIMIT": "1", "NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1")
     assert commands["hydra"].words == (*base, "trainer.precision=16")
     assert commands["two"][:2] == (("torchrun", "--nproc-per-node", "2", "train.py"), {"LIMIT": "1", "A": "2"})
@@ -114,6 +115,8 @@ def test_an_arm_is_arguments_variables_or_another_command() -> None:
     [
         ("", ("a", "--b", False), "--base: found ''; expected a command"),
         ("python 'train.py", ("a", "--b", False), "No closing quotation"),
+        ("python train.py && python test.py", ("a", "--b", False), "--base: found '&' in .*no shell runs the command"),
+        ("python train.py", ("a", "--b 2>&1", False), "--arm a: found '>'"),
         ("python train.py", ("base", "--b", False), "found the name 'base'; allowed: a new name"),
         ("python train.py", ("A b", "--b", False), "found the name 'A b'"),
         ("python train.py", ("a", "X=1", True), "--arm a: found 'X=1'; expected a command"),

@@ -129,6 +129,9 @@ def test_a_variant_is_arguments_variables_or_another_command() -> None:
         ({"script": OWN | {"metric": {"pattern": "acc"}}}, "script.metric.pattern: found 'acc'; expected"),
         ({"script": OWN | {"metric": {"pattern": "("}}}, "script.metric.pattern: found '('; expected"),
         ({"script": OWN | {"outputs": ["/tmp"]}}, "script.outputs: found '/tmp'; expected a path inside"),
+        ({"script": OWN | {"outputs": ["."]}}, "script.outputs: found '.'; allowed: paths of which none contains"),
+        ({"script": OWN | {"outputs": ["out/last.pt", "out"]}}, "script.outputs: found 'out/last.pt'; allowed"),
+        ({"script": OWN | {"outputs": ["output.txt"]}}, "script.outputs: found 'output.txt'; allowed"),
         ({"script": OWN | {"batch_differs": True, "samples_per_step": 8}}, "script.samples_per_step: found with"),
         ({"script": OWN | {"comand": "x"}}, "script.comand: unknown key. Did you mean command?"),
         ({"script": None, "variants": {"baseline": {"arguments": "--x"}}}, "variants.baseline.arguments: found '--x'"),
@@ -314,6 +317,16 @@ def test_fetch_and_prepare_have_nothing_to_do(capsys: pytest.CaptureFixture[str]
         assert main([stage]) == 0
         assert [*Path(output).iterdir()] == []
         assert f"{stage}: nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("project")
+def test_data_where_dvc_would_delete_them_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("data/raw", "data/prepared"):
+        Path(folder, "mine").mkdir(parents=True)
+        (mine := Path(folder, "mine", "data.bin")).touch()
+        assert main(["environment"]) == 2
+        assert f"{mine}: found in {folder}, which belongs to DVC" in capsys.readouterr().err
+        mine.unlink()
 
 
 @pytest.mark.usefixtures("project")

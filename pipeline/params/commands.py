@@ -11,6 +11,7 @@ from pipeline.errors import ConfigError
 
 SEED = "{seed}"
 """What a command has in place of a seed."""
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
 
 
 class Command(NamedTuple):
@@ -50,6 +51,11 @@ def command_of(where: str, text: str, base: Command = _NOTHING, *, whole: bool =
         del words[0]
     if whole and not words:
         raise ConfigError(f"{where}: found {text!r}; expected a command, such as 'python train.py'.")
+    if own := re.search("[;<>|&]", _QUOTED.sub("", text)):
+        raise ConfigError(
+            f"{where}: found {own[0]!r} in {text!r}, but no shell runs the command: quote the character, or give "
+            "bash -c '...' with a single training in it."
+        )
     return Command((*(() if whole else base.words), *words), base.variables | variables, text)
 
 

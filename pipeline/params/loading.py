@@ -248,6 +248,15 @@ def _with_script(config: Config) -> Iterator[str]:
     for key, path in ((key, path) for key, listed in paths.items() for path in listed):
         if Path(path).is_absolute() or ".." in Path(path).parts:
             yield f"script.{key}: found {path!r}; expected a path inside the directory in which the script runs."
+    outputs = [Path(output) for output in script.outputs]
+    for output in outputs:
+        others = [*outputs, Path("output.txt")]
+        others.remove(output)
+        if output == Path() or any(map(output.is_relative_to, others)):
+            yield (
+                f"script.outputs: found '{output}'; allowed: paths of which none contains another, except . and "
+                "output.txt, which holds what the script prints."
+            )
     if script.batch_differs and script.samples_per_step:
         yield "script.samples_per_step: found with script.batch_differs; if batches differ, samples must be counted."
     for key, value in config.train.model_dump(exclude=_WITH_SCRIPT).items():
@@ -282,7 +291,7 @@ def _of_metric(metric: sections.Metric) -> Iterator[str]:
     if not one_group:
         yield (
             f"script.metric.pattern: found {metric.pattern!r}; expected a regular expression with one group, such as "
-            "accuracy=([0-9.]+)."
+            "accuracy=(\\S+)."
         )
 
 
