@@ -165,6 +165,12 @@ def test_a_command_that_ends_too_early_is_named_with_its_last_lines(program: str
     assert len(str(raised.value)) < 20_000
 
 
+def test_every_arm_runs_what_was_there_as_the_measurement_began(work: Path) -> None:
+    with server() as scripts:
+        (work / "train.py").write_text("raise SystemExit(5)", encoding="utf-8")
+        scripts.open("old", plan("train.py"), 10)
+
+
 def test_a_launcher_of_another_python_is_named(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a torchrun of another environment, which lacks the script's packages."""
     for name, interpreter in ("theirs", "/elsewhere/bin/python3"), ("ours", work / "python3"), ("python", "/bin/sh"):
@@ -353,6 +359,19 @@ def test_a_training_to_its_end_is_answered_as_the_process_exits(bed: Bed) -> Non
     assert torch.nn.modules.module._global_forward_pre_hooks == {}, "later steps are not counted"
 
 
+def test_a_training_may_get_further_parameters_before_its_end(bed: Bed) -> None:
+    serving = bed.requests(None, examine=True)
+    model, head = net(), net()
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    for number in range(3):
+        step(head, optimizer)
+        if not number:
+            optimizer.add_param_group({"params": [*model.parameters()]})
+    bed.rank.end()
+    serving.join()
+    assert bed.answers[1]["steps"] == 3
+
+
 def test_a_forked_worker_is_not_taken_for_a_rank(bed: Bed) -> None:
     serving = bed.requests(2)
     model = net()
@@ -460,10 +479,10 @@ def test_an_arm_that_takes_other_samples_is_refused_unless_that_is_meant() -> No
 def test_a_directory_that_is_too_large_to_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arms, "LARGEST_COPY", 100)
     with (
-        server() as scripts,
         pytest.raises(BenchError, match=r"GiB, too much to copy for each arm; run with --in-place"),
+        server(),
     ):
-        scripts.open("large", plan("train.py"), 10)
+        pass
 
 
 def test_a_scratch_copy_has_the_script_s_files_and_no_more(tmp_path: Path) -> None:
@@ -472,7 +491,9 @@ def test_a_scratch_copy_has_the_script_s_files_and_no_more(tmp_path: Path) -> No
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name, encoding="utf-8")
     (source / "link").symlink_to("data")
-    copy = scratch_copy(source, tmp_path / "copy", [source / "report"])
+    for name in ("out", "best.pt"):  # of an earlier run, on another disk
+        (source / name).symlink_to("data")
+    copy = scratch_copy(source, tmp_path / "copy", [source / name for name in ("report", "out", "best.pt")])
     assert sorted(path.name for path in copy.iterdir()) == ["data", "env", "link"]
     assert (copy / "data/x.csv").read_text("utf-8") == "data/x.csv"
     assert not (copy / "data").is_symlink()

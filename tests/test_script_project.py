@@ -346,16 +346,16 @@ def test_commands_that_need_our_loop_say_what_to_use(capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def trained(project: Path) -> Callable[..., Config]:
-    """``trained(changes)`` trains the baseline with these changes of params.yaml, as the stages do."""
+    """``trained(changes, name)`` trains a variant with these changes of params.yaml, as the stages do."""
 
-    def train(changes: dict[str, Any]) -> Config:
+    def train(changes: dict[str, Any], name: str = "baseline") -> Config:
         params = PARAMS | changes
         (project / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
         config = parse(params)
-        content = environment.fingerprint({"variants": {name: frozenset() for name in config.variants}})
+        content = environment.fingerprint({"variants": {variant: frozenset() for variant in config.variants}})
         recorded = content | known(config, "train.py", "parts.py", "config.json")
         Path("environment.json").write_text(json.dumps(recorded), encoding="utf-8")
-        training.run(config, "baseline", CPU_ONLY)
+        training.run(config, name, CPU_ONLY)
         return config
 
     return train
@@ -419,6 +419,38 @@ def test_a_training_that_fails_is_named(
         trained({"script": OWN | changes, "train": {"seeds": [3], "files": ["late.py"]}})
     assert told in str(raised.value)
     assert not (project / "results/baseline.json").exists()
+
+
+def test_seeds_that_make_no_difference_are_refused_and_kept(trained: Callable[..., Config]) -> None:
+    ignoring = OWN | {"command": f"SEED={{seed}} {sys.executable} train.py"}
+    with pytest.raises(PipelineError, match=r"^baseline: seeds 0 and 1 ended with the same weights: the command ig"):
+        trained({"script": ignoring})
+    assert len([*inputs.KEPT.rglob("metrics.json")]) == 2
+    trained({"script": ignoring, "train": {"seeds": [0]}})
+
+
+def test_variants_with_similar_names_keep_their_own_seeds(
+    trained: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"variants": {"baseline": {}, "baseline-seed-x": {}}}
+    for name in ("baseline-seed-x", "baseline"):
+        trained(changes | {"train": {"seeds": [0]}}, name)
+    capsys.readouterr()
+    trained(changes | {"train": {"seeds": [0, 1]}}, "baseline-seed-x")
+    assert "baseline-seed-x seed 0: complete in" in capsys.readouterr().out
+
+
+def test_all_seeds_train_what_was_there_as_the_first_began(project: Path, trained: Callable[..., Config]) -> None:
+    edit = f"\nPath({str(project / 'parts.py')!r}).write_text('raise SystemExit(5)')\n"
+    (project / "train.py").write_text(SCRIPT + edit, encoding="utf-8")
+    trained({})
+    assert len([*inputs.KEPT.rglob("metrics.json")]) == 2
+
+
+def test_a_second_training_of_the_same_command_is_refused(project: Path, trained: Callable[..., Config]) -> None:
+    (project / "run.sh").write_text(f"{sys.executable} train.py && {sys.executable} train.py", encoding="utf-8")
+    with pytest.raises(PipelineError, match=r"after 50 steps, a second process takes optimizer steps: one command, on"):
+        trained({"script": OWN | {"command": "bash run.sh"}, "train": {"seeds": [0]}})
 
 
 # Whole pipelines

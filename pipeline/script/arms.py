@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ class Job(AbstractContextManager["Job"]):
 
     ``timeout``: the longest wait, in seconds, for an answer of the ranks. ``left_out``: files and directories that
     are not copied. ``optimizer``: as in ``hook.OPTIMIZER``. ``watched``: record the files that the processes open
-    (``opened``), which slows them down a little. Every error ends all processes of the arm.
+    (``opened``), which slows them down a little. ``source``: what is copied; by default the working directory. Every
+    error ends all processes of the arm.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Job(AbstractContextManager["Job"]):
         timeout: float,
         optimizer: int,
         watched: bool = False,
+        source: Path | None = None,
     ) -> None:
         self.name, self.timeout, self.steps = name, timeout, 0
         self._hints = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
@@ -105,7 +107,7 @@ class Job(AbstractContextManager["Job"]):
         paths = os.pathsep.join([str(self.folder), *filter(None, [variables.get("PYTHONPATH")])])
         variables |= {hook.FOLDER: str(self.folder), hook.OPTIMIZER: str(optimizer), "PYTHONPATH": paths}
         try:
-            self.work = Path.cwd() if in_place else scratch_copy(Path.cwd(), self.folder / "work", left_out)
+            self.work = Path.cwd() if in_place else scratch_copy(source or Path.cwd(), self.folder / "work", left_out)
             with (self.folder / "output").open("ab") as output:
                 self.process = subprocess.Popen(
                     command.words, cwd=self.work, env=variables | {"PWD": str(self.work)}, stdin=subprocess.DEVNULL,
@@ -146,7 +148,7 @@ class Job(AbstractContextManager["Job"]):
                 stream.write(json.dumps(request).encode() + b"\n")
         answered = self._read({stream: stream.readline for stream in self._streams})
         answers = [answered[stream] for stream in self._streams]
-        for answer in answers if request["examine"] else ():
+        for answer in answers if request["examine"] and request["steps"] else ():
             answer["update"] = torch.load(answer["update"], weights_only=True)
         return answers
 
@@ -157,14 +159,20 @@ class Job(AbstractContextManager["Job"]):
         request = {"steps": None, "malloc": "keep_freed_memory", "examine": True}
         answers = self._ask(request)
         self.steps = answers[0]["steps"]
-        try:
-            code = self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            raise self.failure(f"its ranks ended, but not the command, for {patience:.0f} s") from None
-        if code:
+        latest = time.monotonic() + patience
+        while self.process.poll() is None:
+            self._check_alone(0.2)
+            if time.monotonic() > latest:
+                raise self.failure(f"its ranks ended, but not the command, for {patience:.0f} s")
+        if self.process.returncode:
             raise self.failure(None)
         self._show()
         return answers
+
+    def _check_alone(self, seconds: float = 0.0) -> None:
+        """Raise BenchError if, within ``seconds``, a process that is none of the ranks takes an optimizer step."""
+        if select.select([self._listener], [], [], seconds)[0]:
+            raise self.failure("a second process takes optimizer steps: one command, one training")
 
     def output(self) -> str:
         """Return what the processes printed."""
@@ -201,6 +209,7 @@ class Job(AbstractContextManager["Job"]):
             ended = self.process.poll() is not None
             if self.to_the_end:
                 self._show()
+                self._check_alone()
             readable, _, _ = select.select([stream for stream in readers if stream not in lines], [], [], 0.2)
             for stream in readable:
                 line = readers[stream]()
@@ -304,15 +313,18 @@ def scratch_copy(source: Path, target: Path, left_out: Sequence[Path]) -> Path:
         for name in [*names]:
             path = Path(folder, name)
             is_environment = (path / "pyvenv.cfg").exists()
-            if path in left_out or name in (".git", ".dvc") or path.is_symlink() or is_environment:
+            left = path in left_out or name in (".git", ".dvc")
+            if left or path.is_symlink() or is_environment:
                 names.remove(name)
-            if path.is_symlink() or is_environment:
+            if not left and (path.is_symlink() or is_environment):
                 (copied / name).symlink_to(path.resolve())
         for name in files:
             path = Path(folder, name)
+            if path in left_out:
+                continue
             if path.is_symlink():
                 (copied / name).symlink_to(path.resolve())
-            elif path.is_file() and path not in left_out:
+            elif path.is_file():
                 size += path.stat().st_size
                 if size > LARGEST_COPY:
                     raise BenchError(
@@ -324,6 +336,18 @@ def scratch_copy(source: Path, target: Path, left_out: Sequence[Path]) -> Path:
     return target
 
 
+@contextmanager
+def one_source(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield these options of ``Job`` with one copy of the working directory as the source of all jobs, so that what is
+    edited meanwhile is in none of them."""
+    if options["in_place"]:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="source-") as folder:
+        copy = scratch_copy(Path.cwd(), Path(folder, "work"), options["left_out"])
+        yield options | {"source": copy}
+
+
 class Scripts(AbstractContextManager["Scripts"]):
     """The server of all arms of one script."""
 
@@ -333,6 +357,7 @@ class Scripts(AbstractContextManager["Scripts"]):
         """``options``: those of ``Job``."""
         self._settings, self._options = settings, options
         self._open: dict[str, OpenArm] = {}
+        self._source = ExitStack()
 
     def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False) -> None:
         """Start an arm and warm it up. ``plan``: the fields of a ``Command``. ``ledgers``: also examine the arm."""
@@ -376,6 +401,7 @@ class Scripts(AbstractContextManager["Scripts"]):
 
     def __enter__(self) -> Scripts:
         self._on_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        self._options = self._source.enter_context(one_source(self._options))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -383,6 +409,7 @@ class Scripts(AbstractContextManager["Scripts"]):
         for opened in self._open.values():
             with suppress(FileNotFoundError):
                 opened.job.end(patience=0)
+        self._source.close()
 
 
 class OpenArm:

@@ -203,9 +203,10 @@ class Rank:
             if self.counter:
                 self.counter.remove()
             (started, before), (ended, after) = self.start, self.values()
-            file = str(self.folder / f"update-{os.getpid()}")
-            self.torch.save([now - then for then, now in zip(before, after, strict=True)], file)
-            facts |= {"started": started, "ended": ended, "update": file, "optimizers": len(self.stepping)}
+            facts |= {"started": started, "ended": ended, "optimizers": len(self.stepping)}
+            if not self.whole:  # to its end, a training can have got further parameters
+                facts["update"] = str(self.folder / f"update-{os.getpid()}")
+                self.torch.save([now - then for then, now in zip(before, after, strict=True)], facts["update"])
             facts["sources"] = dict(self.sources())
             facts["samples"] = self.samples[1:]  # the request began after the forward pass of the first step
             del self.start

@@ -23,7 +23,7 @@ from pipeline.params.commands import SEED
 from pipeline.plans import plan
 from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
 from pipeline.results.figures import OUTSIDE, THROUGHPUT
-from pipeline.script.arms import Job, OpenArm, samples_of
+from pipeline.script.arms import Job, OpenArm, one_source, samples_of
 from pipeline.script.inputs import KEPT, check_known, check_software, files_read, options_of, recorded, seeded
 
 RUN, OUTPUTS, OUTPUT, COMPLETE = "run.json", "outputs", "output.txt", "complete"
@@ -51,20 +51,21 @@ def run(config: Config, name: str, machine: Machine) -> None:
     environment_hash = environment.hash_of(content, "variants", name)
     depends_on = [environment_hash, content["variants"][name], content["stages"]["train"]["code"]]
     identity = {seed: json_sha256([seed, *depends_on]) for seed in config.train.seeds}
-    folders = {seed: KEPT / f"{name}-seed-{seed}" for seed in config.train.seeds}
-    complete = {folder for folder in KEPT.glob(f"{name}-seed-*") if (folder / COMPLETE).exists()}
+    folders = {seed: KEPT / name / f"seed-{seed}" for seed in config.train.seeds}
+    complete = {mark.parent for mark in (KEPT / name).glob(f"seed-*/{COMPLETE}")}
     anew = complete == {*folders.values()}  # with the same seeds as before, somebody wants all to be trained anew
-    kept = []
-    with SystemSampler(results.system_file(name), ()) as sampler:
+    kept: list[dict[str, Any]] = []
+    with SystemSampler(results.system_file(name), ()) as sampler, one_source(options_of(config)) as options:
         for seed, folder in folders.items():
             sampler.seed = seed
             if anew or not (folder / RUN).exists() or read_json(folder / RUN)["identity"] != identity[seed]:
                 with whole_directory(folder) as unfinished:
-                    made = _trained(config, name, seed, content, unfinished / OUTPUTS)
+                    made = _trained(config, name, seed, content, unfinished / OUTPUTS, options)
                     write_text(unfinished / RUN, json.dumps(made | {"identity": identity[seed]}))
             else:
                 say(f"{name} seed {seed}: complete in {folder}")
             kept.append(read_json(folder / RUN))
+            _check_differs(name, dict(zip(folders, kept, strict=False)))
             shutil.copytree(folder / OUTPUTS, results.model_file(name, seed).with_suffix(""), dirs_exist_ok=True)
     runs = tuple(Run.model_validate(values["run"]) for values in kept)
     conditions = RunConditions.model_validate(kept[0]["conditions"])
@@ -87,14 +88,27 @@ def run(config: Config, name: str, machine: Machine) -> None:
         shutil.rmtree(folder)
 
 
-def _trained(config: Config, name: str, seed: int, content: dict[str, Any], outputs: Path) -> dict[str, Any]:
+def _check_differs(name: str, kept: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise PipelineError if the last of the seeds in ``kept`` ended with the weights of an earlier one."""
+    *earlier, last = kept
+    for seed in earlier:
+        if kept[seed]["run"]["model_sha256"] == kept[last]["run"]["model_sha256"]:
+            raise PipelineError(
+                f"{name}: seeds {seed} and {last} ended with the same weights: the command ignores {SEED}. With equal "
+                "runs, nothing is known of how much the score varies. Seed the script with it, or train one seed."
+            )
+
+
+def _trained(
+    config: Config, name: str, seed: int, content: dict[str, Any], outputs: Path, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Run the command with one seed to its end. Copy its outputs to the new folder ``outputs``. Return its run, its
-    conditions, and whether its samples were counted."""
+    conditions, and whether its samples were counted. ``options``: those of ``Job``."""
     script, started, began = config.script, time.monotonic(), time.time()
     assert script is not None
     command = config.command_of(name).seeded(seed)
     say(f"{name} seed {seed}: {' '.join(command.words)}")
-    with Job(f"{name} seed {seed}", command, watched=True, **options_of(config)) as job:
+    with Job(f"{name} seed {seed}", command, watched=True, **options) as job:
         job.meet()
         check_software(job)
         startup = time.monotonic() - started
