@@ -17,7 +17,9 @@ import pytest
 import yaml
 
 from pipeline import environment, gate
-from pipeline.benchmark.rounds import Rounds
+from pipeline.benchmark import rounds
+from pipeline.benchmark.rounds import Calibration, Rounds
+from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.environment import checked_out, code, hash_of, imports, stages
@@ -863,6 +865,57 @@ def test_sides_that_cannot_be_compared_are_refused(side: int, changed: dict[str,
         sides[side].about[section] |= values
     with pytest.raises(PipelineError, match=message):
         decided(*sides)
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "told"),
+    [
+        ((), (), None),
+        ((64, 64, False), (64, 64, False), None),
+        ((None, None, False), (None, None, False), None),
+        ((64, 64, True), (128, 128, True), None),
+        ((64, None, False), (64, 64, False), None),
+        ((64, 512, False), (64, 512, False), None),
+        (
+            (64, 64, False),
+            (128, 64, False),
+            "^ddp: a step of the base has 64 samples, a step of the head 128 samples, .* give both the same batch",
+        ),
+        ((64, 64, False), (128, 128, True), "both need script.batch_differs: true"),
+        ((64, 64, True), (128, 64, False), "both need script.batch_differs: true"),
+        ((64, 64, False), (64, 32, False), "base has 64 samples, a step of the head 32 samples"),
+        (
+            (None, None, False),
+            (64, 64, False),
+            "unknown number of samples, .* 64 samples, so .*script.samples_per_step in a",
+        ),
+        (
+            (64, 64, False),
+            (None, None, False),
+            "64 samples, .* an unknown number of samples, so .*script.samples_per_step in a",
+        ),
+        ((None, None, True), (None, None, True), "the samples of both must be seen; take it out in a commit"),
+    ],
+)
+def test_a_speed_needs_steps_of_as_many_samples_on_both_sides(
+    base: tuple[Any, ...], head: tuple[Any, ...], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the arms of one variant report; (): nothing, as where the batch is a setting of train."""
+    keys = "samples_per_step", "samples_seen", "batch_differs"
+    reported = {"base ddp": dict(zip(keys, base, strict=False)), "head ddp": dict(zip(keys, head, strict=False))}
+    arms = [
+        ArmSpec(f"{side} {name}", "variant", name, None, Server(), {})
+        for name in ("baseline", "ddp")
+        for side in ("base", "head")
+    ]
+    control = arms[0]
+    monkeypatch.setattr(rounds, "calibrate", lambda arm: Calibration(reported.get(arm.name, {}), 1.0, 0.1))
+    monkeypatch.setattr(rounds, "steps_of", lambda *_: (10, Calibration({}, 1.0, 0.1)))
+    if told is None:
+        assert side_by_side.steps_of([control, *arms], 1.0) == (10, 10.0)
+    else:
+        with pytest.raises(GateError, match=told):
+            side_by_side.steps_of([control, *arms], 1.0)
 
 
 def test_a_metric_whose_code_differs_is_refused_unless_accuracy_is_not_compared() -> None:

@@ -146,6 +146,13 @@ def test_one_seed_needs_no_place_for_it() -> None:
     assert parse(PARAMS | {"train": {"seeds": [3]}, "script": OWN | {"command": "python train.py"}}).script
 
 
+def test_the_job_says_what_is_set_about_steps_and_of_defaults_nothing() -> None:
+    assert parse(PARAMS).job.keys() == {"command", "metric", "score", "seeds"}, "as in older results"
+    set_ = {"samples_per_step": 128, "optimizer": 1}
+    assert parse(PARAMS | {"script": OWN | set_}).job == parse(PARAMS).job | set_
+    assert parse(PARAMS | {"script": OWN | {"batch_differs": True}}).job == parse(PARAMS).job | {"batch_differs": True}
+
+
 def test_the_schema_describes_a_script() -> None:
     assert "Files and folders that the script writes" in schema()
 
@@ -584,6 +591,15 @@ def test_the_gate_stops_a_script_that_is_a_tenth_slower(commit: Clone) -> None:
     assert (code, "Worse than the base: throughput (baseline)" in output) == (1, True), output
     row = json.loads((commit.path / "reports/gate.json").read_text("utf-8"))["variants"][0]["throughput"]
     assert row["estimate"] == pytest.approx(50 / 55.5, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gate_does_not_believe_a_head_that_counts_its_samples_otherwise(commit: Clone) -> None:
+    commit.edit({"script.samples_per_step": 128})
+    code, output = gate(commit)
+    said = "baseline: a step of the base has 64 samples, a step of the head 128 samples, so"
+    assert (code, said in output) == (2, True), output
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pipeline.comparison.stats import ANY, Decision, Difference, Outcomes
 from pipeline.comparison.verdicts import verdict
 from pipeline.params import Compare, Margins
 from pipeline.results import Arm
-from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
+from pipeline.results.figures import MEMORY, OUTSIDE, THROUGHPUT, Figure
 from pipeline.results.rejections import rejection
 from tests.factories import (
     CALM,
@@ -124,6 +124,40 @@ def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() ->
         "processes (nvidia-smi lists them) and measure again"
     )
     assert ratio_of([*bad, *[12.0] * 4], [10.0] * 8).why_untrusted is None  # half of the rounds are not most of them
+
+
+def steps_beside(share: float, speed: float, base: float = 0.19, control: float = 0.19) -> Difference:
+    """Return the ratio of speeds of an arm, of whose windows this share is outside of steps. The base's speed is 1000,
+    so with a share of 0.19 a sample takes 0.23 ms outside of steps and 1.23 ms in all."""
+
+    def arm(speed: float, share: float) -> Arm:
+        samples = [sample.model_copy(update={OUTSIDE.field: share}) for sample in arm_with([speed] * 6).samples]
+        return make_arm(samples=tuple(samples))
+
+    return verdicts.ratio(arm(speed, share), [arm(1000.0, base), arm(1000.0, control)], THROUGHPUT, 0.03, CALM)
+
+
+def test_a_speed_of_steps_says_nothing_if_more_time_is_outside_of_them() -> None:
+    stalls = steps_beside(0.6, 990.0)
+    assert stalls.decision == "untrusted"
+    assert stalls.why_untrusted
+    assert stalls.why_untrusted.startswith("throughput: 60% of its window is outside of steps, the base's 19%: ")
+    assert steps_beside(0.6, 1500.0).decision == "untrusted"
+    assert steps_beside(0.6, 500.0).decision == "worse", "whole time is worse, too"
+    assert [steps_beside(share, 1000.0).decision for share in (0.0, 0.19, 0.25, 0.27)] == ["same"] * 3 + ["untrusted"]
+
+
+def test_equal_work_outside_of_steps_is_a_larger_share_beside_faster_steps() -> None:
+    outside = 0.19 / 0.81 / 1000
+    share = outside / (outside + 1 / 3000)
+    assert share == pytest.approx(0.41, abs=0.01)
+    assert steps_beside(share, 3000.0).decision == "better"
+
+
+def test_what_the_base_differs_from_itself_outside_of_steps_is_no_stall() -> None:
+    assert steps_beside(0.4, 1000.0, 0.1, 0.19).decision == "untrusted"
+    assert steps_beside(0.4, 1000.0, 0.0, 0.33).decision == "same"
+    assert steps_beside(1.0, 1000.0).decision == "untrusted"
 
 
 def test_what_no_round_knows_has_no_ratio() -> None:

@@ -19,7 +19,7 @@ from pipeline.errors import count
 from pipeline.params import Compare
 from pipeline.results import Arm, Window
 from pipeline.results.bench_file import FEWEST_PAIRS, NEGLIGIBLE
-from pipeline.results.figures import ENERGY, MEMORY, QUANTITIES, Figure
+from pipeline.results.figures import ENERGY, MEMORY, OUTSIDE, QUANTITIES, THROUGHPUT, Figure
 from pipeline.results.rejections import Rejection, most_common
 
 HEAP_BYTES = 2**20
@@ -27,6 +27,10 @@ HEAP_BYTES = 2**20
 session do not show this difference, because all processes forked from one server inherit the same free blocks in its
 heap. The peaks under five servers differed by up to 0.9 MiB. Half of ``HEAP_BYTES`` is used as the 95%
 half-width of such a difference (docs/measuring.md)."""
+
+MOST_OUTSIDE = 0.1
+"""Up to this share of the baseline's whole time, an arm may take more time outside of steps than the baseline. Beyond
+it, the speed of its steps says nothing about whole time."""
 
 
 def verdict(quantities: Sequence[Outcomes]) -> Verdict:
@@ -67,7 +71,8 @@ def ratio(
     """Return the ratio of ``arm`` to the geometric mean of ``references``, which are equal arms.
 
     The ratio is untrusted if the machine was too noisy, if too many rounds were rejected, or if the rounds drifted and
-    do not all support one decision. With ``heaps_differ``, the interval allows for the difference of equal arms' heaps
+    do not all support one decision. A speed that is not worse is untrusted if ``arm`` takes more time outside of steps
+    (``MOST_OUTSIDE``). With ``heaps_differ``, the interval allows for the difference of equal arms' heaps
     (``HEAP_BYTES``).
     """
     pairs = _pairs(arm, references, quantity)
@@ -82,6 +87,8 @@ def ratio(
             f"than their scatter explains (drift {measured.drift:.1f}; 1 is none, {stats.LARGEST_DRIFT} is allowed): "
             "let nothing else run here, and bench --again"
         )
+    if quantity is THROUGHPUT and decision != "worse":
+        why_untrusted = why_untrusted or _why_not_whole(arm, references)
     if why_untrusted:
         decision, why_untrusted = "untrusted", f"{quantity.noun}: {why_untrusted}"
     return measured.model_copy(
@@ -92,6 +99,29 @@ def ratio(
             "more_pairs": planning.pairs_needed(measured, margin, fixed) if decision == "undecided" else None,
             "why_untrusted": why_untrusted,
         }
+    )
+
+
+def _why_not_whole(arm: Arm, references: Sequence[Arm]) -> str | None:
+    """Return why the speed of ``arm`` says nothing about whole time: it takes more time a sample outside of steps than
+    the ``references``, by more than ``MOST_OUTSIDE`` and more than twice what these differ by. Times are compared
+    instead of shares, because the share of equal work grows if steps get faster."""
+    shares, seconds, wholes = [], [], []
+    for measured in (arm, *references):
+        of_windows, speeds = OUTSIDE.known(measured.samples), THROUGHPUT.known(measured.samples)
+        if not (of_windows and speeds):
+            return None
+        shares.append(min(statistics.median(of_windows), 0.999))
+        wholes.append(1 / statistics.median(speeds) / (1 - shares[-1]))
+        seconds.append(shares[-1] * wholes[-1])
+    more, control = seconds[0] - statistics.fmean(seconds[1:]), max(seconds[1:]) - min(seconds[1:])
+    if more <= max(MOST_OUTSIDE * statistics.fmean(wholes[1:]), 2 * control):
+        return None
+    share, of_base = shares[0], statistics.fmean(shares[1:])
+    return (
+        f"{share:.0%} of its window is outside of steps, the base's {of_base:.0%}: the speed of its steps says nothing "
+        "about whole time; find what it does or waits for between steps, such as an evaluation, a checkpoint or its "
+        "input, and make that equal"
     )
 
 

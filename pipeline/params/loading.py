@@ -31,6 +31,8 @@ _OF_COMMAND = ("arguments", "command")
 """Keys of a variant of a script."""
 _WITH_SCRIPT = {"seeds", "files"}
 """Keys of ``train`` that a script has, too."""
+_OF_STEP = {"samples_per_step", "batch_differs", "optimizer"}
+"""Keys of ``script`` that say what counts as a step and how many samples it has."""
 _OF_MODEL = {"model", "model_options"}
 _FUNCTION = r"[^:.][^:]*:[^:]+"
 """Regular expression that matches ``module:function``."""
@@ -67,11 +69,13 @@ class Config(Section):
 
     @property
     def job(self) -> dict[str, Any]:
-        """The job as results record it: ``train`` or, of a script, the command, the seeds and what its score is."""
+        """The job as results record it: ``train`` or, of a script, the command, the seeds, what its score is, and
+        what is set about its steps. A setting that has its default is left out, as in results of older versions."""
         if self.script is None:
             return self.train.model_dump(mode="json")
         seeds = self.train.model_dump(mode="json", include=_WITH_SCRIPT)
         score = self.script.metric.model_dump(mode="json")
+        seeds |= self.script.model_dump(mode="json", include=_OF_STEP, exclude_defaults=True)
         return seeds | {"command": self.script.command, "metric": self.script.metric.name, "score": score}
 
     def command_of(self, name: str) -> Command:

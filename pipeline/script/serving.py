@@ -50,8 +50,10 @@ def serve(config: Config) -> None:
 
     def close(name: str) -> dict[str, Any]:
         answer = scripts.close(name)
-        examined.setdefault(name, answer)
-        return {key: value for key, value in answer.items() if key != "examined"}
+        seen = samples_of(examined.setdefault(name, answer)["examined"])
+        samples = {"samples_per_step": script.samples_per_step or seen, "samples_seen": seen}  # None if unknown
+        told = {key: value for key, value in answer.items() if key != "examined"}
+        return told | samples | {"batch_differs": script.batch_differs}
 
     def same_jobs(base: str, control: str) -> dict[str, Any]:
         jobs = sameness.same_jobs(examined, base, control)
