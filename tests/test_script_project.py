@@ -21,7 +21,7 @@ from pipeline.cli import NEEDS_OUR_LOOP, main
 from pipeline.environment import stages
 from pipeline.environment.imports import Unfollowed
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.params import Config, Script, parse, schema
+from pipeline.params import Command, Config, Script, parse, schema
 from pipeline.plans import plans
 from pipeline.results import HistoryRow
 from pipeline.script import hook, inputs, training
@@ -221,21 +221,23 @@ def opened_by(program: str, folder: Path) -> list[list[str]]:
 def test_the_hook_notes_each_file_that_is_read_or_written_once(tmp_path: Path) -> None:
     Path("helper.py").write_text("", encoding="utf-8")
     subprocess.run([sys.executable, "-c", "import helper"], check=True)  # the second import reads its bytecode
+    Path("data.db").touch()
     Path("main.py").write_text(
         "import os, helper\nopen('config.json').read(); open('config.json').read(); open('made', 'w')\n"
+        "import sqlite3; sqlite3.connect('file:data.db?mode=ro', uri=True)\n"
         "if not os.fork():\n    open('parts.py').read()\n    os._exit(0)\nos.wait()\n",
         encoding="utf-8",
     )
     noted = opened_by("main.py", tmp_path)
     assert [Path(name).name for _, name in noted].count("config.json") == 1
     here = {(how, Path(name).name) for how, name in noted if Path(name).parent == Path.cwd()}
-    read = {("r", name) for name in ("config.json", "helper.py", "main.py", "parts.py")}
+    read = {("r", name) for name in ("config.json", "data.db", "helper.py", "main.py", "parts.py")}
     assert here == read | {("w", "made")}
 
 
 def test_files_that_the_script_reads_are_inputs_unless_it_wrote_them(project: Path) -> None:
     (project / ".cache").mkdir()
-    for name in ("out.json", "both.json", ".cache/x"):
+    for name in ("out.json", "both.json", ".cache/x", "run.sh", "big.json"):
         (project / name).write_text("", encoding="utf-8")
     events = [(False, "config.json"), (True, "out.json"), (False, "out.json"), (False, "both.json")]
     events += [
@@ -245,11 +247,13 @@ def test_files_that_the_script_reads_are_inputs_unless_it_wrote_them(project: Pa
         (False, "../outside.json"),
         (False, "out/a"),
     ]
-    job = SimpleNamespace(opened=lambda: ((writes, Path(os.path.abspath(name))) for writes, name in events))  # noqa: PTH100
+    command = Command(("bash", "run.sh", "--settings=./big.json", "--to", "out.json", "--from", "none.json"))
+    opened = [(writes, Path(os.path.abspath(name))) for writes, name in events]  # noqa: PTH100
+    job = SimpleNamespace(opened=lambda: opened, command=command)
     (project.parent / "outside.json").touch()
     (project / "out").mkdir()
     (project / "out/a").touch()
-    assert inputs.files_read(cast(Job, job), ["out"]) == {"config.json", "both.json"}
+    assert inputs.files_read(cast(Job, job), ["out"]) == {"config.json", "both.json", "run.sh", "big.json"}
 
 
 def known(config: Config, *names: str) -> dict[str, Any]:
@@ -258,7 +262,7 @@ def known(config: Config, *names: str) -> dict[str, Any]:
 
     assert config.script
     files = code.of_opened([Path(name) for name in names])
-    seen = {"command": config.script.command, "files": files, "alone": False}
+    seen = {"commands": [*stages.commands_of(config).values()], "files": files, "alone": False}
     return stages.described(config, plans(config, CPU_ONLY), script=seen) | {"script": seen}
 
 
@@ -280,11 +284,45 @@ def test_an_edited_config_file_changes_every_variant_and_an_edited_comment_or_re
     edited("parts.py", f"# A comment.\n{FILES['parts.py']}")
     assert known(config, *names)["digests"] == before["digests"]
     assert stages.script_seen(config, before) == before["script"]
+    edited("parts.py", f'"""Usage: train.py [--wide]"""\n{FILES["parts.py"]}')
+    assert stages.script_seen(config, before) is None, "docopt reads it"
+    edited("parts.py", FILES["parts.py"])
     edited("config.json", "{}")
     after = known(config, *names)["digests"]
     assert all(after["variants"][name] != digest for name, digest in before["digests"]["variants"].items())
     assert after["stages"] == before["digests"]["stages"]
     assert stages.script_seen(config, before) is None
+
+
+def test_the_first_steps_of_all_variants_say_which_files_are_inputs(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "big.json").write_text(FILES["config.json"], encoding="utf-8")
+    (project / "train.py").write_text(SCRIPT.replace('"config.json"', "options.config"), encoding="utf-8")
+    with (project / "train.py").open("r+", encoding="utf-8") as file:
+        text = file.read().replace("options =", "parser.add_argument('--config', default='config.json')\noptions =", 1)
+        file.seek(0)
+        file.write(text)
+    variants: dict[str, Any] = {"baseline": {}, "same": {}, "big": {"arguments": "--config big.json"}}
+    config = parse(PARAMS | {"variants": variants})
+    seen = inputs.examined(config)
+    assert [*seen["files"]] == ["big.json", "config.json", "parts.py", "train.py"]
+    assert capsys.readouterr().out.count("up to its first step") == 2, "equal commands once"
+    assert stages.script_seen(config, {"script": seen}) == seen
+    further = {"variants": variants | {"new": {"arguments": "--batch 32"}}}
+    assert stages.script_seen(parse(PARAMS | further), {"script": seen}) is None
+
+
+def test_a_training_without_a_digest_of_its_inputs_ends_at_its_first_step(
+    trained: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edited("train.py", SCRIPT.replace("import argparse", "open('README.md').read()\nimport argparse"))
+    monkeypatch.setattr(Job, "train", lambda _: pytest.fail("it was trained"))
+    with pytest.raises(
+        Unfollowed,
+        match=re.escape("README.md: read by the script, but without a digest. So changes would go unnoticed, and"),
+    ):
+        trained({})
 
 
 @pytest.mark.usefixtures("project")
@@ -457,7 +495,7 @@ def test_all_seeds_train_what_was_there_as_the_first_began(project: Path, traine
 def test_a_second_training_of_the_same_command_is_refused(project: Path, trained: Callable[..., Config]) -> None:
     (project / "run.sh").write_text(f"{sys.executable} train.py && {sys.executable} train.py", encoding="utf-8")
     with pytest.raises(PipelineError, match=r"after 50 steps, a second process takes optimizer steps: one command, on"):
-        trained({"script": OWN | {"command": "bash run.sh"}, "train": {"seeds": [0]}})
+        trained({"script": OWN | {"command": "bash run.sh"}, "train": {"seeds": [0], "files": ["run.sh"]}})
 
 
 # Whole pipelines
@@ -507,7 +545,7 @@ def test_a_script_is_trained_benched_compared_and_published(
 ) -> None:
     clone = script_clone({"bench": BENCH})
     said = dvc(clone, "repro")
-    assert "starts script.command up to its first step" in said
+    assert "starts the command of slower up to its first step" in said
     comparison = json.loads((clone.path / "reports/comparison.json").read_text("utf-8"))
     base, slower = comparison["variants"]
     assert slower["accuracy"]["decision"] == "same", "equal weights"
@@ -534,7 +572,7 @@ def test_a_script_is_trained_benched_compared_and_published(
     (clone.path / "README.md").write_text("Another text.\n", encoding="utf-8")
     said = dvc(clone, "repro")
     assert "Running stage 'train@baseline'" not in said
-    assert "starts script.command" not in said
+    assert "starts the command" not in said
     (clone.path / "config.json").write_text(SLEEPS.replace("0.05", "0.04"), encoding="utf-8")
     said = dvc(clone, "repro", "train@baseline")
     assert "changed since the last time: variants.baseline.opened.config.json" in said

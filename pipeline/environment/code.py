@@ -59,11 +59,16 @@ def of_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def of_opened(paths: Iterable[Path]) -> dict[str, str]:
-    """Return file -> digest of files that a script opens: of Python's, the code; empty for a file that is gone."""
-    code = {path: imports.source_of(path).digest for path in paths if path.suffix == ".py" and path.is_file()}
-    others = of_files(path for path in paths if path.suffix != ".py" and path.is_file())
-    known = {path.as_posix(): digest for path, digest in code.items()} | others
-    return {path.as_posix(): known.get(path.as_posix(), "") for path in paths}
+    """Return file -> digest of files that a script opens; empty for a file that is gone. Of a Python file, the digest
+    covers the code with its docstrings, which a script may read as its options (docopt)."""
+    digests = {}
+    for path in paths:
+        digests[path.as_posix()] = ""
+        if path.suffix == ".py" and path.is_file():
+            digests[path.as_posix()] = imports.short(ast.dump(imports.tree_of(path)).encode())
+        elif path.is_file():
+            digests |= of_files([path])
+    return digests
 
 
 @functools.cache  # variants share the files, which may be large

@@ -119,12 +119,19 @@ def _of_variant(plan: Plan) -> dict[str, Any]:
 
 
 def script_seen(config: Config, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what ``content`` (environment.json) says of the script; None if it says nothing of this command, or if a
-    file that the script reads has changed since."""
+    """Return what ``content`` (environment.json) says of the script; None if it says nothing of the command of a
+    variant, or if a file that the script reads has changed since."""
     seen: dict[str, Any] = content.get("script") or {}
-    if config.script is None or seen.get("command") != config.script.command:
+    known = seen.get("commands", [])
+    if config.script is None or not all(command in known for command in commands_of(config).values()):
         return None
     return seen if seen["files"] == code.of_opened([*map(Path, seen["files"])]) else None
+
+
+def commands_of(config: Config) -> dict[str, dict[str, Any]]:
+    """Return variant -> what it runs, as plain values."""
+    commands = {name: config.command_of(name) for name in config.variants}
+    return {name: {"words": [*words], "variables": variables} for name, (words, variables, *_) in commands.items()}
 
 
 def _of_script(config: Config, name: str, seen: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -133,10 +140,9 @@ def _of_script(config: Config, name: str, seen: Mapping[str, Any] | None) -> dic
     if config.script is None:
         return {}
     files = (last_written().get("script") or {} if seen is None else seen).get("files", {})
-    words, variables, *_ = config.command_of(name)
     return {
         "script": _plain(config.script, but=config.script.OF_MEASURING),
-        "command": {"words": [*words], "variables": variables},
+        "command": commands_of(config)[name],
         "opened": code.of_opened([*map(Path, files)]),
     }
 

@@ -85,7 +85,7 @@ class Job(AbstractContextManager["Job"]):
         watched: bool = False,
         source: Path | None = None,
     ) -> None:
-        self.name, self.timeout, self.steps = name, timeout, 0
+        self.name, self.command, self.timeout, self.steps = name, command, timeout, 0
         self._hints = "" if in_place else " It ran in a copy of this directory (--in-place runs it here)."
         self._awaited = (
             f"the first step of optimizer {optimizer} (--optimizer)" if optimizer else "its first optimizer step"

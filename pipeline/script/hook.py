@@ -312,9 +312,12 @@ def watch(log: Path) -> None:
     file, seen = os.open(log, os.O_WRONLY | os.O_APPEND), set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+        if event not in ("open", "sqlite3.connect") or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
-        path = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100
+        name = os.fsdecode(arguments[0])
+        if event == "sqlite3.connect":
+            name, arguments = name.removeprefix("file:").partition("?")[0], (name, None, os.O_RDONLY)
+        path = os.path.abspath(name)  # noqa: PTH100
         writes = (arguments[2] or 0) & (os.O_WRONLY | os.O_TRUNC | os.O_EXCL)
         opened = ("w" if writes else "r", path)
         if opened in seen:

@@ -14,9 +14,9 @@ from pipeline.environment import code, imports, stages
 from pipeline.environment.imports import Unfollowed
 from pipeline.errors import PipelineError, say
 from pipeline.params import Config
-from pipeline.params.commands import SEED, command_of
+from pipeline.params.commands import SEED
 from pipeline.results import MODELS
-from pipeline.script.arms import Job
+from pipeline.script.arms import Job, one_source
 from pipeline.training.checkpoints import CHECKPOINTS
 
 KEPT = CHECKPOINTS / "script"
@@ -37,21 +37,26 @@ def options_of(config: Config) -> dict[str, Any]:
 
 
 def examined(config: Config) -> dict[str, Any]:
-    """Run the script up to its first optimizer step. Return its ``command``; the ``files`` that it reads, with their
-    digests; and whether it must be measured ``alone``, because it is on a GPU or has worker processes.
+    """Run the variants' commands up to their first optimizer step. Return the different ``commands``; the ``files``
+    that they read, with their digests; and whether they must be measured ``alone``, because one of them is on a GPU or
+    has worker processes.
 
-    Raises BenchError if it takes no step.
+    Raises BenchError if one takes no step.
     """
     assert config.script is not None
-    seed = config.train.seeds[0]
-    say("environment: starts script.command up to its first step, to see which files it reads")
-    command = command_of("script.command", config.script.command).seeded(seed)
-    with Job("script.command", command, watched=True, **options_of(config)) as job:
-        job.meet()
-        check_software(job)
-        files = [Path(name) for name in sorted(files_read(job, seeded(config.script.outputs, seed)))]
-        alone = bool(job.ranks[0]["gpu"]) or job.has_workers()
-        return {"command": config.script.command, "files": code.of_opened(files), "alone": alone}
+    seed, commands, files, alone = config.train.seeds[0], list[Any](), set[str](), False
+    with one_source(options_of(config)) as options:
+        for name, command in stages.commands_of(config).items():
+            if command in commands:
+                continue
+            commands.append(command)
+            say(f"environment: starts the command of {name} up to its first step, to see which files it reads")
+            with Job(f"variants.{name}", config.command_of(name).seeded(seed), watched=True, **options) as job:
+                job.meet()
+                check_software(job)
+                files |= files_read(job, seeded(config.script.outputs, seed))
+                alone = alone or bool(job.ranks[0]["gpu"]) or job.has_workers()
+    return {"commands": commands, "files": code.of_opened(map(Path, sorted(files))), "alone": alone}
 
 
 def recorded(config: Config) -> dict[str, Any]:
@@ -76,11 +81,13 @@ def check_software(job: Job) -> None:
 
 
 def files_read(job: Job, outputs: Iterable[str]) -> set[str]:
-    """Return the files of the repository that the processes read, as paths from here: not what they wrote, ``outputs``,
-    and files of tools, caches and installed packages. Raises Unfollowed as ``imports.check_copy`` does."""
+    """Return the files of the repository that the processes read, or that the command names, as paths from here: not
+    what they wrote, ``outputs``, and files of tools, caches and installed packages. Raises Unfollowed as
+    ``imports.check_copy`` does."""
     written, read = set(), set()
     made = [Path.cwd() / output for output in outputs]
-    for writes, path in job.opened():
+    named = (Path(os.path.abspath(word.partition("=")[2] or word)) for word in job.command.words)  # noqa: PTH100
+    for writes, path in (*job.opened(), *((False, path) for path in named)):  # a shell reads without telling
         if writes:
             written.add(path)
         elif path not in written and code.is_input(path) and not any(map(path.is_relative_to, made)):
@@ -95,8 +102,8 @@ def check_known(read: Iterable[str], content: dict[str, Any], config: Config) ->
     unknown = sorted(name for name in read if Path(name).resolve() not in known)
     if unknown:
         raise Unfollowed(
-            f"{', '.join(unknown)}: read by the script after its first step, but without a digest. So changes would go "
-            "unnoticed, and old results would count as results of the present files. Add to params.yaml: "
+            f"{', '.join(unknown)}: read by the script, but without a digest. So changes would go unnoticed, "
+            "and old results would count as results of the present files. Add to params.yaml: "
             f"{code.key_of(config.train)}: [{', '.join([*config.train.files, *unknown])}]."
         )
 

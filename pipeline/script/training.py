@@ -111,10 +111,10 @@ def _trained(
     with Job(f"{name} seed {seed}", command, watched=True, **options) as job:
         job.meet()
         check_software(job)
-        startup = time.monotonic() - started
+        startup, named = time.monotonic() - started, seeded(script.outputs, seed)
+        check_known(files_read(job, named), content, config)  # before a long training
         answers = job.train()
         value = _value(script, seed, job, began)
-        named = seeded(script.outputs, seed)
         check_known(files_read(job, named), content, config)
         outputs.mkdir()
         for place in named:
