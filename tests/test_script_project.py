@@ -485,6 +485,30 @@ def test_variants_with_similar_names_keep_their_own_seeds(
     assert "baseline-seed-x seed 0: complete in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_run_that_is_not_in_a_copy_finds_and_leaves_no_outputs(
+    project: Path, trained: Callable[..., Config], *, in_place: bool
+) -> None:
+    (project.parent / "disk").mkdir()
+    (project / "big").symlink_to(project.parent / "disk")
+    place = "out" if in_place else "big/out"
+    edited("train.py", SCRIPT.replace('"out', f'"{place}'))
+    own = OWN | {
+        "in_place": in_place,
+        "outputs": [place],
+        "metric": {"file": f"{place}/metrics.json", "key": "eval.accuracy"},
+    }
+    inputs.examined(trained({"script": own}))
+    for seed in (0, 1):
+        assert (inputs.KEPT / f"baseline/seed-{seed}/outputs" / place / "metrics.json").is_file()
+    assert not (project / place / "metrics.json").exists(), "the next run could resume from it"
+    (project / place).mkdir(exist_ok=True)
+    (project / place / "last.pt").touch()
+    with pytest.raises(PipelineError, match=f"^script.outputs: {place} is there before the run, which could resume"):
+        trained({"script": own, "train": {"seeds": [2]}})
+    assert (project / place / "last.pt").exists(), "it is not ours"
+
+
 def test_all_seeds_train_what_was_there_as_the_first_began(project: Path, trained: Callable[..., Config]) -> None:
     edit = f"\nPath({str(project / 'parts.py')!r}).write_text('raise SystemExit(5)')\n"
     (project / "train.py").write_text(SCRIPT + edit, encoding="utf-8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +53,42 @@ def examined(config: Config) -> dict[str, Any]:
                 continue
             commands.append(command)
             say(f"environment: starts the command of {name} up to its first step, to see which files it reads")
-            with Job(f"variants.{name}", config.command_of(name).seeded(seed), watched=True, **options) as job:
+            command_of_seed = config.command_of(name).seeded(seed)
+            with (
+                fresh_outputs(config, seed),
+                Job(f"variants.{name}", command_of_seed, watched=True, **options) as job,
+            ):
                 job.meet()
                 check_software(job)
                 files |= files_read(job, seeded(config.script.outputs, seed))
                 alone = alone or bool(job.ranks[0]["gpu"]) or job.has_workers()
     return {"commands": commands, "files": code.of_opened(map(Path, sorted(files))), "alone": alone}
+
+
+@contextmanager
+def fresh_outputs(config: Config, seed: int) -> Iterator[None]:
+    """Where a run does not write into a copy, raise PipelineError if an output is there before it, from which it could
+    resume. At the end, delete what it left, as a copy is deleted."""
+    assert config.script is not None
+    places = [Path(place) for place in seeded(config.script.outputs, seed)]
+    shared = [place for place in places if config.script.in_place or place.parent.resolve() != place.parent.absolute()]
+    for place in shared:
+        if place.is_file() or (place.is_dir() and any(place.iterdir())):
+            why = (
+                "script.in_place" if config.script.in_place else f"{place.parent} is behind a link, which is not copied"
+            )
+            raise PipelineError(
+                f"script.outputs: {place} is there before the run, which could resume from it ({why}): move it away."
+            )
+    try:
+        yield
+    finally:
+        for place in shared:
+            for left in [*place.iterdir()] if place.is_dir() else [place]:  # the folder can be a link
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink(missing_ok=True)
 
 
 def recorded(config: Config) -> dict[str, Any]:

@@ -69,5 +69,8 @@ def serve(config: Config) -> None:
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "describe": describe, "plan": plan, "open": open_, "turn": turn, "close": close, "same_jobs": same_jobs,
     }  # fmt: skip
-    with Scripts(config.bench, **inputs.options_of(config)) as scripts:
+    with (
+        inputs.fresh_outputs(config, config.train.seeds[0]),
+        Scripts(config.bench, **inputs.options_of(config)) as scripts,
+    ):
         arm.answer_requests(commands)

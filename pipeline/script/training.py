@@ -24,7 +24,16 @@ from pipeline.plans import plan
 from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
 from pipeline.results.figures import OUTSIDE, THROUGHPUT
 from pipeline.script.arms import Job, OpenArm, one_source, samples_of
-from pipeline.script.inputs import KEPT, check_known, check_software, files_read, options_of, recorded, seeded
+from pipeline.script.inputs import (
+    KEPT,
+    check_known,
+    check_software,
+    files_read,
+    fresh_outputs,
+    options_of,
+    recorded,
+    seeded,
+)
 
 RUN, OUTPUTS, OUTPUT, COMPLETE = "run.json", "outputs", "output.txt", "complete"
 """In the folder of a finished seed: its figures; what it leaves under models/, with what it printed; a mark: the result
@@ -108,7 +117,7 @@ def _trained(
     assert script is not None
     command = config.command_of(name).seeded(seed)
     say(f"{name} seed {seed}: {' '.join(command.words)}")
-    with Job(f"{name} seed {seed}", command, watched=True, **options) as job:
+    with fresh_outputs(config, seed), Job(f"{name} seed {seed}", command, watched=True, **options) as job:
         job.meet()
         check_software(job)
         startup, named = time.monotonic() - started, seeded(script.outputs, seed)
