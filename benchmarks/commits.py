@@ -112,9 +112,10 @@ def record(commit: str, file: Path, bench: Path | None, names: list[str]) -> dic
                 checkout.run(*arguments, must=True)
             checkout.run("bench", must=True)
             own = checkout.folder / "bench.json"
-            if bench:  # its samples count, with the keys that this commit's compare expects
-                keys = {"keys": json.loads(own.read_text(encoding="utf-8"))["keys"]}
-                own.write_text(json.dumps(json.loads(bench.read_text(encoding="utf-8")) | keys), encoding="utf-8")
+            if bench:  # its samples count, with the keys and the environment that this commit's compare expects
+                measured, recorded = (json.loads(path.read_text(encoding="utf-8")) for path in (own, bench))
+                expected = {key: measured[key] for key in ("keys", "environment")}
+                own.write_text(json.dumps(recorded | expected), encoding="utf-8")
             else:
                 shutil.copy(own, file.with_suffix(".bench.json"))
             checkout.run("compare", must=True)
