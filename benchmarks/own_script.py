@@ -74,7 +74,7 @@ def of_bench(bench: Bench) -> dict[str, Any]:
     base, arm = (bench.arm("variant", name) for name in (bench.baseline, "accumulation"))
     assert base
     assert arm
-    peaks = [[sample.peak_memory_bytes for sample in each.samples] for each in (base, arm)]
+    peaks = [[sample.peak_memory_bytes for sample in measured.samples] for measured in (base, arm)]
     saved = [(ours - theirs) / 2**20 for ours, theirs in zip(*peaks, strict=False) if ours and theirs]
     by_field = ratios(bench)["accumulation"]
     return {
