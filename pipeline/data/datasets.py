@@ -262,6 +262,7 @@ def _as_seen(opened: Image.Image, path: Path, span: Sequence[float] | None) -> t
     Values of more than 8 bits are scaled so that ``span`` becomes 0..255. Raises DataError if they are not in the span.
     Of colours with 16 bits, Pillow keeps the upper 8.
     """
+    is_deep = ";16" in str(getattr(opened, "tile", ""))  # Pillow forgets the file's form when it loads the values
     opened.load()
     picture, turned = opened, 1
     with suppress(Exception):  # damaged metadata do not spoil a picture
@@ -278,6 +279,7 @@ def _as_seen(opened: Image.Image, path: Path, span: Sequence[float] | None) -> t
         picture = Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
     changes = {
         "scaled to 8 bits by prepare.image_range": picture is not opened,
+        "of whose 16 bits per colour the upper 8 are kept": is_deep and picture is opened,
         "whose transparency is dropped": picture.has_transparency_data
         and any(picture.convert("RGBA").getchannel("A").histogram()[:255]),
         "of which only the first frame is kept": getattr(opened, "is_animated", False),

@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,6 +249,17 @@ def test_images_of_16_bits_are_scaled_by_their_range(
             joined(fetched(tmp_path / "pictures", **changes)().train)
 
 
+def colours_of_16_bits(pixels: int) -> bytes:
+    """Return a square PNG, which Pillow can read, but not write."""
+    row = b"\0" + RANDOM.bytes(6 * pixels)
+    header = struct.pack(">IIBBBBB", pixels, pixels, 16, 2, 0, 0, 0)
+    parts = {b"IHDR": header, b"IDAT": zlib.compress(row * pixels), b"IEND": b""}
+    chunks = (
+        struct.pack(">I", len(c)) + name + c + struct.pack(">I", zlib.crc32(name + c)) for name, c in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def test_what_the_conversion_of_an_image_changes_is_counted(tmp_path: Path) -> None:
     place = tmp_path / "pictures/train/cat"
     shutil.copytree(make_folder(tmp_path, splits=("train",)) / "train/digit-1", place)
@@ -257,6 +269,7 @@ def test_what_the_conversion_of_an_image_changes_is_counted(tmp_path: Path) -> N
     picture.save(place / "turned.png", exif=exif)
     picture.save(place / "moving.gif", save_all=True, append_images=[picture.rotate(90)])
     picture.convert("RGBA").resize((16, 12)).rotate(45).save(place / "clear.png")
+    (place / "deep.png").write_bytes(colours_of_16_bits(16))
     shutil.copytree(tmp_path / "pictures/train", tmp_path / "pictures/test")
     decoded = fetched(tmp_path / "pictures")()
     images, _ = joined(decoded.train)
@@ -266,6 +279,7 @@ def test_what_the_conversion_of_an_image_changes_is_counted(tmp_path: Path) -> N
         "train images, turned upright, as their EXIF data say": 1,
         "train images, of which only the first frame is kept": 1,
         "train images, whose transparency is dropped": 1,
+        "train images, of whose 16 bits per colour the upper 8 are kept": 1,
     }
 
 
