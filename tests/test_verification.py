@@ -441,6 +441,14 @@ def test_a_sorted_miniature_has_all_quarters(digits: Dataset) -> None:
         assert (small.inputs.data_ptr() != train.inputs.data_ptr()) is is_drawn
 
 
+def test_a_miniature_of_texts_is_from_all_over(digits: Dataset) -> None:
+    """Their windows follow each other, and have no targets of their own."""
+    windows = Split({"inputs": torch.arange(len(digits.train))[:, None]})
+    small = miniature(replace(digits, train=windows, test=windows), 16)
+    for split in (small.train, small.test):
+        assert split.inputs.max() > 0.9 * len(windows)
+
+
 def write(path: Path, **values: torch.Tensor) -> Path:
     torch.save(values, path)
     return path

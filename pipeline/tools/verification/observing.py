@@ -209,8 +209,8 @@ def _part(split: Split, count: int) -> Split:
     share, or a whole class (the data set is sorted), return samples from all over, in random order. For targets that
     are numbers, the quarters of the first number count as classes."""
     labels = split.arrays.get("targets")
-    if labels is None:
-        return split[:count]
+    if labels is None:  # such as windows of texts, which follow each other
+        return split[split.drawn(count)]
     if labels.is_floating_point():
         first = labels.reshape(len(labels), -1)[:, 0].double()
         labels = torch.bucketize(first, first[:: len(first) // 10_000 + 1].quantile(first.new_tensor(QUARTERS)))
