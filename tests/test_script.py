@@ -30,9 +30,10 @@ from pipeline.params import Bench, Command, Compare
 from pipeline.params.commands import commands_of
 from pipeline.results import SameJob, Window
 from pipeline.results.figures import OUTSIDE
-from pipeline.script import arms, command, hook
-from pipeline.script.arms import Job, OpenArm, Scripts, scratch_copy
+from pipeline.script import command, hook, jobs
+from pipeline.script.arms import OpenArm, Scripts
 from pipeline.script.command import compared_in, config_of, row_of, verdict_lines
+from pipeline.script.jobs import Job, scratch_copy
 from pipeline.script.sameness import credits_of
 from tests.factories import ENVIRONMENT, make_arm, make_bench, make_window
 from tests.hooked import Bed, hooked
@@ -178,7 +179,7 @@ def test_a_launcher_of_another_python_is_named(work: Path, monkeypatch: pytest.M
         (work / name).chmod(0o755)
     python = work / "python"
     told = f" theirs runs /elsewhere/bin/python3, whose packages can differ from those of {python}."
-    assert [arms.other_python(name, str(work)) for name in ("theirs", "ours", "python", "none")] == [told, "", "", ""]
+    assert [jobs.other_python(name, str(work)) for name in ("theirs", "ours", "python", "none")] == [told, "", "", ""]
     (work / "theirs").write_text(f"#!{sys.executable}\nraise SystemExit('no such package')\n", encoding="utf-8")
     monkeypatch.setenv("PATH", str(work))
     with (
@@ -477,7 +478,7 @@ def test_an_arm_that_takes_other_samples_is_refused_unless_that_is_meant() -> No
 
 @pytest.mark.usefixtures("work")
 def test_a_directory_that_is_too_large_to_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "LARGEST_COPY", 100)
+    monkeypatch.setattr(jobs, "LARGEST_COPY", 100)
     with (
         pytest.raises(BenchError, match=r"GiB, too much to copy for each arm; run with --in-place"),
         server(),

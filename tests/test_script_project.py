@@ -25,7 +25,7 @@ from pipeline.params import Command, Config, Script, parse, schema
 from pipeline.plans import plans
 from pipeline.results import HistoryRow
 from pipeline.script import hook, inputs, training
-from pipeline.script.arms import Job
+from pipeline.script.jobs import Job
 from tests.conftest import ROOT, Clone
 from tests.workspaces import CPU_ONLY
 

@@ -60,7 +60,7 @@ def run(
     """Measure the arms side by side; write the report, and the session's bench, into ``output``.
 
     ``settings``: KEY=VALUE for keys of params.yaml. ``batch_differs``: the arms take different numbers of samples a
-    step on purpose. ``options``: those of ``arms.Job``.
+    step on purpose. ``options``: those of ``jobs.Job``.
     Raises PipelineError, and KeyboardInterrupt, whose message says which rounds are kept.
     """
     commands = commands_of(BASE, base, arms)

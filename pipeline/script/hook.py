@@ -1,6 +1,6 @@
 """Pause and resume an unchanged training script between two optimizer steps, and measure the steps.
 
-``arms`` copies this file to a private folder as ``sitecustomize.py`` and names the folder in ``PYTHONPATH``, so every
+``jobs`` copies this file to a private folder as ``sitecustomize.py`` and names the folder in ``PYTHONPATH``, so every
 Python process of the script runs it at its start. It imports nothing of this package, because the script's interpreter
 may be another one. A process that takes an optimizer step connects to the folder's socket. Then it waits at the
 boundaries of its steps for requests, one JSON object a line, and answers each with what it measured. When the

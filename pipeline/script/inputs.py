@@ -18,7 +18,7 @@ from pipeline.errors import PipelineError, say
 from pipeline.params import Config
 from pipeline.params.commands import SEED
 from pipeline.results import MODELS
-from pipeline.script.arms import Job, one_source
+from pipeline.script.jobs import Job, one_source
 from pipeline.training.checkpoints import CHECKPOINTS
 
 KEPT = CHECKPOINTS / "script"

@@ -23,7 +23,7 @@ from pipeline.params.commands import SEED
 from pipeline.plans import plan
 from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
 from pipeline.results.figures import OUTSIDE, THROUGHPUT
-from pipeline.script.arms import Job, OpenArm, one_source, samples_of
+from pipeline.script.arms import OpenArm, samples_of
 from pipeline.script.inputs import (
     KEPT,
     check_known,
@@ -34,6 +34,7 @@ from pipeline.script.inputs import (
     recorded,
     seeded,
 )
+from pipeline.script.jobs import Job, one_source
 
 RUN, OUTPUTS, OUTPUT, COMPLETE = "run.json", "outputs", "output.txt", "complete"
 """In the folder of a finished seed: its figures; what it leaves under models/, with what it printed; a mark: the result
