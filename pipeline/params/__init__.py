@@ -28,6 +28,7 @@ from pipeline.params.sections import (
     Compare,
     Fetch,
     Gate,
+    Launch,
     Margins,
     Prepare,
     Publish,

@@ -51,6 +51,7 @@ class Config(Section):
     compare: sections.Compare = sections.Compare()
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
+    launch: sections.Launch = sections.Launch()
     variants: Annotated[dict[VariantName, Variant], Field(min_length=1)]
     # In a configuration that ``load`` or ``parse`` returned, ``variants`` also includes the students.
     students: dict[VariantName, Variant] = Field(default_factory=dict)
@@ -215,6 +216,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     made_up = config.fetch.synthetic
     if made_up.targets == "tokens" and (len(made_up.shape) > 1 or made_up.shape[0] < 2):
         yield f"fetch.synthetic.shape: found {made_up.shape}; tokens need [length + 1], at least [2]."
+    if config.launch.hosts != "auto" and len(set(config.launch.hosts)) < len(config.launch.hosts):
+        yield f"launch.hosts: found {config.launch.hosts}; allowed: each host once."
     if len(set(config.train.seeds)) < len(config.train.seeds):
         yield f"train.seeds: found {config.train.seeds}; allowed: each seed once."
     yield from _own_code(config.train)

@@ -371,3 +371,17 @@ class Publish(Section):
     """Log each run's trained model, ready for mlflow.pyfunc."""
     registered_model: Annotated[str, Field(pattern="^[^/:]+$")] = "training-performance"
     """Name in MLflow's registry for the model that `python -m pipeline promote` registers."""
+
+
+class Launch(Section):
+    """Where the processes run that train together. No figure depends on this section: what it changes of a plan or of
+    the environment is recorded there."""
+
+    hosts: Literal["auto"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = "auto"
+    """The hosts among which processes are divided, the one that runs the commands first. auto: the nodes of the Slurm
+    allocation in whose batch script a command runs; elsewhere this host alone."""
+    on_host: str = "srun --overlap -N1 -n1 --cpu-bind=none -w {host}"
+    """The words that run a command on another host, in the same directory: {host} and {directory} are filled in. With
+    ssh: "ssh {host} env -C {directory}"."""
+    address: str | None = None
+    """The IP address of this host at which the other hosts reach it; null: that of the route to the second host."""
