@@ -9,10 +9,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import plans, results, tasks
@@ -33,7 +34,8 @@ from pipeline.params import Augment, Config, Machine, parse
 from pipeline.plans import plan
 from pipeline.profiling import flops, ledger
 from pipeline.results import Unit
-from pipeline.tasks import TaskError
+from pipeline.tasks import Task, TaskError
+from pipeline.tasks.base import Batch
 from pipeline.tasks.batches import TrainBatches, evaluation_batches
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
@@ -43,7 +45,6 @@ from tests import chaos, trainings
 from tests.commands import Command
 from tests.conftest import ROOT
 from tests.nets import ALONE, make_plan, stopped, task_of
-from tests.pages import blocks
 from tests.ranks import run_ranks
 from tests.trainings import (
     DATA,
@@ -486,14 +487,27 @@ def test_the_docs_task_takes_at_most_30_lines() -> None:
     assert len([line for line in OWN.splitlines() if line.strip()]) <= 30
 
 
-def test_the_docs_weighted_task_takes_a_third_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = next(code for code in blocks(ROOT / "docs" / "your-job.md", "python") if "class Weighted" in code)
-    module = ModuleType("my_weights")
-    exec(shown, module.__dict__)
-    monkeypatch.setitem(sys.modules, "my_weights", module)
+class Weighted(Task):
+    arrays = ("inputs", "targets", "weights")
+
+    def raw(self, rows: Sequence[Tensor]) -> Batch:
+        inputs, targets, weights = rows
+        return inputs, torch.stack((targets, weights), 1)
+
+    def output_arguments(self) -> dict[str, int]:
+        return {"outputs": 1}
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets[:, 1] * (outputs[:, 0] - targets[:, 0]) ** 2).mean()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] - targets[:, 0]).abs() < 0.5
+
+
+def test_a_task_gives_its_loss_a_third_array() -> None:
     of = DATA["regression"]
     dataset = replace(of, train=Split({**of.train.arrays, "weights": torch.arange(200.0)}))
-    task = task_of(dataset, settings_of("regression", task="my_weights:Weighted"))
+    task = task_of(dataset, settings_of("regression", task=f"{__name__}:Weighted"))
     task.check()
     rows = [dataset.train.arrays[name][:3] for name in task.arrays]
     _, targets = task.batch(rows)
