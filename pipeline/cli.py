@@ -157,6 +157,20 @@ def _parser() -> argparse.ArgumentParser:
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
     doctor = add("doctor", _doctor, "Show what this machine lacks for the job of params.yaml, and how to fix it.")
     doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
+    submit = add("submit", _submit, "Run a command, dvc repro by default, as a job of a cluster.")
+    places = submit.add_subparsers(metavar="PLACE", required=True, dest="place")
+    for place, about in (
+        ("slurm", "submit a job, or find the active one; print what it prints; exit with its code"),
+        ("kubernetes", "print a JobSet for kubectl"),
+        ("here", "run the command alone in this checkout, as the jobs do"),
+    ):
+        added = places.add_parser(place, help=about, description=about)
+        added.add_argument("words", nargs="*", metavar="WORD", help="the command, after --")
+        if place != "here":
+            required = place == "kubernetes"
+            added.add_argument(
+                "--dry-run", action="store_true", required=required, help="print the job; submit nothing"
+            )
     techniques = add(
         "techniques",
         _techniques,
@@ -231,7 +245,9 @@ def _environment(_: argparse.Namespace) -> None:
     with processes.importing():  # syntax trees leave no garbage either
         from pipeline import environment, params, plans
         from pipeline.environment import stages
+        from pipeline.tools import alone
 
+        alone.check()
         config, before = params.load(), environment.last_written()
         if config.script:
             _check_nothing_is_lost()
@@ -535,6 +551,19 @@ def _evidence(parsed: argparse.Namespace) -> int:
     if parsed.file:
         raise errors.ConfigError(f"evidence: found {parsed.action!r} before FILE; expected FILE, or check FILE.")
     evidence.write(Path(parsed.action or evidence.FILE))
+    return 0
+
+
+def _submit(parsed: argparse.Namespace) -> int:
+    from pipeline import params
+    from pipeline.tools import alone, submit
+
+    command = parsed.words or ["dvc", "repro"]
+    if parsed.place == "here":
+        return alone.run(command)
+    if parsed.place == "slurm":
+        return submit.slurm(params.load(), command, dry_run=parsed.dry_run)
+    submit.kubernetes(params.load(), command)
     return 0
 
 

@@ -222,6 +222,11 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"train.seeds: found {config.train.seeds}; allowed: each seed once."
     yield from _own_code(config.train)
     yield from _with_script(config) if config.script else _without_script(config)
+    if config.launch.slurm.container and config.launch.slurm.nodes > 1:
+        yield (
+            f"launch.slurm.nodes: found {config.launch.slurm.nodes} with a container, from which no other "
+            "node can be reached; set nodes: 1, or container: null."
+        )
     for name, variant in config.variants.items():
         yield from _model_problems(f"variants.{name}.model", variant.model)
         unknown = extra_problems(variant)

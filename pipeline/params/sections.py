@@ -373,6 +373,53 @@ class Publish(Section):
     """Name in MLflow's registry for the model that `python -m pipeline promote` registers."""
 
 
+Word = Annotated[str, Field(pattern=r"^\S+$")]
+"""A text without spaces and line ends, which stands in a line of its own in a batch script."""
+
+
+class Slurm(Section):
+    """What a job that is submitted to Slurm asks for."""
+
+    nodes: Count = 1
+    """Number of nodes."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each node."""
+    cpus: Count | None = None
+    """Processors of each node; null: whole nodes, which no other job uses meanwhile."""
+    time: Word | None = None
+    """Longest time of a start, such as 04:00:00. Two minutes before its end the job is put back into the queue, and
+    goes on from its checkpoint. null: the partition's."""
+    restarts: NonNegativeInt = 10
+    """How often the job goes back into the queue when its time is nearly over; after that, its time-out ends it."""
+    partition: Word | None = None
+    """null: Slurm's default."""
+    account: Word | None = None
+    """null: your default."""
+    options: list[Annotated[str, Field(pattern=r"^-\S+$")]] = []
+    """Further options of sbatch, such as --qos=high."""
+    setup: list[str] = []
+    """Lines of shell that run before the command, such as module load cuda."""
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
+    """Environment variables of the command."""
+    container: str | None = None
+    """An image in which the command runs, on one node; null: without a container."""
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    """What starts the container: Apptainer, or Slurm's plugin Pyxis."""
+
+
+class Kubernetes(Section):
+    """The pod in which a job runs on Kubernetes."""
+
+    image: str
+    """The image; it needs the project's packages, as the one of `make image` has them."""
+    claim: str
+    """The PersistentVolumeClaim with the checkout, which becomes the pod's /workspace."""
+    resources: dict[str, int | str] = {}
+    """What the pod gets, such as nvidia.com/gpu: 4 and memory: 64Gi."""
+    environment: dict[str, str] = {}
+    """Environment variables of the command."""
+
+
 class Launch(Section):
     """Where the processes run that train together. No figure depends on this section: what it changes of a plan or of
     the environment is recorded there."""
@@ -385,3 +432,5 @@ class Launch(Section):
     ssh: "ssh {host} env -C {directory}"."""
     address: str | None = None
     """The IP address of this host at which the other hosts reach it; null: that of the route to the second host."""
+    slurm: Slurm = Slurm()
+    kubernetes: Kubernetes | None = None

@@ -1,0 +1,151 @@
+"""Run a command alone in this checkout, which several hosts may share, until all of its processes have ended.
+
+DVC's lock (dvc/rwlock.py) holds process ids without a host: an entry is dropped if this host has no such process, and
+blocks if it has one, whatever that is. So on two hosts, two `dvc repro` could overlap, and a job that Slurm starts
+again elsewhere could be blocked by a stranger. The lock here names the host, its boot, the process and the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import PipelineError
+from pipeline.files import read_json, write_text
+
+JOBS = Path(".cache/jobs")
+"""The folder of the lock, and of the logs and exit codes of jobs."""
+LOCK = JOBS / "running.json"
+_DVC_LOCK = Path(".dvc/tmp/rwlock")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ALONE = "PIPELINE_ALONE"
+"""The environment variable of processes for which the lock is held."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
+"""Slurm's states of jobs that do not run again; a job that was put back into the queue has another."""
+
+
+class NoAnswer(PipelineError):
+    """squeue is not there, or cannot reach Slurm's controller."""
+
+
+class Job(NamedTuple):
+    """A job as squeue shows it. ``where``: its nodes, or why it waits."""
+
+    id: str
+    state: str
+    where: str
+    folder: str
+
+
+def jobs(*filters: str) -> list[Job]:
+    """Return the jobs that squeue finds, for some minutes also those that have ended. Raises NoAnswer."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%R|%Z", *filters]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoAnswer(f"squeue does not answer: {error}; run this where Slurm is, such as on a login node.") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise NoAnswer(f"squeue does not answer: {done.stderr.strip()}")
+    return [Job(*line.split("|", 3)) for line in done.stdout.splitlines()]
+
+
+def run(command: Sequence[str]) -> int:
+    """Run ``command`` and return its exit code, or 128 and the number of the signal that ended it. Raises PipelineError
+    if another job works in this checkout, or if there is no such command.
+
+    A scheduler sends its signals to all processes, so this one ignores them. It returns when the processes that the
+    command left behind have ended, too: SIGTERM ends DVC at once, while its stage still writes a checkpoint.
+    """
+    with _lock():
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            code = subprocess.Popen(command, env=os.environ | {_ALONE: "1"}).wait()
+        except FileNotFoundError:
+            raise PipelineError(f"there is no command {command[0]!r} on {socket.gethostname()}.") from None
+        with suppress(ChildProcessError):
+            while True:
+                os.wait()
+        return code if code >= 0 else 128 - code
+
+
+def check() -> None:
+    """Raise PipelineError if another job works in this checkout, or may do so."""
+    if _ALONE not in os.environ and LOCK.exists() and not _has_ended(holder := read_json(LOCK)):
+        who = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
+        raise PipelineError(
+            f"{who} on {holder['host']} works in this checkout: wait for its end, or use another clone; if it has "
+            f"ended, remove {LOCK}."
+        )
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    """Hold the lock during the block. What is left of DVC's lock after a holder's end is removed."""
+    JOBS.mkdir(parents=True, exist_ok=True)
+    with LOCK.with_suffix(".lock").open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)  # so that of two who find the lock of an ended job, one takes it
+        check()
+        if LOCK.exists():
+            _DVC_LOCK.unlink(missing_ok=True)
+        _check_dvc()
+        write_text(LOCK, json.dumps(_this_process()))
+    try:
+        yield
+    finally:
+        _DVC_LOCK.unlink(missing_ok=True)
+        LOCK.unlink(missing_ok=True)
+
+
+def _check_dvc() -> None:
+    """Raise PipelineError if DVC's lock names a process, which may be on any host."""
+    with suppress(FileNotFoundError):
+        held = read_json(_DVC_LOCK)
+        for user in [*held["write"].values(), *itertools.chain(*held["read"].values())]:
+            raise PipelineError(
+                f"{_DVC_LOCK} says that process {user['pid']} ({user['cmd']}) works in this checkout, perhaps on "
+                "another host: wait for its end; if it has ended, remove this file."
+            )
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _BOOT_ID.read_text(encoding="ascii").strip(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
+
+
+def _started(pid: int) -> str | None:
+    """Return the start of a process in ticks since the boot; None if there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    return None
+
+
+def _has_ended(holder: Mapping[str, Any]) -> bool:
+    """Return True if the lock's holder has certainly ended."""
+    this, job = _this_process(), holder["job"]
+    if holder["host"] == this["host"]:
+        return (holder["boot"], holder["started"]) != (this["boot"], _started(holder["pid"]))
+    with suppress(NoAnswer):  # the same job: it was put back into the queue, and has started here
+        return job is not None and (job == this["job"] or all(other.state in ENDED for other in jobs(f"--job={job}")))
+    return False

@@ -1,0 +1,291 @@
+"""Jobs of a cluster, with stand-ins for Slurm's commands that run the batch script here, and the lock of a checkout.
+`make slurm-check` submits to a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import cli, plans
+from pipeline.environment import stages
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.params import Config, parse
+from pipeline.tools import alone, submit
+from tests.commands import executable
+from tests.conftest import ROOT
+from tests.workspaces import CPU_ONLY
+
+STAND_INS = {
+    "sbatch": """#!/bin/bash
+        echo >>submissions
+        id=$(wc -l <submissions)
+        cat >script
+        export SLURM_JOB_ID=$id SLURM_JOB_NAME=$(sed -n 's/^#SBATCH --job-name=//p' script)
+        (setsid bash -c 'echo $$ >shell; exec bash script' >".cache/jobs/$SLURM_JOB_NAME-$id.log" 2>&1
+         rm active) &>ended &
+        echo "$id|RUNNING|n1|$PWD" >active
+        echo "$id;cluster"
+        """,
+    "squeue": """#!/bin/bash
+        [ -z "$SILENT" ] || { echo "Unable to contact slurm controller" >&2; exit 1; }
+        [ -z "$STATE" ] || { echo "7|$STATE|n9|/elsewhere"; exit; }
+        cat active 2>/dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+        """,
+    "scontrol": """#!/bin/bash
+        echo "$*" >>asked
+        kill -TERM 0
+        """,
+}
+"""Slurm's commands. The file "active" has what squeue says of the job. scontrol ends all processes of the job."""
+
+
+@pytest.fixture(autouse=True)
+def _cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in STAND_INS.items():
+        executable(tmp_path / "bin" / name, text.replace("\n        ", "\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(submit, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(submit, "GRACE_SECONDS", 0.2)
+
+
+def config(**slurm: Any) -> Config:
+    return parse({"variants": {"baseline": {}}, "launch": {"slurm": slurm}})
+
+
+def shell(text: str, **slurm: Any) -> int:
+    return submit.slurm(config(**slurm), ["bash", "-c", text], dry_run=False)
+
+
+def here(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", "submit", "here", "--", "bash", "-c", text]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+
+
+def waited_for(path: Path) -> str:
+    until = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_job_s_own(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "a $HOME 'b' \N{GREEK SMALL LETTER ALPHA}"
+    assert shell(f'echo "$SAID $FIRST"; exit {code}', environment={"SAID": said}, setup=["export FIRST=1"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == f"{said} 1\n"
+    assert "job 1: RUNNING n1" in printed.err
+
+
+def test_a_job_without_a_code_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell("kill -KILL 0") == 1
+    assert "job 1: unknown to Slurm; it left no exit code" in capsys.readouterr().err
+
+
+def test_a_failed_setup_runs_no_command() -> None:
+    assert shell("touch ran", setup=["(exit 4)"]) == 4
+    assert not Path("ran").exists()
+
+
+def test_an_active_job_is_followed_not_submitted_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bash", "-c", "sleep 1; exit 5"]
+    submit.slurm(config(), command, dry_run=True)
+    submit._submitted(capsys.readouterr().out)
+    assert submit.slurm(config(), command, dry_run=False) == 5
+    assert Path("submissions").read_text() == "\n"
+    assert "job 1 is active" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_printed", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"job 1 goes on; .*: scancel 1"):
+        shell("sleep 0.5; touch finished")
+    waited_for(Path("finished"))
+
+
+def test_slurm_s_silence_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "SILENCE_SECONDS", 0.1)
+    Path(".cache/jobs").mkdir(parents=True)
+    monkeypatch.setenv("SILENT", "yes")
+    with pytest.raises(PipelineError, match="Unable to contact"):
+        shell("true")
+    assert not Path("submissions").exists()
+    with pytest.raises(PipelineError, match="has not answered"):
+        submit._followed("1", Path("log"), Path("code"))
+
+
+def warned(command: str, capsys: pytest.CaptureFixture[str], **slurm: Any) -> int:
+    """Submit ``command``; when there is a file "ready", warn its batch shell, as Slurm does. Return the job's code."""
+    submit.slurm(config(**slurm), ["bash", "-c", command], dry_run=True)
+    submit._submitted(capsys.readouterr().out)
+    waited_for(Path("ready"))
+    os.kill(int(Path("shell").read_text()), signal.SIGUSR1)
+    return shell(command, **slurm)
+
+
+def test_a_requeued_job_waits_for_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM ends DVC at once; the batch shell and the lock last until the stage has ended."""
+    stage = f"trap 'sleep 0.5; test -e {alone.LOCK} && touch saved; exit' TERM; touch ready; sleep 9 & wait"
+    assert warned(f"bash -c {shlex.quote(stage)}; exit", capsys) == 128 + signal.SIGTERM
+    assert Path("saved").exists()
+    assert Path("asked").read_text() == "requeue 1\n"
+
+
+def test_requeues_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    assert warned("touch ready; sleep 1; exit 7", capsys, restarts=0) == 7
+    assert not Path("asked").exists()
+
+
+def test_the_script_asks_for_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(nodes=2, gpus=4, time="04:00:00", partition="long", account="me", options=["--qos=high"])
+    submit.slurm(asked, ["dvc", "repro", "train@ddp"], dry_run=True)
+    script = capsys.readouterr().out
+    options = re.findall("^#SBATCH (.*)$", script, re.MULTILINE)
+    name = options[0].removeprefix("--job-name=")
+    assert re.fullmatch(r"dvc-repro-train-ddp-no-commit-\w{4}", name)
+    assert options[1:] == [
+        *("--nodes=2", "--ntasks-per-node=1", "--exclusive", "--gpus-per-node=4", "--time=04:00:00"),
+        *("--partition=long", "--account=me", "--qos=high", "--output=.cache/jobs/%x-%j.log", "--open-mode=append"),
+        *("--requeue", "--dependency=singleton", "--signal=B:USR1@120"),
+    ]
+    assert not Path("submissions").exists()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "inside"),
+    [
+        ("apptainer", 'apptainer exec --nv --bind="$PWD" --pwd="$PWD" \'an image.sif\' dvc repro &'),
+        ("pyxis", "srun --ntasks=1 --container-image='an image.sif' --container-mounts=\"$PWD:$PWD\" "),
+    ],
+)
+def test_a_container_runs_the_command(runtime: str, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    submit.slurm(config(container="an image.sif", runtime=runtime, gpus=1), ["dvc", "repro"], dry_run=True)
+    assert f"submit here -- {inside}" in capsys.readouterr().out
+
+
+def test_a_container_reaches_one_node_only() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.nodes: found 2 with a container"):
+        config(container="image.sif", nodes=2)
+
+
+def test_no_stage_depends_on_where_it_runs() -> None:
+    plain, launched = parse({"variants": {"baseline": {}}}), config(nodes=2, account="me")
+    described = [stages.described(each, plans.plans(each, CPU_ONLY)) for each in (plain, launched)]
+    assert described[0] == described[1]
+
+
+def test_the_command_follows_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("params.yaml").write_text("variants: {baseline: {}}\n")
+    assert cli.main(["submit", "slurm", "--dry-run", "--", "dvc", "repro", "--force"]) == 0
+    assert "submit here -- dvc repro --force &" in capsys.readouterr().out
+
+
+def hold(**changes: Any) -> None:
+    alone.JOBS.mkdir(parents=True, exist_ok=True)
+    alone.LOCK.write_text(json.dumps(alone._this_process() | changes))
+
+
+ELSEWHERE = {"host": "n9", "boot": "another", "job": "7"}
+
+
+@pytest.mark.parametrize(
+    ("holder", "variables", "refused"),
+    [
+        (ELSEWHERE, {"STATE": "RUNNING"}, "job 7 on n9 works in this checkout"),
+        (ELSEWHERE, {"STATE": "PENDING"}, "job 7 on n9"),
+        (ELSEWHERE, {"SILENT": "yes"}, "job 7 on n9"),
+        (ELSEWHERE, {"STATE": "CANCELLED"}, None),
+        (ELSEWHERE, {}, None),  # Slurm knows it no longer
+        (ELSEWHERE, {"SLURM_JOB_ID": "7", "SILENT": "yes"}, None),  # put back into the queue, and started here
+        (ELSEWHERE | {"job": None}, {}, f"process {os.getpid()} on n9"),
+        ({}, {}, f"process {os.getpid()} on "),
+        ({"boot": "another"}, {}, None),
+        ({"started": "1"}, {}, None),  # a later process got the id
+    ],
+)
+def test_a_lock_holds_until_its_holder_has_ended(
+    holder: dict[str, Any], variables: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(**holder)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if refused is None:
+        alone.check()
+        return
+    with pytest.raises(PipelineError, match=refused):
+        alone.check()
+
+
+def test_a_stage_is_refused_beside_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    hold()
+    assert cli.main(["environment"]) == 2
+    assert "works in this checkout: wait for its end" in capsys.readouterr().err
+
+
+def test_the_lock_lasts_as_long_as_the_command() -> None:
+    done = here(
+        f"cat {alone.LOCK}; {sys.executable} -m pipeline environment; (sleep 0.5; test -e {alone.LOCK} && touch held) &"
+    )
+    assert "params.yaml is missing" in done.stderr  # so the stage was not refused
+    assert json.loads(done.stdout)["job"] is None
+    assert Path("held").exists()
+    assert not alone.LOCK.exists()
+
+
+def test_a_signal_is_left_to_the_command() -> None:
+    command = [sys.executable, "-m", "pipeline", "submit", "here", "--", "bash", "-c", "touch ready; sleep 1; exit 6"]
+    process = subprocess.Popen(command)
+    waited_for(Path("ready"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 6
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_an_ended_job_left_in_dvc_s_lock_goes(ended: bool) -> None:
+    """The process id may be another host's, so without an ended job, it is unknown whether the process lives."""
+    lock = Path(".dvc/tmp/rwlock")
+    lock.parent.mkdir(parents=True)
+    lock.write_text(json.dumps({"write": {"/data": {"pid": os.getpid(), "cmd": "dvc repro"}}, "read": {}}))
+    if ended:
+        hold(boot="another")
+    done = here(f"test ! -e {lock}")
+    assert done.returncode == (0 if ended else 2)
+    if not ended:
+        assert f"process {os.getpid()} (dvc repro) works in this checkout, perhaps on another host" in done.stderr
+        assert lock.exists()
+
+
+def test_the_jobset_has_only_keys_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """The models drop keys that they do not know, and refuse values of other types."""
+    from kubeflow_trainer_api import models
+
+    own = {"image": "pipeline", "claim": "work", "resources": {"nvidia.com/gpu": 4, "memory": "64Gi"}}
+    content = {"variants": {"baseline": {}}, "launch": {"kubernetes": own | {"environment": {"A": "'b' \"c\""}}}}
+    submit.kubernetes(parse(content), ["dvc", "repro"])
+    jobset = yaml.safe_load(capsys.readouterr().out)
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() == jobset
+    [container] = job["template"]["spec"]["containers"]
+    assert container["args"][-2:] == ["dvc", "repro"]
+    assert container["env"] == [{"name": "A", "value": "'b' \"c\""}]
+
+
+def test_kubernetes_needs_an_image_and_a_claim() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.kubernetes: found null; expected image and claim"):
+        submit.kubernetes(config(), ["dvc", "repro"])
