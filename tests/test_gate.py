@@ -35,6 +35,7 @@ from pipeline.gate.decision import (
     Samples,
     Side,
     judge,
+    memory_known,
     settled,
 )
 from pipeline.gate.side_by_side import Described, accuracies_in
@@ -247,6 +248,31 @@ def test_an_interim_test_ends_the_gate_if_more_rounds_would_change_nothing(
     heads = [head_arm] if head_arm.variant == "baseline" else [arm(noise=noise), head_arm]
     rejected = {"ddp": range(10)}
     assert settled(judged(*heads, noise=noise, rejected=rejected, look=True)) is expected
+
+
+@pytest.mark.parametrize(
+    ("rounds", "grows_in", "known"),
+    [(2, 1, False), (3, 1, True), (6, 3, False)],
+    ids=["too few rounds", "equal growth", "growth in some rounds"],
+)
+def test_memory_is_measured_until_it_is_decided(rounds: int, grows_in: int, known: bool) -> None:
+    grown = [
+        sample.model_copy(update={"peak_memory_bytes": round(PEAK * (1.15 if index % grows_in == 0 else 1.0))})
+        for index, sample in enumerate(arm(rounds=rounds).samples)
+    ]
+    assert memory_known(judged(arm(samples=tuple(grown)), look=True)) is known
+
+
+def test_memory_of_three_rounds_decides() -> None:
+    def of_three_rounds(name: str) -> Arm:
+        samples = arm(rounds=14).samples
+        left_out = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
+        later = [sample.model_copy(update=left_out) for sample in samples[3:]]
+        return arm(name, variant="baseline", samples=(*samples[:3], *later))
+
+    control, base, head = map(of_three_rounds, ("base baseline, A/A control", "base baseline", "head baseline"))
+    judgement = judge(Samples(control, {"baseline": base}, {"baseline": head}, {}, COST), Compare(), 0.1)
+    assert (decisions(judgement)["baseline"], judgement.outcome) == (("same", "same"), "passed")
 
 
 def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:

@@ -252,6 +252,12 @@ def settled(judged: Judged) -> bool:
     return judged.outcome == "worse" or (judged.outcome == "passed" and decided)
 
 
+def memory_known(judged: Judged) -> bool:
+    """True if further rounds need not measure memory: every ratio of it is decided. ``judged`` must be a look's."""
+    ratios = [row.memory for row in (*judged.variants, judged.together) if row and row.memory]
+    return all(ratio.decision in ("same", "better", "worse") for ratio in ratios)
+
+
 def _outcome(held: Sequence[Held], hides: bool, leaves_open: bool) -> Outcome:
     """Return "worse" if anything is worse; else "untrusted" if ``hides``, or if a quantity is untrusted for all
     variants; else "undecided" if ``leaves_open``; else "passed".

@@ -33,6 +33,7 @@ from pipeline.gate.decision import (
     check_seeds,
     differing,
     judge,
+    memory_known,
     settled,
     unexplained,
     unshared,
@@ -286,6 +287,7 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
             fewest=fewest,
             leaves_open=lambda rounds: _judged(rounds, config, compared).outcome == "undecided",
             decided=lambda rounds: settled(_judged(rounds, config, compared, look=True)),
+            memory_known=lambda rounds: memory_known(_judged(rounds, config, compared, look=True)),
         )
     except (ValidationError, KeyError, TypeError) as error:
         raise GateError(
