@@ -232,10 +232,15 @@ def test_a_lock_holds_until_its_holder_has_ended(
         alone.check()
 
 
-def test_a_stage_is_refused_beside_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_starts_beside_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     hold()
     assert cli.main(["environment"]) == 2
     assert "works in this checkout: wait for its end" in capsys.readouterr().err
+    assert here("touch ran").returncode == 2
+    with pytest.raises(PipelineError, match="works in this checkout"):
+        shell("touch ran")
+    assert not Path("ran").exists()
+    assert not Path("submissions").exists()
 
 
 def test_the_lock_lasts_as_long_as_the_command() -> None:
@@ -256,17 +261,19 @@ def test_a_signal_is_left_to_the_command() -> None:
     assert process.wait() == 6
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_what_an_ended_job_left_in_dvc_s_lock_goes(ended: bool) -> None:
-    """The process id may be another host's, so without an ended job, it is unknown whether the process lives."""
+@pytest.mark.parametrize(
+    ("holder", "during"), [({"boot": "another"}, "test ! -e {}"), ({"started": "1"}, "test -e {}"), (None, None)]
+)
+def test_dvc_s_lock_goes_with_a_holder_elsewhere(holder: dict[str, Any] | None, during: str | None) -> None:
+    """DVC itself judges process ids of this boot. Without a holder, a process id may be any host's."""
     lock = Path(".dvc/tmp/rwlock")
     lock.parent.mkdir(parents=True)
     lock.write_text(json.dumps({"write": {"/data": {"pid": os.getpid(), "cmd": "dvc repro"}}, "read": {}}))
-    if ended:
-        hold(boot="another")
-    done = here(f"test ! -e {lock}")
-    assert done.returncode == (0 if ended else 2)
-    if not ended:
+    if holder is not None:
+        hold(**holder)
+    done = here((during or "").format(lock))
+    assert done.returncode == (0 if during else 2)
+    if not during:
         assert f"process {os.getpid()} (dvc repro) works in this checkout, perhaps on another host" in done.stderr
         assert lock.exists()
 

@@ -97,15 +97,18 @@ def check() -> None:
 
 @contextmanager
 def _lock() -> Iterator[None]:
-    """Hold the lock during the block. What is left of DVC's lock after a holder's end is removed."""
+    """Hold the lock during the block. If the last holder ended on another host or boot, DVC's lock is removed: its
+    process ids mean nothing here."""
     JOBS.mkdir(parents=True, exist_ok=True)
     with LOCK.with_suffix(".lock").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)  # so that of two who find the lock of an ended job, one takes it
         check()
-        if LOCK.exists():
+        this = _this_process()
+        if not LOCK.exists():
+            _check_dvc()
+        elif read_json(LOCK)["boot"] != this["boot"]:
             _DVC_LOCK.unlink(missing_ok=True)
-        _check_dvc()
-        write_text(LOCK, json.dumps(_this_process()))
+        write_text(LOCK, json.dumps(this))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from pipeline import environment, pages
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.files import json_sha256
 from pipeline.params import Config
-from pipeline.tools.alone import ENDED, JOBS, NoAnswer, jobs
+from pipeline.tools.alone import ENDED, JOBS, NoAnswer, check, jobs
 
 POLL_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
@@ -76,7 +76,8 @@ def _job_name(command: Sequence[str], length: int = 40) -> str:
 
 
 def _submitted(script: str) -> str:
-    """Return the new job's id."""
+    """Return the new job's id. Raises PipelineError if the job would be refused, by Slurm or beside another."""
+    check()
     JOBS.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     if done.returncode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,5 +131,10 @@ def test_a_training_goes_on_after_a_requeue() -> None:
     until(Path("checkpoints/baseline/seed-0.pt").exists)
     subprocess.run(["scontrol", "requeue", job], check=True)
     assert submitted.process.wait() == 0
-    result = json.loads(Path("results/baseline.json").read_text())
-    print(submitted.printed, result["runs"][0])
+    assert "resuming after step" in submitted.printed
+    resumed = json.loads(Path("results/baseline.json").read_text())["runs"][0]
+    shutil.rmtree("checkpoints")
+    assert Submitted("dvc", "repro", "--force", "--single-item", "train@baseline").process.wait() == 0
+    whole = json.loads(Path("results/baseline.json").read_text())["runs"][0]
+    assert (resumed["resumes"], whole["resumes"]) == (1, 0)
+    assert resumed["model_sha256"] == whole["model_sha256"]
