@@ -57,6 +57,8 @@ def _cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("PIPELINE_ALONE", "SLURM_JOB_ID"):  # the tests may be a job themselves
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(submit, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(submit, "GRACE_SECONDS", 0.2)
 
