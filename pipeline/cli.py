@@ -1,7 +1,9 @@
-"""The command line: each command parses its arguments and calls one function.
+"""The command line: each command is a function of this file, whose docstring is its help.
 
 Each command's function imports the code that it runs, so that ``--help`` and the light commands stay quick. For a
 stage's command, DVC tracks the code of these imports and of all modules that they import (environment/imports.py).
+Garbage is not collected meanwhile (``processes.importing``), so a function returns what takes long or makes garbage as
+a call, which ``main`` makes afterwards.
 """
 
 from __future__ import annotations
@@ -17,12 +19,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import say
+from pipeline import processes
+from pipeline.errors import ConfigError, redacted, said, say
 from pipeline.files import PREPARED, RAW
 
 if TYPE_CHECKING:
     from pipeline.params import Compare, Config, Machine
     from pipeline.results import Arm
+
+Command = Callable[[argparse.Namespace], Callable[[], object] | None]
+"""Returns the call that is left to make. If this call returns a number, it is the exit code."""
+
+COMMANDS = (
+    *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
+    *("gate", "promote", "plan", "predict-memory", "verify", "evidence", "doctor", "submit", "techniques", "variants"),
+    *("init", "script", "schema"),
+)
+"""The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
+STARTED_BY_OTHERS = ("follow", "arms")
+"""Commands that other commands start, and that ``--help`` does not list."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         import pydantic  # noqa: F401  (check here that it is installed: every command needs it)
-
-        from pipeline.errors import redacted, said
     except ModuleNotFoundError as error:
         say(
             f"error: {sys.executable} has no module {error.name}: run `make repro`, which installs it into .venv, "
@@ -44,13 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
 
-    command: Callable[[argparse.Namespace], int | None] = parsed.command
+    command: Command = parsed.command
     try:
         if command in NEEDS_OUR_LOOP:
             _refuse_script(NEEDS_OUR_LOOP[command])
-        code = command(parsed) or 0
+        with processes.importing():
+            call = command(parsed)
+        code = call() if call else 0
         sys.stdout.flush()
-        return code
+        return code if isinstance(code, int) else 0
     except BrokenPipeError:
         if not _reader_has_left():
             raise
@@ -72,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_script(instead: str) -> None:
-    from pipeline import errors, params
+    from pipeline import params
 
     if params.load().script:
-        raise errors.ConfigError(f"this command does not know what a script trains (script in params.yaml): {instead}.")
+        raise ConfigError(f"this command does not know what a script trains (script in params.yaml): {instead}.")
 
 
 def _reader_has_left() -> bool:
@@ -96,69 +111,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, command: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=about, description=about)
+    def add(name: str) -> argparse.ArgumentParser:
+        command: Command = globals()[f"_{name.replace('-', '_')}"]
+        about, _, epilog = (command.__doc__ or "").partition("\n\n")
+        shown: dict[str, Any] = {} if name in STARTED_BY_OTHERS else {"help": about}
+        added = commands.add_parser(name, description=about, epilog=epilog, **shown)
         added.set_defaults(command=command)
         return added
 
-    add("environment", _environment, "Check params.yaml against this machine and write environment.json.")
-    add("fetch", _fetch, "Download or copy the raw files and check their SHA-256.")
-    add("prepare", _prepare, "Decode the raw files once, into packed arrays.")
-    train = add("train", _train, "Train one variant with every seed; write its result, history and models.")
-    seeds = add("seeds", _seeds, "Add seeds one at a time, until the accuracy of every variant is decided.")
-    seeds.add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
-    bench = add("bench", _bench, "Measure speed and memory of all variants side by side; write bench.json.")
-    bench.add_argument("--again", action="store_true", help="measure one more session, into a new file under sessions/")
-    profile = add("profile", _profile, "Show where a variant's step spends its time; write profiles/VARIANT/.")
-    infer = add("infer", _infer, "Measure inference with a variant's trained model; write inference/VARIANT.*.")
-    for stage in (train, profile, infer):
-        stage.add_argument("variant", metavar="VARIANT", help="an entry under variants: or students: in params.yaml")
-    add("compare", _compare, "Compare the variants' results; write reports/.")
-    add("publish", _publish, "Write the results into MLflow, unless they are there already.")
-    gate = add("gate", _gate, "Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*.")
-    gate.add_argument(
-        "--against",
-        required=True,
-        metavar="REVISION",
-        help="a git revision, which is measured together with this work tree",
-    )
-    add("promote", _promote, "Register the best variant's model as MLflow's champion, if this commit passed the gate.")
-    plan = add(
-        "plan",
-        _plan,
-        "Print how a variant's step is composed on this machine: techniques, their order, and what is skipped.",
-    )
-    plan.add_argument(
-        "variant",
-        nargs="?",
-        metavar="VARIANT",
-        help="an entry under variants: or students: in params.yaml; without a name: list all",
-    )
-    memory = add("predict-memory", _predict_memory, "Predict the peak memory of variants without running them.")
-    memory.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits",
-    )
+    of = {name: add(name) for name in (*COMMANDS, *STARTED_BY_OTHERS)}
+    variant = "an entry under variants: or students: in params.yaml"
+    for name in ("train", "profile", "infer", "follow"):
+        of[name].add_argument("variant", metavar="VARIANT", help=variant)
+    of["plan"].add_argument("variant", nargs="?", metavar="VARIANT", help=f"{variant}; without a name: list all")
+    for name in ("predict-memory", "verify"):
+        of[name].add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
+    of["seeds"].add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
+    again = "measure one more session, into a new file under sessions/"
+    of["bench"].add_argument("--again", action="store_true", help=again)
+    against = "a git revision, which is measured together with this work tree"
+    of["gate"].add_argument("--against", required=True, metavar="REVISION", help=against)
+    memory = of["predict-memory"]
+    size = "the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits"
+    memory.add_argument("--memory", metavar="SIZE", help=size)
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
-    verify = add("verify", _verify, "Check in a few minutes the claims on which the comparison of the variants relies.")
-    verify.epilog = "Exit code: 1 if a claim does not hold, or if none of a variant's claims could be decided; else 0."
-    for command in (memory, verify):
-        command.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
-    verify.add_argument(
-        "--json", action="store_true", help="print JSON for programs: each claim's measured difference and bound"
-    )
-    evidence = add(
-        "evidence", _evidence, "Write all data of the comparison into one file, or check the figures in such a file."
-    )
-    evidence.epilog = "Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default."
+    as_json = "print JSON for programs: each claim's measured difference and bound"
+    of["verify"].add_argument("--json", action="store_true", help=as_json)
+    evidence = of["evidence"]
     evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
-    doctor = add("doctor", _doctor, "Show what this machine lacks for the job of params.yaml, and how to fix it.")
-    doctor.epilog = "Exit code: 1 if there is a problem, else 0, even if there are warnings."
-    submit = add("submit", _submit, "Run a command, dvc repro by default, as a job of a cluster.")
-    places = submit.add_subparsers(metavar="PLACE", required=True, dest="place")
+    places = of["submit"].add_subparsers(metavar="PLACE", required=True, dest="place")
     for place, about in (
         ("slurm", "submit a job, or find the active one; print what it prints; exit with its code"),
         ("kubernetes", "print a JobSet for kubectl"),
@@ -167,54 +150,35 @@ def _parser() -> argparse.ArgumentParser:
         added = places.add_parser(place, help=about, description=about)
         added.add_argument("words", nargs="*", metavar="WORD", help="the command, after --")
         if place != "here":
-            required = place == "kubernetes"
-            added.add_argument(
-                "--dry-run", action="store_true", required=required, help="print the job; submit nothing"
-            )
-    techniques = add(
-        "techniques",
-        _techniques,
-        "List the techniques, or show what a technique changes and excludes, and whether it runs here.",
-    )
-    techniques.add_argument(
-        "words", nargs="*", metavar="WORD", help="a name, or a topic such as AMP or ZeRO; without a word: all names"
-    )
+            only = place == "kubernetes"
+            added.add_argument("--dry-run", action="store_true", required=only, help="print the job; submit nothing")
+    techniques, word = of["techniques"], "a name, or a topic such as AMP or ZeRO; without a word: all names"
+    techniques.add_argument("words", nargs="*", metavar="WORD", help=word)
     techniques.add_argument("--json", action="store_true", help="print JSON for programs")
     techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
-    variants = add("variants", _variants, "List the ready-made variants, or add a set of them to params.yaml.")
-    variants.add_argument(
-        "set", nargs="?", metavar="SET", help="a file under variants/; print which of its variants can run here"
-    )
+    variants, of_set = of["variants"], "a file under variants/; print which of its variants can run here"
+    variants.add_argument("set", nargs="?", metavar="SET", help=of_set)
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
-    init = add("init", _init, "Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.")
-    init.epilog = (
-        "init overwrites no file that you wrote or changed. Before init changes an existing file, it shows the change "
-        "and, without --yes, asks."
-    )
+    init = of["init"]
     data = init.add_mutually_exclusive_group()
-    data.add_argument(
-        "--images", metavar="DIR", help="train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"
-    )
-    data.add_argument(
-        "--arrays", metavar="PATH", help="train on an .npz, .safetensors or .parquet file, or a folder of .npy files"
-    )
-    data.add_argument("--text", metavar="DIR", help="train a language model on UTF-8 files")
+    for option, place, about in (
+        ("--images", "DIR", "train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"),
+        ("--arrays", "PATH", "train on an .npz, .safetensors or .parquet file, or a folder of .npy files"),
+        ("--text", "DIR", "train a language model on UTF-8 files"),
+    ):
+        data.add_argument(option, metavar=place, help=about)
     init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
-    script = add("script", _script, "Measure which arguments of your own training command pay; needs no params.yaml.")
+    script = of["script"]
     script.add_argument("--base", required=True, metavar="COMMAND", help="the command, such as 'python train.py'")
-    for option, whole, form, about in (
-        (
-            "--arm",
-            False,
-            "NAME=ARGUMENTS",
-            "the command with further arguments, after variables such as OMP_NUM_THREADS=2",
-        ),
-        ("--command", True, "NAME=COMMAND", "an arm with another command"),
-    ):
-        script.add_argument(
-            option, dest="arms", metavar=form, help=about, type=partial(_arm, whole), action="append", default=[]
-        )
+    for option, stored, form, read, about in (
+        ("--arm", "arms", "NAME=ARGUMENTS", partial(_arm, False), "the command with further arguments, after variables "
+         "such as OMP_NUM_THREADS=2"),
+        ("--command", "arms", "NAME=COMMAND", partial(_arm, True), "an arm with another command"),
+        ("--set", "settings", "KEY=VALUE", str, "a setting of params.yaml, such as bench.max_rounds=6 or "
+         "compare.margins.throughput=0.02"),
+    ):  # fmt: skip
+        script.add_argument(option, dest=stored, metavar=form, type=read, action="append", default=[], help=about)
     for option, default, about in (
         ("--minutes", 10.0, "longest time for the rounds"),
         ("--timeout", 600.0, "longest silence of an arm, in seconds"),
@@ -222,39 +186,26 @@ def _parser() -> argparse.ArgumentParser:
         ("--output", Path("script-report"), "the report's directory"),
     ):
         script.add_argument(option, type=type(default), default=default, metavar="X", help=f"{about} ({default})")
-    script.add_argument(
-        "--set", dest="settings", metavar="KEY=VALUE", action="append", default=[],
-        help="a setting of params.yaml, such as bench.max_rounds=6 or compare.margins.throughput=0.02",
-    )  # fmt: skip
     script.add_argument("--in-place", action="store_true", help="run in this directory instead of copies of it")
     script.add_argument("--batch-differs", action="store_true", help="batches differ on purpose: compare samples/s")
-    schema = add("schema", _schema, "Write params.schema.json, which editors use to complete params.yaml.")
-    schema.add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
-    # Other commands start the next two commands, so --help does not list these.
-    follow = commands.add_parser("follow", description="Mirror a running training to MLflow. Started by train.")
-    follow.add_argument("variant", metavar="VARIANT")
-    follow.set_defaults(command=_follow)
-    arms = commands.add_parser("arms", description="Measure variants on request. Started by bench and gate.")
-    arms.set_defaults(command=_arms)
+    of["schema"].add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     return parser
 
 
 def _environment(_: argparse.Namespace) -> None:
-    from pipeline import processes
+    """Check params.yaml against this machine and write environment.json."""
+    from pipeline import environment, params, plans
+    from pipeline.environment import stages
+    from pipeline.tools import alone
 
-    with processes.importing():  # syntax trees leave no garbage either
-        from pipeline import environment, params, plans
-        from pipeline.environment import stages
-        from pipeline.tools import alone
-
-        alone.check()
-        config, before = params.load(), environment.last_written()
-        if config.script:
-            _check_nothing_is_lost()
-        params.check_names(config.train, config.variants)
-        made = plans.plans(config, environment.machine())
-        seen = _script_seen(config, before)
-        described = stages.described(config, made, script=seen) | ({"script": seen} if seen else {})
+    alone.check()
+    config, before = params.load(), environment.last_written()
+    if config.script:
+        _check_nothing_is_lost()
+    params.check_names(config.train, config.variants)
+    made = plans.plans(config, environment.machine())
+    seen = _script_seen(config, before)
+    described = stages.described(config, made, script=seen) | ({"script": seen} if seen else {})
     written = environment.write(relied_on=plans.relied_on(config), described=described)
     say(f"environment {written[:12]}")
     for path in environment.changed_since(before):
@@ -283,7 +234,7 @@ def _ready() -> tuple[Config, Machine]:
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.
     """
-    from pipeline import environment, params, processes
+    from pipeline import environment, params
 
     config, machine = params.load(), environment.machine()
     if not environment.ENVIRONMENT_FILE.exists() and processes.launched_size() is None:
@@ -293,15 +244,14 @@ def _ready() -> tuple[Config, Machine]:
 
 def _live() -> None:
     """If a launcher has started this process, let the other ranks know from now on that it is alive."""
-    from pipeline import processes
-
     if processes.launched_size() is not None:
-        with processes.importing():
-            from pipeline.distributed import live
+        from pipeline.distributed import live
+
         live()
 
 
 def _fetch(_: argparse.Namespace) -> None:
+    """Download or copy the raw files and check their SHA-256."""
     from pipeline import params
     from pipeline.data import sources
     from pipeline.environment import code
@@ -319,6 +269,7 @@ def _fetch(_: argparse.Namespace) -> None:
 
 
 def _prepare(_: argparse.Namespace) -> None:
+    """Decode the raw files once, into packed arrays."""
     from pipeline import params
     from pipeline.data import packing
     from pipeline.files import naming
@@ -333,8 +284,6 @@ def _prepare(_: argparse.Namespace) -> None:
 
 def _check_nothing_is_lost() -> None:
     """With a script, raise ConfigError if the folders that the stages fetch and prepare empty hold files."""
-    from pipeline.errors import ConfigError
-
     for folder in (RAW, PREPARED):
         if file := next((path for path in folder.rglob("*") if not path.is_dir()), None):
             raise ConfigError(
@@ -349,43 +298,35 @@ def _nothing_to_do(stage: str, output: Path) -> None:
     say(f"{stage}: nothing to do, because a script reads its own data")
 
 
-def _train(parsed: argparse.Namespace) -> None:
-    from pipeline import processes
-
+def _train(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Train one variant with every seed; write its result, history and models."""
     _live()
     config, machine = _ready()  # reports an error in params.yaml before torch is imported
     if processes.launched_size() is None:
         _seeds_outlook(config, parsed.variant)
     if config.script:
-        _train_of_script(config, parsed.variant, machine)
-        return
-    with processes.importing():
-        from pipeline.training import job
+        return _train_of_script(config, parsed.variant, machine)
+    from pipeline.training import job
 
-    job.run(config, parsed.variant, machine, PREPARED)
+    return partial(job.run, config, parsed.variant, machine, PREPARED)
 
 
-def _train_of_script(config: Config, variant: str, machine: Machine) -> None:
-    from pipeline import processes
+def _train_of_script(config: Config, variant: str, machine: Machine) -> Callable[[], object]:
+    from pipeline.script import training
 
-    with processes.importing():
-        from pipeline.script import training
-
-    training.run(config, variant, machine)
+    return partial(training.run, config, variant, machine)
 
 
 def _seeds_outlook(config: Config, variant: str) -> None:
     """Say how many seeds the accuracy needs. This is not in ``_train``, because a change of the statistics must not
     make DVC repeat the training."""
-    from pipeline import processes
-    from pipeline.files import read_json
-
     if variant == config.compare.baseline:
         return
-    with processes.importing():
-        from pipeline.comparison import advice
-        from pipeline.comparison.stats import Difference
-        from pipeline.results import REPORTS
+    from pipeline.comparison import advice
+    from pipeline.comparison.stats import Difference
+    from pipeline.files import read_json
+    from pipeline.results import REPORTS
+
     known = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # without a report of this version, nothing is known
         last = {compared["variant"]: compared for compared in read_json(REPORTS / "comparison.json")["variants"]}
@@ -394,17 +335,20 @@ def _seeds_outlook(config: Config, variant: str) -> None:
     say(f"{variant}: {outlook}")
 
 
-def _seeds(parsed: argparse.Namespace) -> None:
+def _seeds(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Add seeds one at a time, until the accuracy of every variant is decided."""
     from pipeline.tools import seeds
 
-    seeds.add(parsed.most)
+    return partial(seeds.add, parsed.most)
 
 
-def _bench(parsed: argparse.Namespace) -> None:
+def _bench(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Measure speed and memory of all variants side by side; write bench.json."""
     from pipeline.benchmark import stage
 
     config, machine = _ready()
-    stage.run(
+    return partial(
+        stage.run,
         config,
         machine,
         again=parsed.again,
@@ -421,50 +365,43 @@ def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:
     return getattr(verdicts, rule)(arms, settings)
 
 
-def _arms(_: argparse.Namespace) -> None:
-    from pipeline import environment, params, processes
+def _arms(_: argparse.Namespace) -> Callable[[], object]:
+    """Measure variants on request. Started by bench and gate."""
+    from pipeline import environment, params
 
     config, machine = params.load(), environment.machine()
     if config.script:
-        _arms_of_script(config)
-        return
-    with processes.importing():
-        from pipeline.benchmark import arm
+        return _arms_of_script(config)
+    from pipeline.benchmark import arm
 
-    arm.serve(config, machine, PREPARED)
+    return partial(arm.serve, config, machine, PREPARED)
 
 
-def _arms_of_script(config: Config) -> None:
-    from pipeline import processes
+def _arms_of_script(config: Config) -> Callable[[], object]:
+    from pipeline.script import serving
 
-    with processes.importing():
-        from pipeline.script import serving
-
-    serving.serve(config)
+    return partial(serving.serve, config)
 
 
-def _profile(parsed: argparse.Namespace) -> None:
-    from pipeline import processes
-
+def _profile(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Show where a variant's step spends its time; write profiles/VARIANT/."""
     _live()
     config, machine = _ready()
-    with processes.importing():
-        from pipeline.profiling import steps
+    from pipeline.profiling import steps
 
-    steps.run(config, parsed.variant, machine, PREPARED)
+    return partial(steps.run, config, parsed.variant, machine, PREPARED)
 
 
-def _infer(parsed: argparse.Namespace) -> None:
-    from pipeline import processes
-
+def _infer(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Measure inference with a variant's trained model; write inference/VARIANT.*."""
     config, machine = _ready()
-    with processes.importing():
-        from pipeline.tools import inference
+    from pipeline.tools import inference
 
-    inference.run(config, parsed.variant, machine, PREPARED)
+    return partial(inference.run, config, parsed.variant, machine, PREPARED)
 
 
 def _compare(_: argparse.Namespace) -> None:
+    """Compare the variants' results; write reports/."""
     from pipeline import environment, params, report, results
     from pipeline.comparison.compare import compare
     from pipeline.comparison.consistency import check_here, made_of, read_all
@@ -477,103 +414,108 @@ def _compare(_: argparse.Namespace) -> None:
     say(f"report: {report.REPORTS / 'comparison.html'}")
 
 
-def _publish(_: argparse.Namespace) -> None:
-    from pipeline import processes
+def _publish(_: argparse.Namespace) -> Callable[[], object]:
+    """Write the results into MLflow, unless they are there already."""
+    from pipeline import params, tracking
 
-    with processes.importing():
-        from pipeline import params, tracking
-
-    tracking.publish(params.load())
+    return partial(tracking.publish, params.load())
 
 
-def _gate(parsed: argparse.Namespace) -> int:
+def _gate(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Check whether a commit made throughput, memory or accuracy worse; write reports/gate.*."""
     from pipeline import gate, params
 
-    return gate.run(params.load(), parsed.against)
+    return partial(gate.run, params.load(), parsed.against)
 
 
-def _promote(_: argparse.Namespace) -> int:
+def _promote(_: argparse.Namespace) -> Callable[[], object]:
+    """Register the best variant's model as MLflow's champion, if this commit passed the gate."""
     from pipeline import environment, gate, params, tracking
 
     config = params.load()
     gate.check_current(config)
     gate.confirm(config)
-    return tracking.promote(config, environment.checked_out())
+    return partial(tracking.promote, config, environment.checked_out())
 
 
-def _plan(parsed: argparse.Namespace) -> None:
+def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Print how a variant's step is composed on this machine: techniques, their order, and what is skipped."""
     from pipeline import environment, params
     from pipeline.tools import show_plan
 
-    show_plan.show(params.load(), parsed.variant, environment.machine(), PREPARED)
+    return partial(show_plan.show, params.load(), parsed.variant, environment.machine(), PREPARED)
 
 
-def _predict_memory(parsed: argparse.Namespace) -> None:
-    from pipeline import environment, params, processes
-
-    config, machine = params.load(), environment.machine()
-    with processes.importing():
-        from pipeline.profiling import ledger
-
-    ledger.show(
-        config,
-        machine,
-        parsed.variants,
-        PREPARED,
-        memory=parsed.memory,
-        device=parsed.device,
-        batch_size=parsed.batch_size,
-    )
-
-
-def _verify(parsed: argparse.Namespace) -> int:
-    from pipeline import environment, params, processes
+def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Predict the peak memory of variants without running them."""
+    from pipeline import environment, params
 
     config, machine = params.load(), environment.machine()
-    with processes.importing():
-        from pipeline.tools import verification
+    from pipeline.profiling import ledger
 
-    return verification.run(config, machine, parsed.variants, PREPARED, as_json=parsed.json)
+    asked = {"memory": parsed.memory, "device": parsed.device, "batch_size": parsed.batch_size}
+    return partial(ledger.show, config, machine, parsed.variants, PREPARED, **asked)
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Check in a few minutes the claims on which the comparison of the variants relies.
+
+    Exit code: 1 if a claim does not hold, or if none of a variant's claims could be decided; else 0.
+    """
+    from pipeline import environment, params
+
+    config, machine = params.load(), environment.machine()
+    from pipeline.tools import verification
+
+    return partial(verification.run, config, machine, parsed.variants, PREPARED, as_json=parsed.json)
+
+
+def _doctor(_: argparse.Namespace) -> Callable[[], object]:
+    """Show what this machine lacks for the job of params.yaml, and how to fix it.
+
+    Exit code: 1 if there is a problem, else 0, even if there are warnings.
+    """
     from pipeline.tools import doctor
 
-    return doctor.run()
+    return doctor.run
 
 
-def _evidence(parsed: argparse.Namespace) -> int:
-    from pipeline import errors
+def _evidence(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Write all data of the comparison into one file, or check the figures in such a file.
+
+    Exit code of `check`: 1 if there is a difference, else 0. FILE is evidence.zip by default.
+    """
     from pipeline.tools import evidence
 
     if parsed.action == "check":
-        return evidence.check(Path(parsed.file or evidence.FILE))
+        return partial(evidence.check, Path(parsed.file or evidence.FILE))
     if parsed.file:
-        raise errors.ConfigError(f"evidence: found {parsed.action!r} before FILE; expected FILE, or check FILE.")
-    evidence.write(Path(parsed.action or evidence.FILE))
-    return 0
+        raise ConfigError(f"evidence: found {parsed.action!r} before FILE; expected FILE, or check FILE.")
+    return partial(evidence.write, Path(parsed.action or evidence.FILE))
 
 
-def _submit(parsed: argparse.Namespace) -> int:
+def _submit(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Run a command, dvc repro by default, as a job of a cluster."""
     from pipeline import params
     from pipeline.tools import alone, submit
 
     command = parsed.words or ["dvc", "repro"]
     if parsed.place == "here":
-        return alone.run(command)
+        return partial(alone.run, command)
     if parsed.place == "slurm":
-        return submit.slurm(params.load(), command, dry_run=parsed.dry_run)
-    submit.kubernetes(params.load(), command)
-    return 0
+        return partial(submit.slurm, params.load(), command, dry_run=parsed.dry_run)
+    return partial(submit.kubernetes, params.load(), command)
 
 
-def _follow(parsed: argparse.Namespace) -> None:
+def _follow(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Mirror a running training to MLflow. Started by train."""
     from pipeline import params, tracking
 
-    tracking.follow(params.load(), parsed.variant)
+    return partial(tracking.follow, params.load(), parsed.variant)
 
 
 def _techniques(parsed: argparse.Namespace) -> None:
+    """List the techniques, or show what a technique changes and excludes, and whether it runs here."""
     from pipeline import environment
     from pipeline.tools import listing
 
@@ -584,18 +526,24 @@ def _techniques(parsed: argparse.Namespace) -> None:
 
 
 def _variants(parsed: argparse.Namespace) -> None:
+    """List the ready-made variants, or add a set of them to params.yaml."""
     from pipeline import environment
     from pipeline.tools import variant_sets
 
     variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
 
 
-def _init(parsed: argparse.Namespace) -> None:
+def _init(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Write dvc.yaml, params.yaml and the GPU workflow into a git repository of your own.
+
+    init overwrites no file that you wrote or changed. Before init changes an existing file, it shows the change and,
+    without --yes, asks.
+    """
     from pipeline import environment
     from pipeline.tools import init
 
     data = {"images": parsed.images, "arrays": parsed.arrays, "text": parsed.text}
-    init.run(environment.machine(), model=parsed.model, yes=parsed.yes, **data)
+    return partial(init.run, environment.machine(), model=parsed.model, yes=parsed.yes, **data)
 
 
 def _arm(whole: bool, text: str) -> tuple[str, str, bool]:
@@ -604,27 +552,25 @@ def _arm(whole: bool, text: str) -> tuple[str, str, bool]:
     return name, given, whole
 
 
-def _script(parsed: argparse.Namespace) -> None:
-    from pipeline import processes
+def _script(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Measure which arguments of your own training command pay; needs no params.yaml."""
+    from pipeline.script import command
 
-    with processes.importing():
-        from pipeline.script import command
-
-    asked = vars(parsed)
-    command.run(**{name: asked[name] for name in asked.keys() - {"command"}})
+    return partial(command.run, **{name: value for name, value in vars(parsed).items() if name != "command"})
 
 
 def _schema(parsed: argparse.Namespace) -> None:
-    from pipeline import errors, files, params
+    """Write params.schema.json, which editors use to complete params.yaml."""
+    from pipeline import files, params
 
     text = params.schema()
     if not parsed.check:
         files.write_text(params.SCHEMA_FILE, text)
     elif not params.SCHEMA_FILE.exists() or files.read_text(params.SCHEMA_FILE) != text:
-        raise errors.ConfigError(f"{params.SCHEMA_FILE} is outdated: run `python -m pipeline schema`.")
+        raise ConfigError(f"{params.SCHEMA_FILE} is outdated: run `python -m pipeline schema`.")
 
 
-NEEDS_OUR_LOOP: dict[Callable[[argparse.Namespace], int | None], str] = {
+NEEDS_OUR_LOOP: dict[Command, str] = {
     _profile: "profile the script with torch.profiler",
     _infer: "measure the files under models/ with a program of your own",
     _plan: "`python -m pipeline environment` checks params.yaml and shows what changed",
