@@ -28,7 +28,7 @@ from pipeline.tasks.base import Normalise
 from pipeline.tools import inference
 from pipeline.tools.inference import forms, timing
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
-from pipeline.tools.inference.inference_file import Form, Measured
+from pipeline.tools.inference import Form, Measured
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from tests.nets import conv_net, task_of

@@ -15,7 +15,7 @@ from pipeline.gate.decision import Gated
 from pipeline.params import Variant
 from pipeline.profiling.steps.findings import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
-from pipeline.tools.inference.inference_file import Inference
+from pipeline.tools.inference import Inference
 from pipeline.training import checkpoints
 from tests.factories import make_bench, make_comparison, make_history, make_params, make_result, make_run
 from tests.nets import conv_net

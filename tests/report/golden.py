@@ -20,7 +20,7 @@ from pipeline.profiling.steps.findings import Finding, Operator, Profile, StepTi
 from pipeline.report import facts, html, markdown
 from pipeline.results import Bench, DatasetFacts, Result, ScoreName, Unit, Window
 from pipeline.results.rejections import rejection
-from pipeline.tools.inference.inference_file import Inference
+from pipeline.tools.inference import Inference
 from tests.factories import (
     ENVIRONMENT,
     foreign_load,

@@ -14,28 +14,87 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 
 from pipeline import environment, files, results
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, count, first_line, say, spelled
 from pipeline.pages import render
-from pipeline.params import Config, Machine, Train
+from pipeline.params import Config, Machine, Seed, Train
 from pipeline.plans import plan as plan_of
+from pipeline.results import Record, VariantDocument
 from pipeline.tasks import Task
 from pipeline.tools.inference.forms import FORMS, Kind, Predict, Trained, Unavailable, cause
-from pipeline.tools.inference.inference_file import Agreement, Form, Inference
-from pipeline.tools.inference.timing import in_rounds, latency_of, noise_of, throughput_of
+from pipeline.tools.inference.timing import Latency, Throughput, in_rounds, latency_of, noise_of, throughput_of
 from pipeline.training import checkpoints
 from pipeline.training.assembly import assembled
 from pipeline.training.measured import dataset_of, device_name_of
 from pipeline.training.outcomes import is_out_of_memory
 
-__all__ = ["Inference", "forms_on", "run"]
-
 PLAIN = "eager"
 _AGAIN = "eager again"
 NO_ROOM = os.strerror(errno.ENOSPC)
 _NATIVE_FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
+
+
+class Agreement(Record):
+    """Agreement with the predictions of the plain float32 form on the same device, over the whole test set."""
+
+    equal_count: int | float
+    """Sum of the samples' scores against the plain form's predictions. For classes, this is the number of samples with
+    the same predicted class."""
+    correct_count: int | float
+    """Sum of the samples' scores against the targets."""
+    test_count: int
+    largest_logit_difference: float
+
+    @property
+    def equal_fraction(self) -> float:
+        return self.equal_count / self.test_count
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct_count / self.test_count
+
+
+class Measured(Record):
+    """The figures of one form."""
+
+    prepare_seconds: float
+    """Time to make the form (compile, export, calibrate) and to call it once with each batch size."""
+    model_bytes: int
+    """Size of the form's parameters, buffers and constants."""
+    file_bytes: int | None
+    """Size of the saved program; None if the form is not saved."""
+    latency: Latency
+    throughput: tuple[Throughput, ...]
+    agreement: Agreement
+    remarks: tuple[str, ...]
+
+
+class Form(Record):
+    """One form of the model on one device."""
+
+    name: str
+    device: str
+    """Name of the GPU or CPU."""
+    device_type: Literal["cpu", "cuda"]
+    does: str
+    why_not: str | None
+    """Why the form could not run here; None if it ran."""
+    measured: Measured | None
+
+
+class Inference(VariantDocument):
+    """``inference/<variant>.json``."""
+
+    schema_: Literal[2] = Field(default=2, alias="schema")
+    seed: Seed
+    model_sha256: str
+    rounds: int
+    threads: int
+    """CPU threads per operation."""
+    forms: tuple[Form, ...]
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:

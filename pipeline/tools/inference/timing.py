@@ -3,6 +3,7 @@ time ends when the device has finished."""
 
 from __future__ import annotations
 
+import operator
 import statistics
 import sys
 import time
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from pipeline.comparison.stats import Difference, decide, distrust
 from pipeline.comparison.verdicts import of_rounds
 from pipeline.errors import say
 from pipeline.measurement.energy import Energy, per_sample
+from pipeline.results import Record
 from pipeline.tools.inference.forms import Predict
-from pipeline.tools.inference.inference_file import Latency, Throughput
 
 FEWEST_FOR_P99 = 100
 """Fewest calls for a 99th percentile. With fewer calls, the percentile would depend on the two slowest calls alone."""
@@ -26,6 +28,39 @@ FEWEST_CALLS = 3
 """Fewest calls of a form, per round and batch size, however long a call takes."""
 MOST_UNSEEN_BYTES = 1 << 28
 """Largest size, in bytes, of the batches that are made together before they are timed. A larger batch is made alone."""
+
+
+class Latency(Record):
+    """Latency of calls with one sample, from the call until the outputs are computed."""
+
+    p50_ms: float
+    p50_low_ms: float
+    """``p50_low_ms`` and ``p50_high_ms``: the smallest and the largest of the rounds' medians."""
+    p50_high_ms: float
+    p99_ms: float | None
+    """None if there were fewer than ``FEWEST_FOR_P99`` calls, because one hundredth of them is less than one call."""
+    calls: int
+
+
+class Throughput(Record):
+    """Throughput of successive calls with batches of one size."""
+
+    batch_size: int
+    samples_per_second: float
+    """The median over rounds."""
+    low_samples_per_second: float
+    """``low_...`` and ``high_...``: the slowest and the fastest round."""
+    high_samples_per_second: float
+    ratio: Difference
+    """Ratio to the plain form in the same rounds; no numbers if it is not trusted. For the plain form itself: the ratio
+    to its second measurement, which shows the noise."""
+    joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    """Energy of the device per sample (``measurement.energy``): the median over rounds. ``low_...`` and ``high_...``:
+    the smallest and the largest value of a round."""
+    low_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    high_joules_per_sample: float | None = Field(None, exclude_if=operator.not_)
+    why_no_energy: str | None = Field(None, exclude_if=operator.not_)
+    """Why the energy is unknown. None if the energy is known, or was not asked for."""
 
 
 @dataclass
