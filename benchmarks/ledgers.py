@@ -17,7 +17,7 @@ from pipeline.data.prepared import read
 from pipeline.distributed import forked
 from pipeline.params import parse
 from pipeline.plans import Plan, plan
-from pipeline.profiling import ledger
+from pipeline.profiling import ledger, prediction
 from pipeline.results import Ledger
 from pipeline.training.assembly import assembled
 
@@ -163,4 +163,4 @@ def _measure(how: Plan, data: Path) -> Generator[Ledger, None, None]:
 
 def _predict(how: Plan, data: Path) -> Generator[tuple[Ledger, float], None, None]:
     started = time.perf_counter()
-    yield ledger.predicted(how, tasks.of_job(how.train, read(data))), time.perf_counter() - started
+    yield prediction.predicted(how, tasks.of_job(how.train, read(data))), time.perf_counter() - started

@@ -135,7 +135,6 @@ def _parser() -> argparse.ArgumentParser:
     size = "the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits"
     memory.add_argument("--memory", metavar="SIZE", help=size)
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
-    memory.add_argument("--batch-size", type=int, metavar="N", help="replaces train.batch_size")
     as_json = "print JSON for programs: each claim's measured difference and bound"
     of["verify"].add_argument("--json", action="store_true", help=as_json)
     evidence = of["evidence"]
@@ -441,9 +440,9 @@ def _promote(_: argparse.Namespace) -> Callable[[], object]:
 def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
     """Print how a variant's step is composed on this machine: techniques, their order, and what is skipped."""
     from pipeline import environment, params
-    from pipeline.tools import show_plan
+    from pipeline.tools import outlook
 
-    return partial(show_plan.show, params.load(), parsed.variant, environment.machine(), PREPARED)
+    return partial(outlook.show_plan, params.load(), parsed.variant, environment.machine(), PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -451,10 +450,10 @@ def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline import environment, params
 
     config, machine = params.load(), environment.machine()
-    from pipeline.profiling import ledger
+    from pipeline.tools import outlook
 
-    asked = {"memory": parsed.memory, "device": parsed.device, "batch_size": parsed.batch_size}
-    return partial(ledger.show, config, machine, parsed.variants, PREPARED, **asked)
+    asked = {"memory": parsed.memory, "device": parsed.device}
+    return partial(outlook.show_memory, config, machine, parsed.variants, PREPARED, **asked)
 
 
 def _verify(parsed: argparse.Namespace) -> Callable[[], object]:

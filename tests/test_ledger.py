@@ -18,9 +18,10 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
 from pipeline.plans import Plan, plan
-from pipeline.profiling import ledger
-from pipeline.profiling.ledger.tracker import AllocationTrace
+from pipeline.profiling import ledger, prediction
+from pipeline.profiling.ledger import AllocationTrace
 from pipeline.results import Ledger
+from pipeline.tools import outlook
 from pipeline.training.loop import Training
 from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
 from tests.ranks import run_ranks
@@ -64,7 +65,7 @@ def asked(
 
 
 def rehearsed(config: Config, dataset: Dataset, machine: Machine = LAPTOP) -> Ledger:
-    return ledger.predicted(plan(config, "tried", machine), task_of(dataset, config.train))
+    return prediction.predicted(plan(config, "tried", machine), task_of(dataset, config.train))
 
 
 def trained(config: Config, how: Plan, dataset: Dataset, world: World = ALONE, steps: int = 2) -> Training:
@@ -235,7 +236,7 @@ def test_accumulation_keeps_the_activations_of_one_micro_batch(digits: Dataset) 
 def test_bf16_halves_what_matrix_products_keep(machine: Machine, digits: Dataset) -> None:
     def a_sample(precision: str) -> float:
         config = asked("tests.test_ledger:stack", variant={"precision": precision}, device="auto")
-        estimate = ledger.Estimate(plan(config, "tried", machine), task_of(digits, config.train))
+        estimate = prediction.Estimate(plan(config, "tried", machine), task_of(digits, config.train))
         return (estimate.ledger(1400).activations_bytes - estimate.ledger(900).activations_bytes) / 500
 
     assert a_sample("bf16") == pytest.approx(0.5 * a_sample("fp32"), rel=0.1)
@@ -266,7 +267,7 @@ def test_ddp_has_buckets_all_the_time(micro_batches: int, digits: Dataset) -> No
 
 def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset) -> None:
     config = asked("resnet9", 64, {"gradient_accumulation": 2}, model_options={"base_width": 8})
-    estimate = ledger.Estimate(plan(config, "tried", LAPTOP), task_of(digits, config.train))
+    estimate = prediction.Estimate(plan(config, "tried", LAPTOP), task_of(digits, config.train))
     largest = estimate.largest_batch(8 * 2**20)
     assert largest is not None
     assert 2 < largest < len(digits.train)
@@ -277,7 +278,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(digits: Dataset) -> None:
 
 def test_nothing_fits_or_all_does(digits: Dataset) -> None:
     config = asked()
-    estimate = ledger.Estimate(plan(config, "tried", SERVER), task_of(digits, config.train))
+    estimate = prediction.Estimate(plan(config, "tried", SERVER), task_of(digits, config.train))
     assert (estimate.largest_batch(1000), estimate.largest_batch(2**40)) == (None, len(digits.train))
 
 
@@ -301,27 +302,27 @@ def test_autocast_on_cuda_normalises_in_float32(digits: Dataset) -> None:
 
 
 def test_a_model_that_looks_at_values_is_not_foreseen(digits: Dataset) -> None:
-    with pytest.raises(ledger.PredictionError, match=r"variants\.tried: tests\.test_ledger:looking with 64 sample"):
+    with pytest.raises(prediction.PredictionError, match=r"variants\.tried: tests\.test_ledger:looking with 64 sample"):
         rehearsed(asked("tests.test_ledger:looking"), digits)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
     sizes = {"24GiB": 24 * 2**30, "80 gb": 80 * 10**9, "1.5MiB": 3 * 2**19, "4096": 4096}
-    assert {text: ledger.parse_bytes(text) for text in sizes} == sizes
+    assert {text: outlook.parse_bytes(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize("text", ["", "24 gigs", "GiB", "-1GiB", "0", "24,5GiB", "24.GiB", "1.5.3GiB", "24GiB/s"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="24GiB"):
-        ledger.parse_bytes(text)
+        outlook.parse_bytes(text)
 
 
 VARIANTS = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "half": {"precision": "bf16", "channels_last": True}}
 
 
 def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
-    ledger.show(config, LAPTOP, ["baseline", "half"], digits_folder, memory="64MiB", device="cuda", batch_size=128)
+    config = parse({"train": {"batch_size": 128}, "variants": VARIANTS})
+    outlook.show_memory(config, LAPTOP, ["baseline", "half"], digits_folder, memory="64MiB", device="cuda")
     header, baseline, half, *rest = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ["variant", "peak"]
     assert header.endswith("in 64MiB  largest batch")
@@ -333,7 +334,7 @@ def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFix
 
 
 def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger.show(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
+    outlook.show_memory(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["variant", *VARIANTS]
     assert "largest" not in lines[0]
@@ -342,7 +343,7 @@ def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: p
 def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = {"baseline": {}, "compiled": {"compile": "default"}, "fp16": {"precision": "fp16"}}
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": variants})
-    ledger.show(config, LAPTOP, [], digits_folder, memory="1GiB")
+    outlook.show_memory(config, LAPTOP, [], digits_folder, memory="1GiB")
     lines = capsys.readouterr().out.splitlines()
     header, baseline, *others = lines[:4]
     assert "fits" in baseline
@@ -351,18 +352,16 @@ def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytes
     compiled, fp16 = lines[-2:]
     assert compiled == "variants.compiled: the memory of compile cannot be predicted; measure it."
     assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
-    with pytest.raises(ledger.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"):
-        ledger.show(config, LAPTOP, ["compiled"], digits_folder)
+    with pytest.raises(prediction.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"):
+        outlook.show_memory(config, LAPTOP, ["compiled"], digits_folder)
 
 
 def test_what_cannot_be_shown_says_what_to_do(digits_folder: Path, tmp_path: Path) -> None:
     config = parse({"variants": VARIANTS})
     with pytest.raises(DataError, match="run `dvc repro prepare` first"):
-        ledger.show(config, LAPTOP, [], tmp_path)
+        outlook.show_memory(config, LAPTOP, [], tmp_path)
     with pytest.raises(ConfigError, match="no such variant"):
-        ledger.show(config, LAPTOP, ["memry"], digits_folder)
-    with pytest.raises(ConfigError, match=r"train\.batch_size: found 0"):
-        ledger.show(config, LAPTOP, [], digits_folder, batch_size=0)
+        outlook.show_memory(config, LAPTOP, ["memry"], digits_folder)
 
 
 @pytest.mark.gpu("what its allocator reports")
@@ -378,7 +377,7 @@ def test_on_a_gpu(variant: dict[str, Any], digits: Dataset) -> None:
     assert measured is not None
     assert added_up(measured) == measured.peak_bytes == measured.tensors_bytes == training.memory.peak_bytes
     assert measured.rest_bytes >= 0
-    foreseen = ledger.predicted(how, task_of(digits, how.train))
+    foreseen = prediction.predicted(how, task_of(digits, how.train))
     assert foreseen.parameters_bytes == measured.parameters_bytes
     assert foreseen.optimizer_state_bytes == measured.optimizer_state_bytes
     assert foreseen.activations_bytes > 0.5 * measured.activations_bytes  # cuDNN's workspaces are not predicted

@@ -20,9 +20,9 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Train
 from pipeline.profiling import steps
-from pipeline.profiling.steps import trace
-from pipeline.profiling.steps.findings import PARTS, Facts, StepTimes, findings
-from pipeline.profiling.steps.trace import (
+from pipeline.profiling import trace
+from pipeline.profiling.findings import PARTS, Facts, StepTimes, findings
+from pipeline.profiling.trace import (
     ACCUMULATE,
     BACKWARD,
     FORWARD,

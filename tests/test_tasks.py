@@ -32,11 +32,12 @@ from pipeline.errors import PipelineError
 from pipeline.models import ModelError
 from pipeline.params import Augment, Config, Machine, parse
 from pipeline.plans import plan
-from pipeline.profiling import flops, ledger
+from pipeline.profiling import flops
 from pipeline.results import Unit
 from pipeline.tasks import Task, TaskError
 from pipeline.tasks.base import Batch
 from pipeline.tasks.batches import TrainBatches, evaluation_batches
+from pipeline.tools import outlook
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
@@ -420,7 +421,7 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
     assert 0 <= run.test_accuracy <= 1
     if "perplexity" in run.findings:
         assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss or math.nan))
-    ledger.show(config, CPU_ONLY, ["baseline"], PREPARED)
+    outlook.show_memory(config, CPU_ONLY, ["baseline"], PREPARED)
     said = capfd.readouterr().out
     expected = {
         "token_accuracy": r"token accuracy .* tokens/s, perplexity \d(?s:.*)batch of 16 samples of 16 tokens:",

@@ -120,7 +120,7 @@ def test_each_stage_runs_again_for_its_code(checkout: Clone) -> None:
         "pipeline/data/downloads.py",
         "pipeline/data/packing.py",
         "pipeline/techniques/channels_last.py",
-        "pipeline/profiling/ledger/tracker.py",
+        "pipeline/profiling/ledger.py",
     ):
         edit(checkout.path / file, r"\Z", "\n_UNUSED = 1\n")
     assert due(checkout) == {"fetch", "prepare", "train@format", "bench"}

@@ -17,7 +17,7 @@ from pipeline.distributed import World
 from pipeline.measurement.windows import Clock, Memory
 from pipeline.params import Augment, Train
 from pipeline.params.catalogue import in_effect
-from pipeline.profiling import ledger
+from pipeline.profiling import ledger, prediction
 from pipeline.results import HistoryRow, Ledger, Window
 from pipeline.results.rejections import Rejection
 from pipeline.tasks.batches import Placement, TrainBatches
@@ -116,7 +116,7 @@ def ledgers(training: Training) -> tuple[Ledger, Ledger]:
     """Return the measured ledger of the training, and the one that is predicted from its plan."""
     measured = ledger.measured(training, 10**12)
     assert measured is not None
-    return measured, ledger.predicted(training.plan, training.task)
+    return measured, prediction.predicted(training.plan, training.task)
 
 
 # Windows

@@ -226,7 +226,7 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
 
     Return None if no peak is known, and on all ranks except the main one.
     """
-    from pipeline.profiling import ledger  # most arms need no ledger
+    from pipeline.profiling import ledger, prediction  # most arms need no ledger
 
     own_peak = None if MEMORY.of(window) is None else memory.peak_bytes
     ranks = training.world.gather(ledger.measured(training, own_peak))
@@ -235,8 +235,8 @@ def _ledgers(training: Training, window: Window, memory: Memory) -> Ledgers | No
         return None
     predicted, why_not = None, None
     try:
-        predicted = ledger.predicted(training.plan, training.task, training.batches.placement)
-    except ledger.PredictionError as error:
+        predicted = prediction.predicted(training.plan, training.task, training.batches.placement)
+    except prediction.PredictionError as error:
         why_not = str(error)
     return Ledgers(
         measured=max(known, key=lambda ledger: ledger.peak_bytes), predicted=predicted, why_not_predicted=why_not

@@ -18,7 +18,7 @@ from pipeline.environment import stages
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import Machine, Train, load, parse
 from pipeline.plans import plan
-from pipeline.profiling import flops, ledger
+from pipeline.profiling import flops, prediction
 from pipeline.techniques import Setup
 from pipeline.techniques.distillation import Distillation
 from pipeline.tools.verification import Verifier
@@ -135,7 +135,7 @@ def test_the_ledger_counts_the_teacher_s_weights(digits: Dataset, model: str) ->
         train = {"model": "small_cnn", "batch_size": 64, "device": "cpu", "seeds": [0]}
         config = parse({"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
         made.append(plan(config, "tried", CPU_ONLY))
-        predicted.append(ledger.predicted(made[-1], task_of(digits, config.train)))
+        predicted.append(prediction.predicted(made[-1], task_of(digits, config.train)))
     training = make_training(digits, train=made[1].train, distillation=made[1].applied.distillation)
     held = [*teacher_of(training).parameters(), *teacher_of(training).buffers()]
     assert predicted[1].parameters_bytes - predicted[0].parameters_bytes == sum(tensor.nbytes for tensor in held)

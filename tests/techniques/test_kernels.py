@@ -20,7 +20,7 @@ from pipeline.measurement.windows import graphs_bytes
 from pipeline.models.gpt import GPT
 from pipeline.params import GRAPH_WARMUP_STEPS, Config, Machine, Train, Variant, entry, requested
 from pipeline.plans import plan
-from pipeline.profiling import ledger
+from pipeline.profiling import prediction
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import Technique
 from pipeline.techniques.attention import Attention
@@ -163,7 +163,7 @@ def test_a_prediction_for_gpus_counts_what_math_keeps(digits: Dataset, attention
     for choice in ("auto", attention):
         variant = Variant.model_validate({"precision": "bf16", "attention": choice})
         config = Config(train=train, variants={"tried": variant})
-        kept.append(ledger.predicted(plan(config, "tried", machine), task_of(digits, train)).activations_bytes)
+        kept.append(prediction.predicted(plan(config, "tried", machine), task_of(digits, train)).activations_bytes)
     pairs = BATCH * HEADS * TOKENS * TOKENS
     assert kept[1] - kept[0] >= 2 * pairs if attention == "math" else kept[1] == kept[0]
 

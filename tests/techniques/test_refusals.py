@@ -13,7 +13,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, GRAPH_WARMUP_STEPS, Entry, Machine
 from pipeline.params.conditions import needs_gpu
-from pipeline.profiling import ledger
+from pipeline.profiling import prediction
 from tests.factories import alone, planned, setting_of
 from tests.nets import LooksAtValues, changed, chosen, conv_net, make_plan, task_of
 from tests.ranks import run_ranks
@@ -140,8 +140,8 @@ def test_one_process_is_refused_under_a_launcher(parallelism: str) -> None:
 @pytest.mark.parametrize("entry", [entry for entry in CATALOGUE if entry.needs_measuring], ids=lambda entry: entry.name)
 def test_the_memory_of_some_techniques_cannot_be_predicted(entry: Entry, digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": frozenset({"bitsandbytes", "torchao"}), "gpu_float8": True})
-    with pytest.raises(ledger.PredictionError, match=f"variants.tried: the memory of {entry.name} cannot be predicted"):
-        ledger.predicted(planned(machine, alone(entry), optimizer="adamw"), task_of(digits))
+    with pytest.raises(prediction.PredictionError, match=f"variants.tried: the memory of {entry.name} cannot be predicted"):
+        prediction.predicted(planned(machine, alone(entry), optimizer="adamw"), task_of(digits))
 
 
 def scaled() -> nn.Module:

@@ -28,8 +28,8 @@ from pipeline.plans import Plan
 from pipeline.processes import default_environment
 from pipeline.processes.malloc import keep_freed_memory
 from pipeline.profiling import QUIET, each_within
-from pipeline.profiling.steps import trace
-from pipeline.profiling.steps.findings import Facts, Profile, findings
+from pipeline.profiling import trace
+from pipeline.profiling.findings import Facts, Profile, findings
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training

@@ -20,7 +20,7 @@ PARTS = (*WORK, "communication", "input", "idle")
 class StepTimes(Record):
     """The parts of one rank's mean step under the profiler. All except hidden communication add up to ``step_ms``.
 
-    ``pipeline.profiling.steps.trace`` defines the parts.
+    ``pipeline.profiling.trace`` defines the parts.
     """
 
     step_ms: float

@@ -28,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.profiling.steps.findings import PARTS, WORK, Operator, StepTimes
+from pipeline.profiling.findings import PARTS, WORK, Operator, StepTimes
 
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")

@@ -31,7 +31,7 @@ from pipeline.models.keeping import copied, storage_of
 from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.processes import randomness
-from pipeline.profiling.ledger.tracker import (
+from pipeline.profiling.ledger import (
     AllocationTrace,
     Call,
     Calls,
