@@ -21,13 +21,12 @@ from pipeline.comparison.stats import Difference
 from pipeline.errors import spelled
 from pipeline.files import write_texts
 from pipeline.pages import render
-from pipeline.report import differences, facts, pictures, tables
+from pipeline.report import facts, pictures, tables
 from pipeline.report.pictures import Histories
 from pipeline.results import REPORTS, figures
 from pipeline.results.figures import FIGURES, Figure
 
-__all__ = ["REPORTS", "accuracy_csv", "html", "loss_csv", "markdown", "metrics", "ratios_csv", "write"]
-
+__all__ = ["REPORTS", "history_csv", "html", "markdown", "metrics", "ratios_csv", "write"]
 
 LIMIT = 65_536
 """Maximum number of characters of a comment on GitHub."""
@@ -53,8 +52,8 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
         "comparison.json": comparison.to_json(),
         "comparison.md": markdown(comparison),
         "comparison.html": html(comparison, histories),
-        "accuracy.csv": accuracy_csv(comparison, histories),
-        "loss.csv": loss_csv(comparison, histories),
+        "accuracy.csv": history_csv(comparison, histories, "test_accuracy"),
+        "loss.csv": history_csv(comparison, histories, "train_loss"),
         "ratios.csv": ratios_csv(comparison),
         **{name: json.dumps(content, indent=2, allow_nan=False) + "\n" for name, content in values.items()},
     }
@@ -103,7 +102,6 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     return {
         "comparison": comparison,
         "facts": facts,
-        "differences": differences,
         "figures": figures,
         "tables": tables.tables(comparison),
         "shares": tables.shares(comparison),
@@ -181,17 +179,8 @@ def ratios_csv(comparison: Comparison) -> str:
     )
 
 
-def accuracy_csv(comparison: Comparison, histories: Histories) -> str:
-    """Return one row per evaluation, for all variants and seeds. No field is blank."""
-    return _history_csv(comparison, histories, "test_accuracy")
-
-
-def loss_csv(comparison: Comparison, histories: Histories) -> str:
-    """Return the training loss of each row of the histories, for all variants and seeds. No field is blank."""
-    return _history_csv(comparison, histories, "train_loss")
-
-
-def _history_csv(comparison: Comparison, histories: Histories, field: str) -> str:
+def history_csv(comparison: Comparison, histories: Histories, field: str) -> str:
+    """Return ``field`` of the rows of the histories that have it, for all variants and seeds. No field is blank."""
     columns = ("seed", "epoch", "step", "train_seconds", field)
     return _csv(
         ("variant", *columns),

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.comparison import advice as advices
+from pipeline.comparison.advice import percentage_points
 from pipeline.comparison.comparison_file import Compared, Comparison, Share
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
 from pipeline.pages import formats
-from pipeline.pages.formats import UNTRUSTED, heading, plain_percent
-from pipeline.report import differences
-from pipeline.report.differences import interval
-from pipeline.results import Bench, Ledger, SameJob, ScoreName
+from pipeline.pages.formats import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
+from pipeline.results import Bench, Ledger, SameJob, ScoreName, rejections
 from pipeline.results.figures import QUANTITIES, THROUGHPUT
-from pipeline.results.rejections import by_kind, lines
 
 FEW_TEST_SAMPLES = 2_000
 """With fewer test samples than this, the accuracy depends strongly on which samples were chosen. An interval over seeds
@@ -146,7 +144,7 @@ def share_accuracy(share: Share) -> tuple[str, ...]:
     name. If no such variant was trained, return "not trained alone"; if no speed was measured alone, return nothing."""
     if share.accuracy is None:
         return ("not trained alone",) if share.verdict else ()
-    return (*differences.lines(share.accuracy), f"variant {share.accuracy_from}")
+    return (*lines(share.accuracy), f"variant {share.accuracy_from}")
 
 
 def ended_early(bench: Bench) -> list[str]:
@@ -200,13 +198,13 @@ def disturbed(compared: Compared) -> tuple[str, ...]:
 
 def rejected_in_training(compared: Compared) -> list[tuple[str, list[int]]]:
     """Return the reason of each kind for rejected figures of the trainings, with its seeds."""
-    return [(first.text, seeds) for first, seeds in by_kind((run.seed, run.rejections) for run in compared.runs)]
+    return [(first.text, seeds) for first, seeds in rejections.by_kind((run.seed, run.rejections) for run in compared.runs)]
 
 
 def rejected_in_bench(comparison: Comparison) -> list[tuple[str, str]]:
     """Return pairs (arm, sentence) about rejected samples."""
     arms = {arm.name: [sample.rejections for sample in arm.samples] for arm in comparison.bench.arms}
-    return [(name, text) for name, of in arms.items() for text in sentences(lines(of, comparison.advised))]
+    return [(name, text) for name, of in arms.items() for text in sentences(rejections.lines(of, comparison.advised))]
 
 
 def target(comparison: Comparison) -> str:
@@ -250,3 +248,51 @@ def same_job(same: SameJob) -> str:
 
 def techniques(compared: Compared) -> str:
     return ", ".join(compared.techniques) or "no technique"
+
+
+# Differences from the baseline: a ratio, or points of accuracy, with its interval.
+
+
+def estimate(difference: Difference) -> str:
+    """Return a ratio, or a difference in accuracy, without its interval."""
+    if difference.unit == "fraction":
+        return f"{points(difference.estimate)}{JOINED}points"
+    return times(difference.estimate, _decimals(difference))
+
+
+def interval(difference: Difference) -> str:
+    """Return the ends of the interval, or the reason why there is none."""
+    of_ratio = difference.unit == "ratio"
+    if difference.low is None:
+        return f"too few {'accepted rounds' if of_ratio else 'seeds'} ({difference.pairs}) for an interval"
+    decimals = _decimals(difference)
+    low, high = (bare(end, decimals) if of_ratio else points(end) for end in difference.bounds)
+    return between(low, high)
+
+
+def margin(difference: Difference) -> str:
+    """Return the margin at which the difference was decided."""
+    shown = plain_percent if difference.unit == "ratio" else percentage_points
+    return shown(difference.margin)
+
+
+def _decimals(ratio: Difference) -> int:
+    """Return the number of decimals: 2, or 3 if the interval is so narrow that its ends could look the same with 2."""
+    return 3 if ratio.spread < 0.02 else 2
+
+
+def lines(difference: Difference | None) -> tuple[str, ...]:
+    """Return the lines of a table cell: the estimate and its interval, in brackets if they are untrusted. The page
+    shows brackets in grey."""
+    if difference is None:
+        return ()
+    value, ends = estimate(difference), interval(difference)
+    if difference.why_untrusted:
+        return (UNTRUSTED,) if difference.estimate is None else (UNTRUSTED, f"[{value}, {ends}]")
+    return f"{value}{' undecided' if difference.decision == 'undecided' else ''}", ends
+
+
+def text(difference: Difference) -> str:
+    """Return the texts of ``lines`` on one line."""
+    value, *intervals = lines(difference)
+    return " ".join([value, *(text if value == UNTRUSTED else f"({text})" for text in intervals)])

@@ -19,7 +19,7 @@ from pipeline.comparison.figures import over_rounds
 from pipeline.comparison.stats import Difference
 from pipeline.pages import formats
 from pipeline.pages.formats import UNKNOWN, UNTRUSTED
-from pipeline.report import differences, facts
+from pipeline.report import facts
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.results import HistoryRow, Ledger
 from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
@@ -152,7 +152,7 @@ def _mark(difference: Difference | None, caption: str = "") -> Mark:
     scale = 1 if difference.unit == "ratio" else 100
     ends = (difference.estimate, difference.low, difference.high)
     at, low, high = (None if end is None else scale * end for end in ends)
-    return Mark(caption, differences.text(difference), at, low, high, difference.decision)
+    return Mark(caption, facts.text(difference), at, low, high, difference.decision)
 
 
 def _forest(title: str, rows: Sequence[Row], margin: float, *, ratios: bool = True) -> Forest:

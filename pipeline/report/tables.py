@@ -11,7 +11,7 @@ from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
 from pipeline.pages import formats
 from pipeline.pages.formats import DASH, UNKNOWN, UNTRUSTED
-from pipeline.report import differences, facts
+from pipeline.report import facts
 from pipeline.results import figures
 from pipeline.results.figures import Figure
 
@@ -83,8 +83,8 @@ def _known(table: Table) -> Table:
 
 def _against(value: str, difference: Difference | None) -> Cell:
     if difference and not difference.margin and not difference.why_untrusted:  # nothing is decided
-        return Cell(value, (differences.estimate(difference), differences.interval(difference)))
-    return Cell(value, differences.lines(difference), difference.decision if difference else "")
+        return Cell(value, (facts.estimate(difference), facts.interval(difference)))
+    return Cell(value, facts.lines(difference), difference.decision if difference else "")
 
 
 def _declared(table: str, comparison: Comparison) -> list[Column]:
@@ -139,7 +139,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
                 return Cell("before the first evaluation")
             seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
-        beside = (differences.estimate(ratio), differences.interval(ratio)) if ratio else ()
+        beside = (facts.estimate(ratio), facts.interval(ratio)) if ratio else ()
         return Cell(formats.number(time.train_seconds, "s"), beside)
 
     def alongside(compared: Compared) -> Cell:
@@ -243,7 +243,7 @@ def shares(comparison: Comparison) -> Table:
     rows = []
     for share in comparison.shares:
         ratios = (share.added_throughput, share.stacked_throughput, share.added_memory, share.stacked_memory)
-        texts = [*map(differences.lines, ratios), facts.share_accuracy(share)]
+        texts = [*map(facts.lines, ratios), facts.share_accuracy(share)]
         cells = tuple(Cell(lines[0], lines[1:]) if lines else Cell(DASH) for lines in texts)
         rows.append(Row(share.technique, share.verdict, f"in {share.variant}", cells))
     headings = tuple((column, "") for column in (*columns, "Accuracy, added"))

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, count, first_line, say
 from pipeline.params import Compare, Config, parse
 from pipeline.params.commands import commands_of
 from pipeline.params.loading import parse_yaml
-from pipeline.report import differences, facts
+from pipeline.report import facts
 from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
 from pipeline.script.arms import Scripts
 from pipeline.script.sameness import credits_of, lines, same_jobs
@@ -160,17 +160,17 @@ def result_of(arm: Arm, bench: Bench) -> Result:
 def row_of(comparison: Comparison) -> str:
     """Return one row of the live table: the ratios of the throughputs so far."""
     ratios = {compared.variant: compared.throughput for compared in comparison.variants[1:]}
-    texts = [f"{name} {differences.text(ratio)}" for name, ratio in ratios.items() if ratio]
-    noise = f"A/A {differences.text(comparison.noise_throughput)}"
+    texts = [f"{name} {facts.text(ratio)}" for name, ratio in ratios.items() if ratio]
+    noise = f"A/A {facts.text(comparison.noise_throughput)}"
     return f"script: round {comparison.bench.rounds}: {'; '.join([*texts, noise])}"
 
 
 def verdict_lines(comparison: Comparison) -> Iterator[str]:
     """Yield each arm's verdict, its ratios and its reasons."""
     for compared in comparison.variants[1:]:
-        ratios = (f"{figure.noun} {differences.text(ratio)}" for figure, ratio in compared.ratios.items())
+        ratios = (f"{figure.noun} {facts.text(ratio)}" for figure, ratio in compared.ratios.items())
         yield f"{compared.variant}: {compared.verdict}: {', '.join(ratios)}"
         yield from (f"  {sentence}" for sentence in facts.sentences(compared.reasons))
-    noises = (f"{figure.noun} {differences.text(noise)}" for figure, noise in comparison.noises.items())
+    noises = (f"{figure.noun} {facts.text(noise)}" for figure, noise in comparison.noises.items())
     yield f"{BASE} against itself: {', '.join(noises)}"
     yield from facts.banner(comparison)

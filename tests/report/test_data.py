@@ -3,7 +3,7 @@ from __future__ import annotations
 import csv
 import io
 
-from pipeline.report import accuracy_csv, loss_csv, metrics, ratios_csv, verdicts
+from pipeline.report import history_csv, metrics, ratios_csv, verdicts
 from tests.report.conftest import Made
 
 
@@ -30,7 +30,7 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_plot_data_has_every_run_and_no_blank_field(usual: Made) -> None:
-    accuracy, loss = rows(accuracy_csv(*usual)), rows(loss_csv(*usual))
+    accuracy, loss = (rows(history_csv(*usual, field)) for field in ("test_accuracy", "train_loss"))
     assert len(accuracy) == 3 * 3 * 3  # variants, seeds, evaluations
     assert len(loss) == 3 * 3 * 12  # rows of history
     assert all(value for row in (*accuracy, *loss) for value in row.values())

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.comparison.stats import Difference
 from pipeline.pages import formats
-from pipeline.report import differences
+from pipeline.report import facts
 from tests.factories import make_accuracy
 from tests.report.conftest import plain
 
@@ -43,23 +43,23 @@ def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None
 
 
 def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
-    assert plain(differences.text(ratio())) == "1.42x (1.38 to 1.47)"
+    assert plain(facts.text(ratio())) == "1.42x (1.38 to 1.47)"
     narrow = ratio(estimate=0.5502, low=0.5488, high=0.5511)
-    assert plain(differences.text(narrow)) == "0.550x (0.549 to 0.551)"
+    assert plain(facts.text(narrow)) == "0.550x (0.549 to 0.551)"
 
 
 def test_an_untrusted_ratio_is_in_brackets() -> None:
     noisy = ratio(decision="untrusted", why_untrusted="throughput: too noisy")
-    assert plain(differences.text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
+    assert plain(facts.text(noisy)) == "untrusted [1.42x, 1.38 to 1.47]"
     few = noisy.model_copy(update={"low": None, "high": None, "pairs": 3})
-    assert plain(differences.text(few)) == "untrusted [1.42x, too few accepted rounds (3) for an interval]"
+    assert plain(facts.text(few)) == "untrusted [1.42x, too few accepted rounds (3) for an interval]"
     unknown = few.model_copy(update={"estimate": None, "pairs": 0})
-    assert differences.text(unknown) == "untrusted"
+    assert facts.text(unknown) == "untrusted"
 
 
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
-    assert plain(differences.text(few)) == "1.42x undecided (too few accepted rounds (4) for an interval)"
+    assert plain(facts.text(few)) == "1.42x undecided (too few accepted rounds (4) for an interval)"
     assert (
-        plain(differences.text(make_accuracy([0.0003]))) == "+0.03 points undecided (too few seeds (1) for an interval)"
+        plain(facts.text(make_accuracy([0.0003]))) == "+0.03 points undecided (too few seeds (1) for an interval)"
     )
