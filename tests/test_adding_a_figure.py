@@ -49,7 +49,7 @@ import json
 
 from pipeline.report import markdown, metrics
 from pipeline.report.tables import tables
-from pipeline.tracking.metrics import compared_points
+from pipeline.tracking.contents import compared_points
 from tests.factories import make_bench, make_comparison, with_samples
 from tests.trainings import rank, window
 
@@ -80,7 +80,7 @@ from pipeline.gate.decision import Samples, judge
 from pipeline.gate.settings import STRICTER
 from pipeline.params import Compare
 from pipeline.results.figures import FIGURES
-from pipeline.tracking.labels import columns
+from pipeline.tracking.contents import columns
 from tests.factories import make_arm
 
 START = FIGURES[-1]

@@ -16,7 +16,7 @@ from pipeline.params import Compare
 from pipeline.report import html, markdown
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tracking import labels
+from pipeline.tracking import contents
 from pipeline.tracking.promoting import sessions_of
 from tests.factories import ENVIRONMENT, make_bench, make_histories, make_ratio, make_result, make_session, with_speeds
 from tests.report.conftest import plain
@@ -134,7 +134,7 @@ def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_
 def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
     gone = {"one": dict.fromkeys(range(6), "x"), "two": dict.fromkeys(range(6, 12), "x")}
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, rejected=gone))
-    assert labels.champion(comparison)["champion.head_to_head"].startswith("unknown")
+    assert contents.champion(comparison)["champion.head_to_head"].startswith("unknown")
 
 
 def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
@@ -165,9 +165,9 @@ def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
     assert "in rounds that were not used for this choice." in said
     assert said.endswith(": better.")
     assert said in plain(Page(html(comparison, make_histories(MEASURED))).heard)
-    tags = labels.champion(comparison)
+    tags = contents.champion(comparison)
     assert tags["champion"] == "one"
     assert tags["champion.gain"].endswith(" the throughput")
     assert tags["champion.head_to_head"].endswith(": better")
-    nothing = labels.champion(over(session(1)))
+    nothing = contents.champion(over(session(1)))
     assert set(nothing.values()) == {"baseline", "none"}

@@ -32,7 +32,7 @@ from pipeline.results.figures import ENERGY
 from pipeline.results.rejections import Rejection, rejection
 from pipeline.tools import evidence, inference
 from pipeline.tools.inference import timing
-from pipeline.tracking.metrics import _figures_of, compared_points
+from pipeline.tracking.contents import _figures_of, compared_points
 from pipeline.training import job
 from tests.drivers import plug
 from tests.factories import (

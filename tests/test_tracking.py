@@ -35,7 +35,7 @@ from pipeline.environment import hash_of
 from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
-from pipeline.tracking import comparisons, labels, live, logged_models, promoting, publishing, stores
+from pipeline.tracking import comparisons, contents, live, logged_models, promoting, publishing, stores
 from pipeline.tracking.comparisons import COMPLETE, LIVE, PARENT, Wanted
 from pipeline.tracking.publishing import reconcile
 from pipeline.tracking.stores import Store
@@ -275,7 +275,7 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
         for name, value in report.metrics(compared).items()
         if isinstance(value, int | float)
     }
-    assert parent.data.tags[labels.NOTE] == "# Compared"
+    assert parent.data.tags[contents.NOTE] == "# Compared"
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
@@ -417,7 +417,7 @@ def test_a_store_that_another_process_keeps_locked_holds_nobody_up(
     monkeypatch.setattr(stores, "LOCK_SECONDS", 0.2)
     with stores.locked(stores.address(root)):
         assert tracking.publish(config_of(), root).failed
-    assert "mlflow.db.lock locked for 0.2 s The result files are complete" in capsys.readouterr().err
+    assert "mlflow.db.lock' could not be acquired. Another process uses the store: end that process, or wait. The result files are complete" in capsys.readouterr().err
     assert tracking.publish(config_of(), root).written == 4
 
 
@@ -553,14 +553,14 @@ def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> No
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
     parent, _ = family(root)
     assert parent.info.run_id == old.info.run_id
-    assert parent.data.tags[labels.NOTE].startswith("# Better words")
-    assert len(parent.data.tags[labels.NOTE]) <= 8000
+    assert parent.data.tags[contents.NOTE].startswith("# Better words")
+    assert len(parent.data.tags[contents.NOTE]) <= 8000
     assert agrees(root, config_of())
 
 
 def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
     def said() -> str:
-        return labels.parent_tags(config_of(), wanted_of(root), root)["sessions"]
+        return contents.parent_tags(config_of(), wanted_of(root), root)["sessions"]
 
     comparison = write_comparison(root)
     assert said() == "1; in other sessions these ratios may differ by an unknown amount"
@@ -1287,7 +1287,7 @@ def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp
     hashes = []
     for text in (before, before + entry.format("b"), before + entry.format("c"), before + entry.format("c") + behind):
         lock.write_text(text)
-        hashes.append(labels.lock_sha256(lock))
+        hashes.append(contents.lock_sha256(lock))
     assert hashes[0] == hashes[1] == hashes[2] == hashlib.sha256(before.encode()).hexdigest()
     assert hashes[3] == hashlib.sha256((before + behind).encode()).hexdigest()
 

@@ -106,7 +106,7 @@ def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
         ("pipeline/params/catalogue.yaml", r"(?m)^    does: Blocks", "    does: Some blocks"),
         ("pipeline/plans.py", r"(?m)^def plan\(", "_UNUSED = 1\n\n\ndef plan("),
         ("pipeline/results/figures.py", r'"Percentiles of', '"The percentiles of'),
-        ("pipeline/tracking/labels.py", r"\Z", "\n_UNUSED = 1\n"),
+        ("pipeline/tracking/contents.py", r"\Z", "\n_UNUSED = 1\n"),
         ("layers.py", r"\A", "# A remark.\n"),
         ("params.yaml", r"(?m)^train:\n", "train:\n  warmup_steps: 5\n"),  # 5 is the default
         ("params.yaml", r"(?m)^train:\n", "train:\n  checkpoint_every_steps: 7\n"),

@@ -16,9 +16,9 @@ from threading import Event, Thread
 from pipeline import results
 from pipeline.files import read_text
 from pipeline.params import Config
-from pipeline.tracking import labels, metrics, stores
+from pipeline.tracking import contents, stores
 from pipeline.tracking.comparisons import LIVE
-from pipeline.tracking.metrics import Point
+from pipeline.tracking.contents import Point
 from pipeline.tracking.stores import Store
 
 POLL_SECONDS = 1.0
@@ -90,16 +90,16 @@ class _Mirror:
     def _read(self) -> None:
         for sample in self._system.read():
             live = self._live.setdefault(int(sample["seed"]), _LiveRun(float(sample["seconds"])))
-            live.pending += metrics.system_points(sample, live.samples)
+            live.pending += contents.system_points(sample, live.samples)
             live.samples += 1
         for row in map(results.history_row, self._history.read()):
             live = self._live.setdefault(row.seed, _LiveRun(time.time() - row.train_seconds))
-            live.pending += metrics.history_points(row, live.started)
+            live.pending += contents.history_points(row, live.started)
 
     def _log(self, seed: int, live: _LiveRun) -> None:
         store = self.store = self.store or self._opened()
         if live.run_id is None:
-            tags = labels.origin_tags(self._root, f"train {self._variant}")
+            tags = contents.origin_tags(self._root, f"train {self._variant}")
             tags |= {LIVE: stores.checkout(self._root), "variant": self._variant, "seed": str(seed)}
             name, started_ms = f"{self._variant}-seed{seed}", round(live.started * 1000)
             live.run_id = store.client.create_run(store.experiment_id, started_ms, tags, name).info.run_id

@@ -27,7 +27,7 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import first_line
 from pipeline.files import PREPARED
 from pipeline.tasks import Task
-from pipeline.tracking import labels
+from pipeline.tracking import contents
 from pipeline.tracking.comparisons import Child
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
@@ -62,7 +62,7 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
             store.experiment_id,
             name=child.name,  # shown in MLflow's list of models
             source_run_id=run_id,
-            params=labels.child_params(child.result),
+            params=contents.child_params(child.result),
             tags={"variant": child.variant, "seed": str(child.run.seed), "model_sha256": child.run.model_sha256},
         )
         client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=child.run.steps)])

@@ -13,7 +13,7 @@ from pipeline.files import PREPARED, read_json
 from pipeline.params import Config
 from pipeline.processes import importing
 from pipeline.results import REPORTS
-from pipeline.tracking import comparisons, labels, stores
+from pipeline.tracking import comparisons, contents, stores
 from pipeline.tracking.comparisons import COMPARISON, RUN, Child, Wanted
 from pipeline.tracking.stores import Store, StoredRun
 
@@ -93,8 +93,8 @@ def promote(config: Config, commit: str | None, root: Path = Path()) -> int:
         with stores.locked(uri):
             store = stores.open_store(uri, root, config.publish.experiment)
             parent, run = _stored(store, wanted, child)
-            verdict = labels.verdicts(comparison)[variant]
-            tags = _evidence(gate, child, verdict, parent, run) | labels.champion(comparison)
+            verdict = contents.verdicts(comparison)[variant]
+            tags = _evidence(gate, child, verdict, parent, run) | contents.champion(comparison)
             model = logged_models.log(store, run.run_id, child)
             version = _registered(store, config.publish.registered_model, model, tags)
             for file in GATE:
@@ -133,7 +133,7 @@ def sessions_of(comparison: Comparison, variant: str) -> int:
     gain = comparison.champion and comparison.champion.ratio
     return min(
         (
-            labels.session_count(ratio)
+            ratio.session_count
             for compared in comparison.variants
             for ratio in (compared.throughput, compared.memory, gain)
             if compared.variant == variant and ratio and ratio.decision != "untrusted"

@@ -13,7 +13,7 @@ from pipeline.files import PREPARED, read_json, write_text
 from pipeline.params import Config
 from pipeline.processes import importing
 from pipeline.results import DatasetFacts
-from pipeline.tracking import comparisons, labels, metrics, stores
+from pipeline.tracking import comparisons, contents, stores
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, REPORT, RUN, Child, Wanted
 from pipeline.tracking.stores import SQLITE, Store, StoredRun
 
@@ -112,15 +112,15 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
 
 def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> None:
     """Write a run from its files, and mark it complete as the last step."""
-    client, (started, ended) = store.client, metrics.run_times(child)
+    client, (started, ended) = store.client, contents.run_times(child)
     ended_ms = round(ended * 1000)
     # The run has its tags from the start, so that a half-written run is found and deleted.
-    tags = labels.origin_tags(store.root, f"train {child.variant}") | labels.child_tags(child)
+    tags = contents.origin_tags(store.root, f"train {child.variant}") | contents.child_tags(child)
     tags |= {PARENT: parent_id, COMPARISON: wanted.key}
     created = client.create_run(store.experiment_id, round(started * 1000), tags, run_name=child.name)
     run_id = str(created.info.run_id)
-    points = [*metrics.recorded_points(child, started), *metrics.final_points(child.run, ended_ms)]
-    store.log(run_id, points, labels.child_params(child.result))
+    points = [*contents.recorded_points(child, started), *contents.final_points(child.run, ended_ms)]
+    store.log(run_id, points, contents.child_params(child.result))
     if data := child.result.dataset:
         client.log_inputs(run_id, [_dataset(data)])
     for file in (child.result_file, child.history_file):
@@ -157,7 +157,7 @@ def _dataset(about: DatasetFacts) -> Any:
 
 
 def _create_parent(wanted: Wanted, store: Store) -> str:
-    start_ms = round(min(metrics.run_times(child)[0] for child in wanted.children.values()) * 1000)
+    start_ms = round(min(contents.run_times(child)[0] for child in wanted.children.values()) * 1000)
     run = store.client.create_run(store.experiment_id, start_ms, {COMPARISON: wanted.key}, wanted.name)
     return str(run.info.run_id)
 
@@ -169,21 +169,21 @@ def _say_what_is_compared(wanted: Wanted, store: Store) -> None:
     """
     if wanted.comparison is None:
         return
-    columns = labels.columns(wanted.comparison)
+    columns = contents.columns(wanted.comparison)
     by_variant = {compared.variant: compared for compared in wanted.comparison.variants}
     for run in store.runs(wanted.key):
         child = wanted.children.get(run.tags.get(RUN, ""))
         if child and child.variant in columns and run.tags.get(COMPARISON) == wanted.key:
-            points = metrics.compared_points(by_variant[child.variant], run.metrics)
+            points = contents.compared_points(by_variant[child.variant], run.metrics)
             store.log(run.run_id, points, tags=columns[child.variant])
 
 
 def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) -> None:
     client, root = store.client, store.root
-    ended_ms = round(max(metrics.run_times(child)[1] for child in wanted.children.values()) * 1000)
-    points = metrics.parent_points(wanted, root, ended_ms, client.get_run(run_id).data.metrics)
-    tags = labels.origin_tags(root, "publish") | labels.parent_tags(config, wanted, root)
-    store.log(run_id, points, labels.parent_params(wanted), tags)
+    ended_ms = round(max(contents.run_times(child)[1] for child in wanted.children.values()) * 1000)
+    points = contents.parent_points(wanted, root, ended_ms, client.get_run(run_id).data.metrics)
+    tags = contents.origin_tags(root, "publish") | contents.parent_tags(config, wanted, root)
+    store.log(run_id, points, contents.parent_params(wanted), tags)
     folders: dict[str | None, Sequence[Path]] = {
         None: comparisons.report_files(root) + comparisons.context_files(root),
         "results": sorted({child.result_file for child in wanted.children.values()}),

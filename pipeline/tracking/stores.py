@@ -13,19 +13,20 @@ import os
 import re
 import socket
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from filelock import FileLock
+
 from pipeline.errors import first_line, redacted, say
 from pipeline.processes import importing
 from pipeline.results import ResultError
 from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE
-from pipeline.tracking.metrics import Point
+from pipeline.tracking.contents import Point
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment
@@ -69,8 +70,10 @@ EXPERIMENT_TAGS = {
 OF_SQLITE = re.compile(r"\(sqlite3\.\w+\) (.+?)(?: \[SQL: |$)")
 """Matches the reason in an SQLAlchemy error's message, without the SQL statement and values that follow."""
 
+_WAIT = "Another process uses the store: end that process, or wait."
 REMEDIES = {
-    "database is locked": "Another process uses the store: end that process, or wait.",
+    "could not be acquired": _WAIT,
+    "database is locked": _WAIT,
     "disk is full": "Make room there.",
     os.strerror(errno.ENOSPC): "Make room there.",
     "readonly database": "Let this user write there.",
@@ -220,31 +223,17 @@ def open_store(uri: str, root: Path, experiment: str) -> Store:
     return Store(client, uri, root, _experiment(client, uri, root, experiment))
 
 
-@contextmanager
-def locked(uri: str) -> Iterator[None]:
+def locked(uri: str) -> AbstractContextManager[object]:
     """Keep other processes of this project out of an SQLite store; a server needs no lock.
 
     Without the lock, MLflow would fail if two processes created the same SQLite file, and two publishers would both
-    write. Raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
+    write. The block raises TimeoutError if the lock is not free within ``LOCK_SECONDS``.
     """
     if not uri.startswith(SQLITE):
-        yield
-        return
-    import fcntl
-
+        return nullcontext()
     path = Path(uri.removeprefix(SQLITE) + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process has kept {path} locked for {LOCK_SECONDS:g} s") from None
-                time.sleep(0.1)
-        yield
+    return FileLock(path, LOCK_SECONDS)
 
 
 def _experiment(client: MlflowClient, uri: str, root: Path, name: str) -> Experiment:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 from pipeline.report import CUT, LIMIT, markdown
-from pipeline.tracking.labels import NOTE_LIMIT
+from pipeline.tracking.contents import NOTE_LIMIT
 from tests.factories import make_result, make_results
 from tests.report.conftest import Made, made
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeline import report
 from pipeline.results import Unit
-from pipeline.tracking import labels, metrics
+from pipeline.tracking import contents
 from tests.factories import make_result, make_run
 from tests.report.conftest import Made
 from tests.report.golden import alone, student
@@ -33,15 +33,15 @@ def test_a_report_is_written_even_if_memory_and_flops_are_unknown(silent: Made, 
 
 def test_tags_count_in_the_unit_of_the_task() -> None:
     comparison = student().comparison
-    assert "tokens/s" in labels.columns(comparison)["baseline"]["speed"]
+    assert "tokens/s" in contents.columns(comparison)["baseline"]["speed"]
 
 
 def test_mlflow_has_the_unit_the_directions_and_the_figures_of_the_task() -> None:
     run = make_run(0).model_copy(update={"findings": {"perplexity": 8.0}})
     result = make_result("baseline", [run], unit=TOKENS, directions=PERPLEXITY)
-    params = labels.child_params(result)
+    params = contents.child_params(result)
     assert (params["unit.name"], params["directions.perplexity"]) == ("tokens", "lower is better")
-    assert ("findings/perplexity", 8.0) in [(point.key, point.value) for point in metrics.final_points(run, 0)]
+    assert ("findings/perplexity", 8.0) in [(point.key, point.value) for point in contents.final_points(run, 0)]
 
 
 def test_metrics_of_a_variant_that_is_gone_are_removed(usual: Made, tmp_path: Path) -> None:
