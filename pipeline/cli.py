@@ -516,20 +516,20 @@ def _follow(parsed: argparse.Namespace) -> Callable[[], object]:
 def _techniques(parsed: argparse.Namespace) -> None:
     """List the techniques, or show what a technique changes and excludes, and whether it runs here."""
     from pipeline import environment
-    from pipeline.tools import listing
+    from pipeline.tools import choices
 
     if parsed.markdown:
-        say(listing.markdown(), end="")
+        say(choices.markdown(), end="")
     else:
-        listing.show(environment.machine(), parsed.words, as_json=parsed.json)
+        choices.show_techniques(environment.machine(), parsed.words, as_json=parsed.json)
 
 
 def _variants(parsed: argparse.Namespace) -> None:
     """List the ready-made variants, or add a set of them to params.yaml."""
     from pipeline import environment
-    from pipeline.tools import variant_sets
+    from pipeline.tools import choices
 
-    variant_sets.show(environment.machine(), parsed.set, add=parsed.add)
+    choices.show_variants(environment.machine(), parsed.set, add=parsed.add)
 
 
 def _init(parsed: argparse.Namespace) -> Callable[[], object]:

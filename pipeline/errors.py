@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import shutil
 import sysconfig
+import textwrap
 import unicodedata
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -99,6 +102,14 @@ def printable(text: str) -> str:
 def say(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Print ``text``, in ``printable`` form, at once: the only place that prints for a person."""
     print(printable(text), file=file, end=end, flush=True)
+
+
+def hanging(head: str, text: str) -> str:
+    """Return ``head`` with ``text`` beside it, wrapped to the terminal's width. A longer word, such as a path to copy,
+    stays whole."""
+    width = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - len(head), 30)
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return head + f"\n{' ' * len(head)}".join(line for paragraph in text.splitlines() for line in wrap(paragraph))
 
 
 def own_place(trace: str) -> str:

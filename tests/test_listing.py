@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.params import CATALOGUE, Machine, exclusions
 from pipeline.params.loading import read_yaml
-from pipeline.tools import listing
+from pipeline.tools import choices
 from tests.conftest import ROOT
 
 LAPTOP = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -19,12 +19,12 @@ SERVER = Machine(gpus=8, gpu_native_bf16=True, cpu_native_bf16=True)
 
 
 def described(capsys: pytest.CaptureFixture[str], machine: Machine, *words: str) -> dict[str, dict[str, Any]]:
-    listing.show(machine, words, as_json=True)
+    choices.show_techniques(machine, words, as_json=True)
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
 def test_docs_techniques_md_is_up_to_date() -> None:
-    assert (ROOT / "docs/techniques.md").read_text(encoding="utf-8") == listing.markdown(), "run `make docs`"
+    assert (ROOT / "docs/techniques.md").read_text(encoding="utf-8") == choices.markdown(), "run `make docs`"
 
 
 def test_no_technique_and_no_field_is_declared_twice() -> None:
@@ -33,8 +33,8 @@ def test_no_technique_and_no_field_is_declared_twice() -> None:
 
 
 def test_each_excluded_name_is_shown_beside_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    page = listing.markdown()
-    listing.show(LAPTOP, [""], as_json=False)
+    page = choices.markdown()
+    choices.show_techniques(LAPTOP, [""], as_json=False)
     said = capsys.readouterr().out
     for name in {name for entry in CATALOGUE for name in exclusions(entry)}:
         assert re.search(rf"^\| `[^`]*{name}[^`]*`|^\| `[^`]*` \(`{name}`\)", page, re.MULTILINE), name
@@ -42,14 +42,14 @@ def test_each_excluded_name_is_shown_beside_its_setting(capsys: pytest.CaptureFi
 
 
 def test_without_a_word_each_technique_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    listing.show(LAPTOP, [], as_json=False)
+    choices.show_techniques(LAPTOP, [], as_json=False)
     lines = capsys.readouterr().out.splitlines()
     for entry in CATALOGUE:
         (line,) = [line for line in lines if line.startswith(f"  {entry.name} ")]
         assert re.search(r"  (yes|no|slowly) +\S", line), line
     assert max(map(len, lines)) <= 100
     assert lines[-1].endswith("python -m pipeline techniques NAME (or a word such as AMP)")
-    listing.show(LAPTOP, ["ddp"], as_json=False)
+    choices.show_techniques(LAPTOP, ["ddp"], as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("  ") and line[2] != " "] == ["  parallelism: ddp"]
     assert any(line.startswith("    with      processes: auto") for line in lines)
@@ -94,13 +94,13 @@ def test_values_that_this_machine_cannot_run_are_named(capsys: pytest.CaptureFix
     laptop, server = described(capsys, LAPTOP, "compile")["compile"], described(capsys, SERVER, "compile")["compile"]
     assert list(laptop["why_not_values_here"]) == ["reduce-overhead"]
     assert server["why_not_values_here"] == {}
-    listing.show(LAPTOP, ["torch.compile"], as_json=False)
+    choices.show_techniques(LAPTOP, ["torch.compile"], as_json=False)
     assert "yes, but not reduce-overhead: it needs a GPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_if_nothing_is_found_the_error_lists_all_techniques() -> None:
     with pytest.raises(ConfigError, match=r"found nothing about 'warp drive'; there are: .*channels_last"):
-        listing.show(LAPTOP, ["warp", "drive"], as_json=False)
+        choices.show_techniques(LAPTOP, ["warp", "drive"], as_json=False)
 
 
 def test_techniques_that_this_machine_cannot_run_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,5 +108,5 @@ def test_techniques_that_this_machine_cannot_run_have_a_reason(capsys: pytest.Ca
     assert "needs a GPU" in on_laptop["fp16"]["why_not_here"]
     assert "several times slower" in on_laptop["bf16"]["emulated_here"]
     assert on_server["fp16"]["why_not_here"] is on_server["bf16"]["emulated_here"] is None
-    listing.show(LAPTOP, ["fp16"], as_json=False)
+    choices.show_techniques(LAPTOP, ["fp16"], as_json=False)
     assert "here      no: it needs a GPU" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import yaml
 from pipeline.errors import ConfigError
 from pipeline.params import load, parse
 from pipeline.plans import plans
-from pipeline.tools import variant_sets
+from pipeline.tools import choices
 from tests.conftest import ROOT
 from tests.workspaces import CPU_ONLY, SERVER
 
@@ -46,7 +46,7 @@ def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (checkout / "params.yaml").read_text(encoding="utf-8")
-    variant_sets.show(CPU_ONLY, "tried", add=True)
+    choices.show_variants(CPU_ONLY, "tried", add=True)
     after = (checkout / "params.yaml").read_text(encoding="utf-8")
     assert after.startswith(before.rstrip())
     assert list(load().variants)[-2:] == ["nhwc", "both"]
@@ -54,7 +54,7 @@ def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
     said = capsys.readouterr().out
     assert "variants.half.precision: found 'fp16', but it needs a GPU" in said
     assert "added nhwc, both" in said
-    variant_sets.show(CPU_ONLY, "tried", add=True)
+    choices.show_variants(CPU_ONLY, "tried", add=True)
     assert "added nothing" in capsys.readouterr().out
     assert (checkout / "params.yaml").read_text(encoding="utf-8") == after
 
@@ -64,7 +64,7 @@ def test_one_gpu_is_told_of_each_variant_that_needs_more(
     name: str, count: int, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkout / f"variants/{name}.yaml").write_bytes((ROOT / f"variants/{name}.yaml").read_bytes())
-    variant_sets.show(CPU_ONLY.model_copy(update={"gpus": 1, "gpu_native_bf16": True}), name, add=True)
+    choices.show_variants(CPU_ONLY.model_copy(update={"gpus": 1, "gpu_native_bf16": True}), name, add=True)
     *said, added = capsys.readouterr().out.splitlines()
     assert len(said) == count
     assert all("replicas: found 2" in line for line in said if " variants." in line)
@@ -75,7 +75,7 @@ def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys
     (checkout / "variants/tried.yaml").write_text(
         "# x\nhalf: {precision: bf16}\nboth: {precision: bf16, channels_last: true}\n", encoding="utf-8"
     )
-    variant_sets.show(CPU_ONLY, "tried", add=True)
+    choices.show_variants(CPU_ONLY, "tried", add=True)
     half, whole, added = capsys.readouterr().out.splitlines()
     assert re.match(r"half +bf16 is skipped: this CPU has no native bf16", half), "``half`` would be the baseline again"
     assert re.match(r"both +can run here, but bf16 is skipped: ", whole)
@@ -85,12 +85,12 @@ def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys
 def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "# What a try shows" + " and shows" * 20 + ".\na: {}\n"
     (checkout / "variants/tried.yaml").write_text(text, encoding="utf-8")
-    variant_sets.show(CPU_ONLY, None, add=False)
+    choices.show_variants(CPU_ONLY, None, add=False)
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("tried          What a try shows and")
     assert all(len(line) <= 120 and line.startswith(" " * 15) for line in others)
     assert others[-1].strip() == "a"
-    variant_sets.show(CPU_ONLY, "tried", add=False)
+    choices.show_variants(CPU_ONLY, "tried", add=False)
     assert "can run here" in capsys.readouterr().out
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 
@@ -98,14 +98,14 @@ def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFi
 def test_the_same_variant_in_other_words_is_there_already(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "variants/tried.yaml").write_text("# x\nddp: {parallelism: ddp}\n", encoding="utf-8")
     assert "processes: auto" in (checkout / "params.yaml").read_text(encoding="utf-8")
-    variant_sets.show(CPU_ONLY, "tried", add=True)
+    choices.show_variants(CPU_ONLY, "tried", add=True)
     assert "added nothing" in capsys.readouterr().out
 
 
 def test_a_link_to_params_yaml_stays_one(checkout: Path) -> None:
     (checkout / "params.yaml").rename(checkout / "mine.yaml")
     (checkout / "params.yaml").symlink_to("mine.yaml")
-    variant_sets.show(CPU_ONLY, "tried", add=True)
+    choices.show_variants(CPU_ONLY, "tried", add=True)
     assert (checkout / "params.yaml").is_symlink()
     assert list(load(checkout / "mine.yaml").variants)[-2:] == ["nhwc", "both"]
 
@@ -113,7 +113,7 @@ def test_a_link_to_params_yaml_stays_one(checkout: Path) -> None:
 def test_what_must_not_be_written_is_not(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"params\.yaml cannot be written; make it writable"):
-        variant_sets.show(CPU_ONLY, "tried", add=True)
+        choices.show_variants(CPU_ONLY, "tried", add=True)
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 
 
@@ -121,7 +121,7 @@ def test_elsewhere_than_in_a_checkout_the_project_s_sets_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    variant_sets.show(CPU_ONLY, None, add=False)
+    choices.show_variants(CPU_ONLY, None, add=False)
     listed = re.findall(r"^(\S+) ", capsys.readouterr().out, re.MULTILINE)
     assert listed == [path.stem for path in SETS]
 
@@ -140,5 +140,5 @@ def test_elsewhere_than_in_a_checkout_the_project_s_sets_are_there(
 def test_a_set_that_cannot_be_added_changes_nothing(checkout: Path, text: str, name: str, message: str) -> None:
     (checkout / "variants/tried.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        variant_sets.show(CPU_ONLY, name, add=True)
+        choices.show_variants(CPU_ONLY, name, add=True)
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()

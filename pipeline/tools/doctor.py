@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ import psutil
 
 from pipeline import environment, params, plans
 from pipeline.environment import hardware
-from pipeline.errors import ConfigError, count, printable, redacted, said, say
+from pipeline.errors import ConfigError, count, hanging, printable, redacted, said, say
 from pipeline.files import PREPARED
 
 SECONDS = 60.0
@@ -304,25 +303,17 @@ def run() -> int:
     with ThreadPoolExecutor(2) as pool:  # more threads would delay all checks on a small machine
         made = pool.map(lambda check: [*(_apart if check in APART else _findings_of)(check)], CHECKS)
         by_check = dict(zip(CHECKS, made, strict=True))
-    width, column = shutil.get_terminal_size().columns, max(map(len, CHECKS))
+    column = max(map(len, CHECKS))
     for name, findings in by_check.items():
         for status, text, remedy in findings:
-            say(_wrapped(f"{status:7}  {name:{column}}  ", text, width))
+            say(hanging(f"{status:7}  {name:{column}}  ", printable(redacted(text))))
             if status in ("PROBLEM", "warning") and not remedy:
                 remedy = next((known for part, known in REMEDIES.items() if part in f"{name}: {text}"), "")
             if remedy:  # indented less than the text, so that commands stay on one line
-                say(_wrapped("         -> ", remedy, width))
+                say(hanging("         -> ", printable(redacted(remedy))))
     counts = Counter(finding.status for findings in by_check.values() for finding in findings)
     say(f"\n{count(counts['PROBLEM'], 'problem')}, {count(counts['warning'], 'warning')}")
     return int(counts["PROBLEM"] > 0)
-
-
-def _wrapped(head: str, text: str, width: int) -> str:
-    """Return ``head`` and ``text``, with ``text`` wrapped to ``width`` columns. A longer word, such as a path to copy,
-    stays whole."""
-    wrap = partial(textwrap.wrap, width=max(width - len(head), 30), break_long_words=False, break_on_hyphens=False)
-    lines = [line for paragraph in printable(redacted(text)).splitlines() for line in wrap(paragraph)]
-    return head + f"\n{' ' * len(head)}".join(lines)
 
 
 def _findings_of(check: str) -> Iterator[Finding]:

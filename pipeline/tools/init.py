@@ -25,8 +25,8 @@ from pipeline import files, params
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.params import PARAMS_FILE, Fetch, Machine, Prepare
 from pipeline.params.loading import read_yaml
-from pipeline.tools import variant_sets
-from pipeline.tools.variant_sets import PROJECT
+from pipeline.tools import choices
+from pipeline.tools.choices import PROJECT
 
 RECORD = Path(".dvc/init.json")
 """JSON: file -> SHA-256 of the content that ``init`` last offered."""
@@ -253,7 +253,7 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str
     text = _shipped(str(PARAMS_FILE))
     if not data and model is None:
         return text
-    editor = variant_sets.editor()
+    editor = choices.editor()
     document = editor.load(text)
     images, train = True, {"model": "resnet18"}
     for kind, path in data.items():
@@ -300,7 +300,7 @@ def _choose_variants(document: Any, machine: Machine, *, images: bool) -> list[s
         left_out["activation_checkpointing"] = "it needs blocks: add it to memory if your model has blocks"
     config = params.parse(document)
     for name, values in variants.items():
-        runs, words = variant_sets.can_run(config, name, values, machine)
+        runs, words = choices.can_run(config, name, values, machine)
         if not runs:
             left_out.setdefault(name, words)
     for name in left_out:

@@ -11,7 +11,7 @@ from pipeline.comparison import figures
 from pipeline.errors import count, say
 from pipeline.gate.copies import Copy, dvc
 from pipeline.params import PARAMS_FILE, Config, load
-from pipeline.tools.variant_sets import edit
+from pipeline.tools.choices import edit
 
 
 def add(most: int) -> None:

@@ -17,7 +17,7 @@ from pipeline import results
 from pipeline.params import CATALOGUE, Config, Machine, Variant, load, parse, requested
 from pipeline.results import Result
 from pipeline.step import TrainingStep
-from pipeline.tools import variant_sets
+from pipeline.tools import choices
 from pipeline.training import job
 from tests.as_if_cuda import Traffic, played
 from tests.conftest import ROOT
@@ -98,7 +98,7 @@ def furnished(
 
 def offered(name: str, variant: str, machine: Machine) -> Config | None:
     """Run ``variants NAME --add`` and return the new config; None if the command did not offer the variant."""
-    variant_sets.show(machine, name, add=True)
+    choices.show_variants(machine, name, add=True)
     config = load()
     return config if variant in config.variants else None
 
