@@ -19,17 +19,18 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Train
-from pipeline.profiling import steps
-from pipeline.profiling import trace
-from pipeline.profiling.findings import PARTS, Facts, StepTimes, findings
+from pipeline.profiling import steps, trace
+from pipeline.profiling.steps import Facts, findings
 from pipeline.profiling.trace import (
     ACCUMULATE,
     BACKWARD,
     FORWARD,
     INPUT,
     OPTIMIZER,
+    PARTS,
     STEP,
     Event,
+    StepTimes,
     Trace,
     covered,
     partition,

@@ -13,7 +13,7 @@ from pipeline import results
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.gate.decision import Gated
 from pipeline.params import Variant
-from pipeline.profiling.findings import Profile
+from pipeline.profiling.steps import Profile
 from pipeline.results import Arm, Bench, Record, Result, ResultError, Run, summarise
 from pipeline.tools.inference import Inference
 from pipeline.training import checkpoints

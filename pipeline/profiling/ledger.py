@@ -202,7 +202,7 @@ class KernelTracker(Tracker, TorchDispatchMode):
     @contextmanager
     def input(self) -> Iterator[None]:
         yield
-        self._calls.restart()
+        self._calls.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,20 +212,14 @@ class KernelTracker(Tracker, TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-class Calls:
-    """Numbers the operations of a micro-step, so that the operations of two runs can be matched."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
-
-    def restart(self) -> None:
-        """Begin a micro-step: count from 1 again."""
-        self._seen.clear()
+class Calls(Counter[str]):
+    """Numbers the operations of a micro-step, so that the operations of two runs can be matched. ``clear`` begins a
+    micro-step."""
 
     def next(self, func: Any) -> Call:
         name = str(func)
-        self._seen[name] += 1
-        return name, self._seen[name]
+        self[name] += 1
+        return name, self[name]
 
 
 @dataclass(frozen=True)

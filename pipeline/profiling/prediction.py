@@ -305,7 +305,7 @@ class FakeTracker(Tracker, TorchDispatchMode):
         self._trace.section("data", begins=True)
         yield
         self._trace.section("data", begins=False)
-        self._calls.restart()
+        self._calls.clear()
 
     def gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         self._trace.gradients(map(self.key, gradients))

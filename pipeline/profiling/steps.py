@@ -1,6 +1,7 @@
 """The stage ``profile``: run a short window of a variant's training under torch's profiler, and interpret the trace.
 
-The profiler slows the training down, so ``bench`` measures the speed instead.
+The profiler slows the training down, so ``bench`` measures the speed instead. There is one rule for each way in which a
+step loses time.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import gzip
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,17 @@ from pipeline import environment, files, results
 from pipeline.distributed import launch
 from pipeline.errors import PipelineError, say, spelled
 from pipeline.pages import render
-from pipeline.params import Config, Machine
+from pipeline.params import Config, Machine, Seed
 from pipeline.plans import Plan
 from pipeline.processes import default_environment
 from pipeline.processes.malloc import keep_freed_memory
-from pipeline.profiling import QUIET, each_within
-from pipeline.profiling import trace
-from pipeline.profiling.findings import Facts, Profile, findings
+from pipeline.profiling import QUIET, each_within, trace
+from pipeline.profiling.trace import StepTimes
+from pipeline.results import Record, RunConditions, VariantDocument
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of
-
-__all__ = ["Profile", "annotated", "run", "window"]
 
 LEAD_STEPS = 3
 """Steps under the profiler before the profiled window. They are left out, because they include the profiler's
@@ -46,6 +45,43 @@ OPERATORS = 15
 """Largest number of operators that the profile names."""
 LONGEST_HISTORY = 200_000
 """Largest number of entries in the memory snapshot's history."""
+
+
+class Finding(Record):
+    """One result of the profile, with advice."""
+
+    rule: str
+    """The name of the rule, for programs."""
+    share_fraction: float
+    """Share of the step that the finding describes."""
+    text: str
+
+
+class Profile(RunConditions, VariantDocument):
+    """The content of ``profile.json``."""
+
+    seed: Seed
+    steps: int
+    """Number of steps in the profiled window, after the warm-up."""
+    step_p50_ms: float
+    """Median step time without the profiler, in windows just before and after the profiled window."""
+    profiled_step_p50_ms: float
+    """Median step time under the profiler. No throughput is computed from it."""
+    ranks: tuple[StepTimes, ...]
+    operators: tuple[trace.Operator, ...]
+    """The operators of the main rank that take the most time."""
+    findings: tuple[Finding, ...]
+    """The finding with the largest share comes first."""
+    has_memory_snapshot: bool
+
+    def largest_share(self, part: str) -> float:
+        """Return the largest share of a rank's step that one of ``PARTS`` takes."""
+        return max(rank.fraction(part) for rank in self.ranks)
+
+    @property
+    def overhead_fraction(self) -> float:
+        """Slowdown of the step by the profiler: 0.1 for 10%."""
+        return self.profiled_step_p50_ms / self.step_p50_ms - 1
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -190,3 +226,130 @@ def _write(made: Profile, scratch: Path, *, on_gpu: bool) -> None:
             shutil.move(scratch / "memory.pickle", directory / "memory.pickle")
         files.write_text(directory / "profile.md", spelled(render("profile.md", profile=made, on_gpu=on_gpu)))
         files.write_text(directory / "profile.json", made.to_json())
+
+
+# What the profile says of the step.
+
+
+NOTABLE_IMBALANCE = 0.20
+"""Smallest difference between the ranks' working times, as a share of the step, that is a finding."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts from which the rules make findings."""
+
+    ranks: Sequence[StepTimes]
+    on_gpu: bool
+    placement: str
+    """resident, streamed or dataloader."""
+    applied: Mapping[str, Any]
+    """The variant's settings that were applied."""
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Return all notable findings, the largest share first. If there is none, return the finding ``computes``."""
+    made = _uneven(facts)
+    for rule, (part, notable, text) in RULES.items():
+        shares = [rank.fraction(part) for rank in facts.ranks]
+        worst = max(shares)
+        if worst >= notable:
+            where = f" on rank {shares.index(worst)}" if len(shares) > 1 else ""
+            made.append(Finding(rule=rule, share_fraction=worst, text=text(facts, f"{worst:.0%}", where)))
+    return tuple(sorted(made, key=lambda finding: -finding.share_fraction)) or (_computes(facts),)
+
+
+def _waits_for_input(facts: Facts, share: str, where: str) -> str:
+    if facts.applied.get("data_loading") == "dataloader":
+        advice = "raise loader_workers, or set data_loading: resident, which keeps the decoded samples on the device"
+    elif facts.placement == "streamed":
+        advice = (
+            "set train.placement: resident if the samples fit into the device's memory, or give the job more CPU cores "
+            "and a faster disk. Both help, because a thread gathers each batch from the prepared file"
+        )
+    else:
+        advice = (
+            "the samples are on the device already, so gathering, augmenting and normalising them takes this time. "
+            "Remove an entry of train.augment, or train a larger model"
+        )
+    return f"{share} of the step waits for input{where}: {advice}."
+
+
+def _waits_for_others(facts: Facts, share: str, where: str) -> str:
+    hidden = sum(rank.communication_hidden_ms for rank in facts.ranks)
+    exposed = sum(rank.communication_ms for rank in facts.ranks)
+    advice = {
+        "pipeline": "raise gradient_accumulation, because more micro-batches keep more stages busy at the same time",
+        "tensor": "use fewer processes per model, because each layer waits for sums over the processes, which no "
+        "computation can hide",
+        "fsdp": "raise train.batch_size, so that there is more to compute per gathered layer, or set "
+        "reshard_after_forward: false if the memory allows it",
+    }.get(
+        str(facts.applied.get("parallelism")),
+        "raise train.batch_size or gradient_accumulation, so that there is more to compute per reduction, or send less "
+        "with communication_hook: bf16",
+    )
+    return (
+        f"{share} of the step waits for other processes{where}, and {hidden / (hidden + exposed):.0%} of the "
+        f"communication is hidden behind computation: {advice}."
+    )
+
+
+def _idles(facts: Facts, share: str, where: str) -> str:
+    if facts.on_gpu:
+        return (
+            f"For {share} of the step, the GPU does nothing{where}, mostly because the host launches kernels more "
+            "slowly than they run. Raise train.batch_size, or set compile: reduce-overhead or cuda_graph: true, so "
+            "that the host launches less often."
+        )
+    return (
+        f"For {share} of the step, no operator runs{where}, because Python and dispatch between small operators take "
+        "this time. Raise train.batch_size, use fewer micro-batches, or set compile: default."
+    )
+
+
+def _updates(_: Facts, share: str, where: str) -> str:
+    return (
+        f"The optimizer takes {share} of the step{where}, and its time does not depend on the batch. Raise "
+        "train.batch_size, keep optimizer_kernel: fused, or, with several processes, distribute the update with "
+        "parallelism: zero1."
+    )
+
+
+RULES: Mapping[str, tuple[str, float, Callable[[Facts, str, str], str]]] = {
+    "waits_for_input": ("input", 0.10, _waits_for_input),
+    "waits_for_others": ("communication", 0.10, _waits_for_others),
+    "idles": ("idle", 0.15, _idles),
+    "updates": ("optimizer", 0.15, _updates),
+}
+"""Rule -> a part of the step, the smallest share that is a finding, and the text for the largest share of any rank."""
+
+
+def _uneven(facts: Facts) -> list[Finding]:
+    busy = [rank.busy_ms for rank in facts.ranks]
+    longest, shortest = max(busy), min(busy)
+    share = (longest - shortest) / max(rank.step_ms for rank in facts.ranks)
+    if share < NOTABLE_IMBALANCE:
+        return []
+    slow, quick = busy.index(longest), busy.index(shortest)
+    advice = (
+        "the stages are not balanced: give the model more and smaller parts to split"
+        if facts.applied.get("parallelism") == "pipeline"
+        else f"the other ranks wait for rank {slow}: look for another process on its device, a slower or throttled "
+        "device, or too few CPU cores"
+    )
+    text = f"Rank {slow} works {longest:.1f} ms a step, and rank {quick} works {shortest:.1f} ms; {advice}."
+    return [Finding(rule="is_uneven", share_fraction=share, text=text)]
+
+
+def _computes(facts: Facts) -> Finding:
+    main = facts.ranks[0]
+    share = main.busy_ms / main.step_ms
+    return Finding(
+        rule="computes",
+        share_fraction=share,
+        text=f"For {share:.0%} of the step, the device works ({main.fraction('forward'):.0%} forward, "
+        f"{main.fraction('backward'):.0%} backward), and no other part takes much time. Make the arithmetic cheaper "
+        "with precision: bf16, channels_last: true or compile: default if the hardware supports them, or distribute "
+        "the arithmetic over several devices.",
+    )

@@ -28,8 +28,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.profiling.findings import PARTS, WORK, Operator, StepTimes
+from pipeline.results import Record
 
+WORK = ("optimizer", "forward", "backward", "rest")
+"""The parts in which the device works. The optimizer comes first, because a backward node's event also covers an
+optimizer step that runs inside the node."""
+PARTS = (*WORK, "communication", "input", "idle")
+"""All parts. An instant that fits several parts belongs to the first of them."""
 STEP, INPUT, ACCUMULATE, FORWARD, BACKWARD, OPTIMIZER = (
     f"step/{part}" for part in ("whole", "input", "accumulate", "forward", "backward", "optimizer")
 )
@@ -42,6 +47,41 @@ _WAITING = (_ENGINE, "c10d::", "c10d_functional", "_c10d_functional", "gloo:", "
 """Prefixes of events that are no work: the event above, and operators that only send, receive or wait. DTensor calls
 such operators inside other operators."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class StepTimes(Record):
+    """The parts of one rank's mean step under the profiler. All except hidden communication add up to ``step_ms``."""
+
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    rest_ms: float
+    """Other work of the step, such as setting gradients to zero, or a CUDA graph of the whole step."""
+    communication_ms: float
+    """Exposed communication, during which the rank does no work."""
+    input_ms: float
+    idle_ms: float
+    communication_hidden_ms: float
+    """Communication during work, which is not added to the other parts."""
+
+    def fraction(self, part: str) -> float:
+        """Return the share of the step that one of ``PARTS`` takes."""
+        value: float = getattr(self, f"{part}_ms")
+        return value / self.step_ms
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in which the device works for this rank."""
+        return self.forward_ms + self.backward_ms + self.optimizer_ms + self.rest_ms
+
+
+class Operator(Record):
+    """One operator's time per step on the main rank's device, without the time of the operators that it calls."""
+
+    name: str
+    calls_per_step: float
+    step_ms: float
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pipeline.gate import decision
 from pipeline.gate import markdown as gate_page
 from pipeline.pages import render
 from pipeline.params import Compare, Margins
-from pipeline.profiling.findings import Finding, Operator, Profile, StepTimes
+from pipeline.profiling.steps import Finding, Profile
+from pipeline.profiling.trace import Operator, StepTimes
 from pipeline.report import facts, html, markdown
 from pipeline.results import Bench, DatasetFacts, Result, ScoreName, Unit, Window
 from pipeline.results.rejections import rejection
