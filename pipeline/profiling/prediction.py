@@ -31,16 +31,8 @@ from pipeline.models.keeping import copied, storage_of
 from pipeline.params import catalogue
 from pipeline.plans import Plan
 from pipeline.processes import randomness
-from pipeline.profiling.ledger import (
-    AllocationTrace,
-    Call,
-    Calls,
-    KernelTracker,
-    Tracker,
-    ledger_parts,
-    resident_bytes,
-    tracked_step,
-)
+from pipeline.profiling import ledger
+from pipeline.profiling.ledger import AllocationTrace, Call, Calls, KernelTracker, Tracker
 from pipeline.results import Ledger
 from pipeline.step import Losses
 from pipeline.tasks import Task
@@ -154,12 +146,12 @@ class Estimate:
             training = self._training(model, task, losses, micro_batch_size, micro_batches, plan.processes)
             with _buckets(training) if plan.applied.parallelism == "ddp" else nullcontext():
                 _make_optimizer_state(training)
-                trace = tracked_step(training, tracker)
-            parts, sizes = ledger_parts(training, tracker, trace)
+                trace = ledger.tracked_step(training, tracker)
+            parts, sizes = ledger.ledger_parts(training, tracker, trace)
         rest = 0
         if on_gpu:
             rest = sum(-size % CUDA_BLOCK_BYTES for size in sizes) + 2 * CUBLAS_WORKSPACE_BYTES * _WORKSPACES_LAST
-            parts["data_bytes"] += resident_bytes(self.task, self.placement)
+            parts["data_bytes"] += ledger.resident_bytes(self.task, self.placement)
             if self.placement == "streamed":
                 row_bytes = sum(self.task.dataset.train.arrays[name][0].nbytes for name in self.task.arrays)
                 parts["data_bytes"] += READ_AHEAD * micro_batch_size * row_bytes
@@ -213,7 +205,7 @@ class Estimate:
                 tracker = KernelTracker()
                 # The update is left out, because the optimizer's state can be large.
                 with training.step.instrument(update=lambda _: lambda: None):
-                    tracked_step(training, tracker)
+                    ledger.tracked_step(training, tracker)
             self._tries[samples] = tracker.inside
         return self._tries[samples]
 

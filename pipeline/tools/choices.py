@@ -1,5 +1,5 @@
-"""What params.yaml may hold: the commands ``techniques``, which prints the catalogue, also as a page of the documentation,
-and ``variants``, which prints the sets of ready-made variants and adds them.
+"""What params.yaml may hold: the commands ``techniques``, which prints the catalogue, also as a page of the
+documentation, and ``variants``, which prints the sets of ready-made variants and adds them.
 
 A set is a file in the folder ``variants/`` of the current directory or, if there is no such folder, of the project.
 """
@@ -17,23 +17,11 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipeline import files
+from pipeline import files, params
 from pipeline.environment.imports import PACKAGE
 from pipeline.errors import ConfigError, hanging, say
 from pipeline.pages import render
-from pipeline.params import (
-    CATALOGUE,
-    PARAMS_FILE,
-    Config,
-    Entry,
-    Machine,
-    Variant,
-    entries,
-    exclusions,
-    load,
-    parse,
-    requested,
-)
+from pipeline.params import CATALOGUE, PARAMS_FILE, Config, Entry, Machine, Variant, exclusions
 from pipeline.params.loading import read_yaml
 from pipeline.plans import plan
 
@@ -44,8 +32,6 @@ CHANGES = {
 }
 
 PROCESSES = "processes: auto (one per GPU, or two without GPUs), or a number"
-
-
 PROJECT = next(folder for folder in (PACKAGE / "project", PACKAGE.parent) if folder.is_dir())
 """Directory of the files that the project ships: ``project`` in an installed package (see pyproject.toml), or the
 checkout."""
@@ -58,7 +44,7 @@ def show_techniques(machine: Machine, words: Sequence[str], *, as_json: bool) ->
 
     A single word that is a technique's name finds only this technique. Raises ConfigError if no technique matches.
     """
-    installed = entries()
+    installed = params.entries()
     matching = [entry for entry in installed if all(_is_about(entry, word) for word in words)]
     matching = [entry for entry in matching if [entry.name] == list(words)] or matching
     if not matching:
@@ -103,7 +89,7 @@ def _described(entry: Entry, machine: Machine) -> dict[str, Any]:
     texts = {"name", "group", "searched_for", "does", "pays", "costs", "source", "changes"}
     return entry.model_dump(include=texts) | {
         "setting": entry.setting,
-        "excludes": dict(sorted(exclusions(entry, entries()).items())),
+        "excludes": dict(sorted(exclusions(entry, params.entries()).items())),
         "why_not_here": why_not,
         "why_not_values_here": {
             value: reason for value, refuse in entry.why_not_value.items() if (reason := refuse(machine, on_gpu))
@@ -138,7 +124,7 @@ def _overview(techniques: Sequence[Entry], machine: Machine) -> Iterator[str]:
 
 
 def _details(techniques: Sequence[Entry], machine: Machine) -> Iterator[str]:
-    installed = entries()
+    installed = params.entries()
     for group, members in _grouped(techniques):
         yield f"{group}\n"
         for entry in members:
@@ -173,7 +159,7 @@ def show_variants(machine: Machine, name: str | None, *, add: bool) -> None:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
         raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.")
-    config, chosen = load(), _variants_in(path)
+    config, chosen = params.load(), _variants_in(path)
     runs = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in runs.items():
         say(f"{variant:28} {words}")
@@ -192,7 +178,7 @@ def _variants_in(path: Path) -> dict[str, dict[str, Any]]:
     values = read_yaml(path)
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"{path}: found {values!r}; expected variants, each under its name as in {PARAMS_FILE}.")
-    parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises ConfigError if wrong
+    params.parse({"compare": {"baseline": next(iter(values))}, "variants": values}, str(path))  # raises ConfigError
     return dict(values)
 
 
@@ -205,13 +191,13 @@ def can_run(config: Config, name: str, values: Mapping[str, Any], machine: Machi
     except ConfigError as error:
         return False, str(error)
     skipped = "; ".join(f"{technique} is skipped: {reason}" for technique, reason in made.skipped.items())
-    if requested(variant) and not requested(made.applied):
+    if params.requested(variant) and not params.requested(made.applied):
         return False, skipped
     return True, f"can run here, but {skipped}" if skipped else "can run here"
 
 
 def _parsed(name: str, values: Mapping[str, Any]) -> Variant:
-    return parse({"compare": {"baseline": name}, "variants": {name: dict(values)}}).variants[name]
+    return params.parse({"compare": {"baseline": name}, "variants": {name: dict(values)}}).variants[name]
 
 
 def editor() -> YAML:
@@ -234,7 +220,7 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
                 f"this name, but the set has {dict(values)}; rename your variant."
             )
     if added:
-        edit(lambda params: params["variants"].update({name: dict(variants[name]) for name in added}))
+        edit(lambda document: document["variants"].update({name: dict(variants[name]) for name in added}))
     return added
 
 
@@ -246,8 +232,8 @@ def edit(change: Callable[[Any], None]) -> None:
     if not os.access(file, os.W_OK):
         raise ConfigError(f"{file} cannot be written; make it writable, or copy the change into it yourself.")
     text, written = editor(), StringIO()
-    params = text.load(files.read_text(file))
-    change(params)
-    text.dump(params, written)
+    document = text.load(files.read_text(file))
+    change(document)
+    text.dump(document, written)
     files.write_text(file, written.getvalue())
-    load()
+    params.load()

@@ -1,6 +1,5 @@
-"""What a variant will do here, before it is trained: the commands ``plan``, which prints its techniques and what each of
-them changes, and ``predict-memory``, which prints the parts of its peak memory.
-"""
+"""What a variant will do here, before it is trained: the command ``plan`` prints its techniques and what each of them
+changes, and the command ``predict-memory`` the parts of its peak memory."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate, PredictionError
+from pipeline.report.facts import LEDGER_PARTS
 from pipeline.tasks.batches import Placement, placement_within
 from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
@@ -32,25 +32,9 @@ from pipeline.training.assembly import assembled, planned
 PRELOAD = ("pipeline.tools.outlook", "torch._dynamo")
 """Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
 torch imports ``torch._dynamo`` when it creates the first optimizer."""
-HOOKS = {
-    "prepare_process": "process",
-    "change_model": "model",
-    "change_optimizer": "optimizer",
-    "change_checkpoint": "checkpoint",
-    "for_evaluation": "evaluation",
-}
-"""Hook of a technique -> the part of a training that it changes. ``Training.step_changes`` names the parts that
-``change_step`` changes."""
-LEDGER_COLUMNS = {
-    "peak": "peak_bytes",
-    "parameters": "parameters_bytes",
-    "gradients": "gradients_bytes",
-    "optimizer": "optimizer_state_bytes",
-    "activations": "activations_bytes",
-    "buckets": "communication_bytes",
-    "data": "data_bytes",
-    "rest": "rest_bytes",
-}
+HOOKS = ("prepare_process", "change_model", "change_optimizer", "change_checkpoint", "for_evaluation")
+"""Hooks of a technique, each named after the part of a training that it changes. ``Training.step_changes`` names the
+parts that ``change_step`` changes."""
 
 
 def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path) -> None:
@@ -103,7 +87,7 @@ def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[st
     for entry in applied:
         changes = ["input"] * bool(entry.placement)
         if entry.name in made:
-            changes += [what for hook, what in HOOKS.items() if _overrides(made[entry.name], hook)]
+            changes += [hook.rpartition("_")[2] for hook in HOOKS if _overrides(made[entry.name], hook)]
             changes += [f"step.{part}" for part in step_changes[entry.name]]
         changed = f"[{', '.join(changes)}] " if changes else ""
         lines.append(f"  {entry.name:<{width}}  {changed}{entry.does}.")
@@ -147,7 +131,8 @@ def show_memory(
     if memory_bytes is not None and train.placement == "auto":
         placement = placement_within(memory_bytes, dataset)
 
-    table = [["variant", *LEDGER_COLUMNS, *([] if memory is None else [f"in {memory}", "largest batch"])]]
+    columns, of_memory = ("peak", *LEDGER_PARTS), [] if memory is None else [f"in {memory}", "largest batch"]
+    table = [["variant", *(part.replace("_", " ") for part in columns), *of_memory]]
     notes, reasons = [], []
     for name in names or config.variants:
         try:
@@ -161,7 +146,7 @@ def show_memory(
             reasons.append(str(error))
             table.append([name, *("unknown" for _ in table[0][1:])])
             continue
-        table.append([name, *(formats.size(getattr(ledger, field)) for field in LEDGER_COLUMNS.values())])
+        table.append([name, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in columns)])
         if memory_bytes is not None:
             table[-1] += [
                 "too large" if largest is None or largest < plan.train.batch_size else "fits",

@@ -22,21 +22,8 @@ from pipeline.measurement.updates import relative_difference
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.processes import randomness
-from pipeline.tools.verification.observing import (
-    EPOCHS,
-    PLAIN_SGD,
-    STATISTICS_BATCHES,
-    Nature,
-    Observed,
-    Trial,
-    first_inputs,
-    make_per_sample,
-    miniature,
-    nature,
-    observer,
-    statistics,
-    statistics_file,
-)
+from pipeline.tools.verification import observing
+from pipeline.tools.verification.observing import Nature, Observed, Trial
 from pipeline.training.assembly import planned
 
 FLOAT32 = 2.0**-24
@@ -155,8 +142,8 @@ class Verifier:
     def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
         self.config, self.machine, self.prepared, self.folder = config, machine, prepared, folder
         self._seen: dict[tuple[str, Trial, int], Observed] = {}
-        self._small = replace(task, dataset=miniature(task.dataset, config.train.batch_size))
-        self.steps = EPOCHS * (len(self._small.dataset.train) // config.train.batch_size)
+        self._small = replace(task, dataset=observing.miniature(task.dataset, config.train.batch_size))
+        self.steps = observing.EPOCHS * (len(self._small.dataset.train) // config.train.batch_size)
         self.tested = len(self._small.dataset.test)
         """Number of test samples in the evaluation."""
         self._natures: dict[Path, tuple[Nature, Nature]] = {}
@@ -164,15 +151,15 @@ class Verifier:
 
     def _natures_of(self, train: Train) -> tuple[Nature, Nature]:
         """Return the natures of the job's model before and after ``make_per_sample``. Raises ModelError."""
-        file = self.folder / statistics_file(train)
+        file = self.folder / observing.statistics_file(train)
         if file not in self._natures:
             task = replace(self._small, train=train)
-            batches = first_inputs(task, STATISTICS_BATCHES)
+            batches = observing.first_inputs(task, observing.STATISTICS_BATCHES)
             with randomness.kept():
                 randomness.seed(train.seeds[0])
                 model = task.model()
-                as_it_is, per_sample = nature(model, batches[0]), statistics(model, batches)
-                made_per_sample = nature(make_per_sample(model, per_sample), batches[0])
+                as_it_is, per_sample = observing.nature(model, batches[0]), observing.statistics(model, batches)
+                made_per_sample = observing.nature(observing.make_per_sample(model, per_sample), batches[0])
             torch.save(per_sample, file)
             self._natures[file] = as_it_is, made_per_sample
         return self._natures[file]
@@ -240,7 +227,7 @@ class Verifier:
         def spoilt(*trials: Trial) -> list[list[Trial]]:
             return [[trial, *(replace(trial, **changes) for changes in spoils)] for trial in trials]
 
-        plain = self.config.train.model_copy(update=PLAIN_SGD)
+        plain = self.config.train.model_copy(update=observing.PLAIN_SGD)
         if why_no_step := next(filter(None, (entry.why_not_with(plain) for entry in entries)), None):
             no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=no_step, undecided=UNTRIED)
@@ -371,7 +358,7 @@ class Verifier:
         settled = json.dumps(values, sort_keys=True)  # equal for plans that train in the same way
         new = [trial for trial in trials if (settled, trial, repeat) not in self._seen]
         if new:
-            with observer(plan, self.prepared, self.folder) as observe:
+            with observing.observer(plan, self.prepared, self.folder) as observe:
                 for trial in new:
                     self._seen[settled, trial, repeat] = observe(trial, f"{len(self._seen)}.pt")
         return [self._seen[settled, trial, repeat] for trial in trials]
