@@ -440,9 +440,9 @@ def _promote(_: argparse.Namespace) -> Callable[[], object]:
 def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
     """Print how a variant's step is composed on this machine: techniques, their order, and what is skipped."""
     from pipeline import environment, params
-    from pipeline.tools import outlook
+    from pipeline.tools import beforehand
 
-    return partial(outlook.show_plan, params.load(), parsed.variant, environment.machine(), PREPARED)
+    return partial(beforehand.show_plan, params.load(), parsed.variant, environment.machine(), PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -450,10 +450,10 @@ def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline import environment, params
 
     config, machine = params.load(), environment.machine()
-    from pipeline.tools import outlook
+    from pipeline.tools import beforehand
 
     asked = {"memory": parsed.memory, "device": parsed.device}
-    return partial(outlook.show_memory, config, machine, parsed.variants, PREPARED, **asked)
+    return partial(beforehand.show_memory, config, machine, parsed.variants, PREPARED, **asked)
 
 
 def _verify(parsed: argparse.Namespace) -> Callable[[], object]:

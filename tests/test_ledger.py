@@ -21,7 +21,7 @@ from pipeline.plans import Plan, plan
 from pipeline.profiling import ledger, prediction
 from pipeline.profiling.ledger import AllocationTrace
 from pipeline.results import Ledger
-from pipeline.tools import outlook
+from pipeline.tools import beforehand
 from pipeline.training.loop import Training
 from tests.nets import ALONE, GPU, LooksAtValues, batches_of, labelled, task_of, training_of
 from tests.ranks import run_ranks
@@ -308,13 +308,13 @@ def test_a_model_that_looks_at_values_is_not_foreseen(digits: Dataset) -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     sizes = {"24GiB": 24 * 2**30, "80 gb": 80 * 10**9, "1.5MiB": 3 * 2**19, "4096": 4096}
-    assert {text: outlook.parse_bytes(text) for text in sizes} == sizes
+    assert {text: beforehand.parse_bytes(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize("text", ["", "24 gigs", "GiB", "-1GiB", "0", "24,5GiB", "24.GiB", "1.5.3GiB", "24GiB/s"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="24GiB"):
-        outlook.parse_bytes(text)
+        beforehand.parse_bytes(text)
 
 
 VARIANTS = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "half": {"precision": "bf16", "channels_last": True}}
@@ -322,7 +322,7 @@ VARIANTS = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "half": {"precision":
 
 def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse({"train": {"batch_size": 128}, "variants": VARIANTS})
-    outlook.show_memory(config, LAPTOP, ["baseline", "half"], digits_folder, memory="64MiB", device="cuda")
+    beforehand.show_memory(config, LAPTOP, ["baseline", "half"], digits_folder, memory="64MiB", device="cuda")
     header, baseline, half, *rest = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ["variant", "peak"]
     assert header.endswith("in 64MiB  largest batch")
@@ -334,7 +334,7 @@ def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFix
 
 
 def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outlook.show_memory(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
+    beforehand.show_memory(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["variant", *VARIANTS]
     assert "largest" not in lines[0]
@@ -343,7 +343,7 @@ def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: p
 def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = {"baseline": {}, "compiled": {"compile": "default"}, "fp16": {"precision": "fp16"}}
     config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": variants})
-    outlook.show_memory(config, LAPTOP, [], digits_folder, memory="1GiB")
+    beforehand.show_memory(config, LAPTOP, [], digits_folder, memory="1GiB")
     lines = capsys.readouterr().out.splitlines()
     header, baseline, *others = lines[:4]
     assert "fits" in baseline
@@ -353,15 +353,15 @@ def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytes
     assert compiled == "variants.compiled: the memory of compile cannot be predicted; measure it."
     assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
     with pytest.raises(prediction.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"):
-        outlook.show_memory(config, LAPTOP, ["compiled"], digits_folder)
+        beforehand.show_memory(config, LAPTOP, ["compiled"], digits_folder)
 
 
 def test_what_cannot_be_shown_says_what_to_do(digits_folder: Path, tmp_path: Path) -> None:
     config = parse({"variants": VARIANTS})
     with pytest.raises(DataError, match="run `dvc repro prepare` first"):
-        outlook.show_memory(config, LAPTOP, [], tmp_path)
+        beforehand.show_memory(config, LAPTOP, [], tmp_path)
     with pytest.raises(ConfigError, match="no such variant"):
-        outlook.show_memory(config, LAPTOP, ["memry"], digits_folder)
+        beforehand.show_memory(config, LAPTOP, ["memry"], digits_folder)
 
 
 @pytest.mark.gpu("what its allocator reports")

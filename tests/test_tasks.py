@@ -37,7 +37,7 @@ from pipeline.results import Unit
 from pipeline.tasks import Task, TaskError
 from pipeline.tasks.base import Batch
 from pipeline.tasks.batches import TrainBatches, evaluation_batches
-from pipeline.tools import outlook
+from pipeline.tools import beforehand
 from pipeline.tools.verification import Verifier
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
@@ -421,7 +421,7 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
     assert 0 <= run.test_accuracy <= 1
     if "perplexity" in run.findings:
         assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss or math.nan))
-    outlook.show_memory(config, CPU_ONLY, ["baseline"], PREPARED)
+    beforehand.show_memory(config, CPU_ONLY, ["baseline"], PREPARED)
     said = capfd.readouterr().out
     expected = {
         "token_accuracy": r"token accuracy .* tokens/s, perplexity \d(?s:.*)batch of 16 samples of 16 tokens:",

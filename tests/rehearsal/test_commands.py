@@ -17,7 +17,7 @@ from pipeline.measurement import energy
 from pipeline.params import Config
 from pipeline.plans import plan
 from pipeline.profiling import steps
-from pipeline.tools import inference, outlook
+from pipeline.tools import beforehand, inference
 from tests.as_if_cuda import NAME, Gpus, as_if_cuda
 from tests.rehearsal.jobs import READY_MADE, SETS, furnished, job_of, result_of, train
 from tests.workspaces import PREPARED
@@ -132,7 +132,7 @@ def test_two_ranks_are_profiled() -> None:
 def test_memory_is_foreseen_for_every_ready_made_variant(capsys: pytest.CaptureFixture[str]) -> None:
     whole = {name: values for variants in SETS.values() for name, values in variants.items()}
     variants = {name: part for name, part in whole.items() if part.keys().isdisjoint({"optimizer_state", "replicas"})}
-    outlook.show_memory(configure(**variants), environment.machine(), [], PREPARED, memory="80GiB")
+    beforehand.show_memory(configure(**variants), environment.machine(), [], PREPARED, memory="80GiB")
     said = capsys.readouterr().out
     assert all(name in said for name in variants)
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import Machine, parse
-from pipeline.tools import outlook
+from pipeline.tools import beforehand
 from tests.workspaces import PREPARED
 
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
@@ -30,7 +30,7 @@ Shown = Callable[[str], list[str]]
 @pytest.fixture
 def shown(workspace: Path, capfd: pytest.CaptureFixture[str]) -> Shown:  # noqa: ARG001
     def show(name: str) -> list[str]:
-        outlook.show_plan(parse(JOB), name, CPU, PREPARED)
+        beforehand.show_plan(parse(JOB), name, CPU, PREPARED)
         return capfd.readouterr().out.splitlines()
 
     return show
@@ -67,7 +67,7 @@ def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> N
 
 
 def test_without_a_name_the_variants_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    outlook.show_plan(parse(JOB), None, CPU, PREPARED)
+    beforehand.show_plan(parse(JOB), None, CPU, PREPARED)
     baseline, many, *_, how = capsys.readouterr().out.splitlines()
     assert baseline == "baseline: no technique"
     assert many.startswith("many: ")

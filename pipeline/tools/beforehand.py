@@ -29,7 +29,7 @@ from pipeline.tasks.batches import Placement, placement_within
 from pipeline.techniques import Technique
 from pipeline.training.assembly import assembled, planned
 
-PRELOAD = ("pipeline.tools.outlook", "torch._dynamo")
+PRELOAD = ("pipeline.tools.beforehand", "torch._dynamo")
 """Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
 torch imports ``torch._dynamo`` when it creates the first optimizer."""
 HOOKS = ("prepare_process", "change_model", "change_optimizer", "change_checkpoint", "for_evaluation")
