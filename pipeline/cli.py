@@ -119,28 +119,28 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    of = {name: add(name) for name in (*COMMANDS, *STARTED_BY_OTHERS)}
+    parsers = {name: add(name) for name in (*COMMANDS, *STARTED_BY_OTHERS)}
     variant = "an entry under variants: or students: in params.yaml"
     for name in ("train", "profile", "infer", "follow"):
-        of[name].add_argument("variant", metavar="VARIANT", help=variant)
-    of["plan"].add_argument("variant", nargs="?", metavar="VARIANT", help=f"{variant}; without a name: list all")
+        parsers[name].add_argument("variant", metavar="VARIANT", help=variant)
+    parsers["plan"].add_argument("variant", nargs="?", metavar="VARIANT", help=f"{variant}; without a name: list all")
     for name in ("predict-memory", "verify"):
-        of[name].add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
-    of["seeds"].add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
+        parsers[name].add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
+    parsers["seeds"].add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
     again = "measure one more session, into a new file under sessions/"
-    of["bench"].add_argument("--again", action="store_true", help=again)
+    parsers["bench"].add_argument("--again", action="store_true", help=again)
     against = "a git revision, which is measured together with this work tree"
-    of["gate"].add_argument("--against", required=True, metavar="REVISION", help=against)
-    memory = of["predict-memory"]
+    parsers["gate"].add_argument("--against", required=True, metavar="REVISION", help=against)
+    memory = parsers["predict-memory"]
     size = "the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits"
     memory.add_argument("--memory", metavar="SIZE", help=size)
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     as_json = "print JSON for programs: each claim's measured difference and bound"
-    of["verify"].add_argument("--json", action="store_true", help=as_json)
-    evidence = of["evidence"]
+    parsers["verify"].add_argument("--json", action="store_true", help=as_json)
+    evidence = parsers["evidence"]
     evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
-    places = of["submit"].add_subparsers(metavar="PLACE", required=True, dest="place")
+    places = parsers["submit"].add_subparsers(metavar="PLACE", required=True, dest="place")
     for place, about in (
         ("slurm", "submit a job, or find the active one; print what it prints; exit with its code"),
         ("kubernetes", "print a JobSet for kubectl"),
@@ -151,14 +151,14 @@ def _parser() -> argparse.ArgumentParser:
         if place != "here":
             only = place == "kubernetes"
             added.add_argument("--dry-run", action="store_true", required=only, help="print the job; submit nothing")
-    techniques, word = of["techniques"], "a name, or a topic such as AMP or ZeRO; without a word: all names"
+    techniques, word = parsers["techniques"], "a name, or a topic such as AMP or ZeRO; without a word: all names"
     techniques.add_argument("words", nargs="*", metavar="WORD", help=word)
     techniques.add_argument("--json", action="store_true", help="print JSON for programs")
     techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
-    variants, of_set = of["variants"], "a file under variants/; print which of its variants can run here"
-    variants.add_argument("set", nargs="?", metavar="SET", help=of_set)
+    variants, of_variants = parsers["variants"], "a file under variants/; print which of its variants can run here"
+    variants.add_argument("set", nargs="?", metavar="SET", help=of_variants)
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
-    init = of["init"]
+    init = parsers["init"]
     data = init.add_mutually_exclusive_group()
     for option, place, about in (
         ("--images", "DIR", "train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"),
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         data.add_argument(option, metavar=place, help=about)
     init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
-    script = of["script"]
+    script = parsers["script"]
     script.add_argument("--base", required=True, metavar="COMMAND", help="the command, such as 'python train.py'")
     for option, stored, form, read, about in (
         ("--arm", "arms", "NAME=ARGUMENTS", partial(_arm, False), "the command with further arguments, after variables "
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         script.add_argument(option, type=type(default), default=default, metavar="X", help=f"{about} ({default})")
     script.add_argument("--in-place", action="store_true", help="run in this directory instead of copies of it")
     script.add_argument("--batch-differs", action="store_true", help="batches differ on purpose: compare samples/s")
-    of["schema"].add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
+    parsers["schema"].add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     return parser
 
 
