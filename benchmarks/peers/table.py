@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.comparison import stats
 from pipeline.errors import count
-from pipeline.pages.formats import JOINED, points
+from pipeline.pages import JOINED, points
 from pipeline.params import Compare
 
 OURS, CONTROL, BAREST = "ours", "ours, again", "the barest loop"

@@ -10,8 +10,8 @@ from pipeline.comparison.comparison_file import Compared, Comparison, Share
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
-from pipeline.pages import formats
-from pipeline.pages.formats import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
+from pipeline import pages
+from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
 from pipeline.results import Bench, Ledger, SameJob, ScoreName, rejections
 from pipeline.results.figures import QUANTITIES, THROUGHPUT
 
@@ -136,7 +136,7 @@ def sessions(comparison: Comparison) -> tuple[int, list[str]]:
     """Return the largest number of sessions behind a ratio, and the start of each session, to the minute."""
     ratios = [ratio for compared in comparison.variants for ratio in (compared.throughput, compared.memory) if ratio]
     starts = sorted({start for ratio in ratios for start, part in ratio.parts.items() if part.counts})
-    return max((ratio.session_count for ratio in ratios), default=1), [formats.minute(start) for start in starts]
+    return max((ratio.session_count for ratio in ratios), default=1), [pages.minute(start) for start in starts]
 
 
 def share_accuracy(share: Share) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ def score(comparison: Comparison) -> str:
 
 def accuracy(compared: Compared) -> str:
     """Return the variant's test score, a mean over seeds."""
-    return formats.percent(compared.trained["test_accuracy_mean_fraction"])
+    return pages.percent(compared.trained["test_accuracy_mean_fraction"])
 
 
 def counted(comparison: Comparison) -> str:

@@ -17,8 +17,8 @@ from pipeline.comparison.champion import pareto_front
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.figures import over_rounds
 from pipeline.comparison.stats import Difference
-from pipeline.pages import formats
-from pipeline.pages.formats import UNKNOWN, UNTRUSTED
+from pipeline import pages
+from pipeline.pages import UNKNOWN, UNTRUSTED
 from pipeline.report import facts
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.results import HistoryRow, Ledger
@@ -52,7 +52,7 @@ class Scale(NamedTuple):
         share = (value - low) / (high - low)
         return round(100 * (1 - share if self.down else share), 2)
 
-    def ticks(self, label: Callable[[float, int], str] = formats.fixed, most: int = 5) -> tuple[Tick, ...]:
+    def ticks(self, label: Callable[[float, int], str] = pages.fixed, most: int = 5) -> tuple[Tick, ...]:
         """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals.
 
         On a logarithmic scale over a factor of more than 4, the ticks are powers of 2, and ``label`` is not used.
@@ -123,7 +123,7 @@ def forests(comparison: Comparison) -> list[Forest]:
         control = Row(f"{comparison.baseline}, A/A control", (_mark(noise)._replace(look=look),))
         drawn.append(_forest(figure.heading, [*rows, control], getattr(margins, figure.margin)))
     accuracies = [Row(compared.variant, (_mark(compared.accuracy),)) for compared in others]
-    score = formats.heading(facts.score(comparison))
+    score = pages.heading(facts.score(comparison))
     if not comparison.seeds:
         return drawn
     return [*drawn, _forest(score, accuracies, 100 * margins.accuracy, ratios=False)]
@@ -210,7 +210,7 @@ def bars(comparison: Comparison) -> Bars | None:
         for variant in dict.fromkeys(variant for variant, *_ in ledgers)
     )
     used = {segment.part for _, row in rows for bar in row for segment in bar.segments}
-    ticks = scale.ticks(lambda value, decimals: f"{formats.fixed(value, decimals)}{'' if value else f' {name}'}")
+    ticks = scale.ticks(lambda value, decimals: f"{pages.fixed(value, decimals)}{'' if value else f' {name}'}")
     return Bars(name, rows, ticks, tuple(part for part in LEDGER_PARTS if part in used))
 
 
@@ -224,7 +224,7 @@ def _bar(kind: str, ledger: Ledger, scale: Scale, unit: int) -> Bar:
             segments.append(Segment(part, left, round(scale.at(below / unit) - left, 2)))
     beyond = ledger.tensors_bytes < ledger.peak_bytes
     tensors = scale.at(ledger.tensors_bytes / unit) if beyond else None
-    return Bar(kind, formats.size(ledger.peak_bytes), tuple(segments), tensors)
+    return Bar(kind, pages.size(ledger.peak_bytes), tuple(segments), tensors)
 
 
 # Throughput against memory, with the Pareto front.
@@ -344,10 +344,10 @@ def charts(comparison: Comparison, histories: Histories) -> tuple[Chart, Chart]:
     padding = max(0.06 * (high - low), 0.002)
     y_scale = Scale(low - padding, high + padding, down=True)
     goal = Tick(y_scale.at(target), f"target {facts.target(comparison)}")
-    accuracy = _chart(runs, y_scale, lambda value, decimals: formats.percent(value, max(0, decimals - 2)), goal)
+    accuracy = _chart(runs, y_scale, lambda value, decimals: pages.percent(value, max(0, decimals - 2)), goal)
     losses = _runs(comparison, histories, lambda row: (row.epoch, row.train_loss))
     highest = max((y for lines in losses.values() for line in lines for _, _, y in line), default=1.0)
-    return accuracy, _chart(losses, Scale(0, 1.04 * highest or 1.0, down=True), formats.fixed)
+    return accuracy, _chart(losses, Scale(0, 1.04 * highest or 1.0, down=True), pages.fixed)
 
 
 def _runs(
@@ -429,7 +429,7 @@ def strips(comparison: Comparison) -> list[Strips]:
 
 
 def _strips(figure: Figure, comparison: Comparison) -> Strips:
-    arms, shown = comparison.bench.arms, partial(formats.of_figure, figure, unit=comparison.unit)
+    arms, shown = comparison.bench.arms, partial(pages.of_figure, figure, unit=comparison.unit)
     medians = [over_rounds(figure, arm.samples) for arm in arms]
     ratios = [
         [value / median if median and (value := figure.of(sample)) else None for sample in arm.samples]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
-from pipeline.pages import formats
-from pipeline.pages.formats import DASH, UNKNOWN, UNTRUSTED
+from pipeline import pages
+from pipeline.pages import DASH, UNKNOWN, UNTRUSTED
 from pipeline.report import facts
 from pipeline.results import figures
 from pipeline.results.figures import Figure
@@ -102,7 +102,7 @@ def _declared(table: str, comparison: Comparison) -> list[Column]:
 
 def _cell(comparison: Comparison, shown: Sequence[Figure], compared: Compared) -> Cell:
     first = shown[0]
-    texts = [formats.of_figure(figure, compared.of(figure), comparison.unit) for figure in shown]
+    texts = [pages.of_figure(figure, compared.of(figure), comparison.unit) for figure in shown]
     value = UNKNOWN if set(texts) == {UNKNOWN} else " / ".join(texts)
     if first.margin:
         return _against(value, compared.ratios.get(first))
@@ -111,7 +111,7 @@ def _cell(comparison: Comparison, shown: Sequence[Figure], compared: Compared) -
 
 def _trained(compared: Compared, comparison: Comparison) -> tuple[str, ...]:
     ours, theirs = compared.of(figures.TRAINING), comparison.variants[0].of(figures.TRAINING)
-    ratio = () if compared.variant == comparison.baseline else (formats.times(ours / theirs if theirs else None),)
+    ratio = () if compared.variant == comparison.baseline else (pages.times(ours / theirs if theirs else None),)
     return (*ratio, *facts.disturbed(compared))
 
 
@@ -121,7 +121,7 @@ def _retried(compared: Compared, _: Comparison) -> tuple[str, ...]:
 
 def _share_of_peak(compared: Compared, _: Comparison) -> tuple[str, ...]:
     share = compared.of(figures.UTILISATION)
-    return (f"{formats.percent(share, 1)} of the peak",) if share else ()
+    return (f"{pages.percent(share, 1)} of the peak",) if share else ()
 
 
 _BESIDE = {figures.TRAINING: _trained, figures.RESERVED: _retried, figures.ACHIEVED: _share_of_peak}
@@ -137,23 +137,23 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         if time.samples is None:
             if time.reached_count == len(time.seeds):
                 return Cell("before the first evaluation")
-            seeds = f"{time.reached_count} of {formats.count(len(time.seeds), 'seed')}"
+            seeds = f"{time.reached_count} of {pages.count(len(time.seeds), 'seed')}"
             return Cell("not by every seed" if time.reached_count else "not reached", (seeds,))
         beside = (facts.estimate(ratio), facts.interval(ratio)) if ratio else ()
-        return Cell(formats.number(time.train_seconds, "s"), beside)
+        return Cell(pages.number(time.train_seconds, "s"), beside)
 
     def alongside(compared: Compared) -> Cell:
         equal_time = compared.equal_time
         if equal_time is None:
             return Cell(DASH if compared.variant == comparison.baseline else UNKNOWN)
-        time = f"after {formats.number(equal_time.train_seconds, 's')}"
-        theirs = f"{comparison.baseline} {formats.percent(equal_time.baseline_accuracy_fraction)}"
+        time = f"after {pages.number(equal_time.train_seconds, 's')}"
+        theirs = f"{comparison.baseline} {pages.percent(equal_time.baseline_accuracy_fraction)}"
         ends = equal_time.difference_low_fraction, equal_time.difference_high_fraction
-        points = dict.fromkeys(formats.points(end) for end in ends if end is not None)
+        points = dict.fromkeys(pages.points(end) for end in ends if end is not None)
         difference = (
-            [f"{(formats.JOINED + 'to' + formats.JOINED).join(points)}{formats.JOINED}points"] if points else []
+            [f"{(pages.JOINED + 'to' + pages.JOINED).join(points)}{pages.JOINED}points"] if points else []
         )
-        return Cell(formats.percent(equal_time.accuracy_fraction), (time, theirs, *difference))
+        return Cell(pages.percent(equal_time.accuracy_fraction), (time, theirs, *difference))
 
     equal_times = Column(
         "At equal time",
@@ -169,7 +169,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
     return (
         *_declared(figures.COMPARISON, comparison),
         Column(
-            formats.heading(facts.score(comparison)),
+            pages.heading(facts.score(comparison)),
             f"{facts.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
             "difference from the baseline is paired by seed, in percentage points. Its interval lies inside the "
             f"margins exactly if two one-sided tests show equivalence{few}.",
@@ -191,9 +191,9 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
 
 def _finding(name: str, direction: str) -> Column:
     return Column(
-        formats.heading(name.replace("_", " ")),
+        pages.heading(name.replace("_", " ")),
         f"A figure of the task, mean over seeds; {direction}. It does not count for the verdict.",
-        lambda compared: Cell(formats.number(compared.findings.get(name))),
+        lambda compared: Cell(pages.number(compared.findings.get(name))),
     )
 
 
@@ -202,22 +202,22 @@ def _work(comparison: Comparison) -> tuple[Column, ...]:
         ledgers, error = comparison.bench.ledgers.get(compared.variant), compared.of(figures.PREDICTION_ERROR)
         beside: tuple[str, ...] = ()
         if ledgers and ledgers.predicted and error is not None:
-            predicted = formats.size(ledgers.predicted.peak_bytes)
-            beside = (f"predicted {predicted}, {100 * error:+.1f}%".replace("-", formats.MINUS),)
-        return Cell(formats.size(ledgers.measured.tensors_bytes if ledgers else None), beside)
+            predicted = pages.size(ledgers.predicted.peak_bytes)
+            beside = (f"predicted {predicted}, {100 * error:+.1f}%".replace("-", pages.MINUS),)
+        return Cell(pages.size(ledgers.measured.tensors_bytes if ledgers else None), beside)
 
     def flops(compared: Compared) -> Cell:
         counted = comparison.bench.flops.get(compared.variant)
         if counted is None:
             return Cell(UNKNOWN)
         model, executed = counted.model_per_sample, counted.executed_per_sample
-        beside = (f"{formats.times(executed / model)} executed",) if executed > model > 0 else ()
-        return Cell(formats.scaled(model, "FLOP"), beside)
+        beside = (f"{pages.times(executed / model)} executed",) if executed > model > 0 else ()
+        return Cell(pages.scaled(model, "FLOP"), beside)
 
     processes = Column(
         "Peak of each process",
         "Peak memory by process; medians over rounds. On a CPU the sum of the peaks counts, on GPUs the largest peak.",
-        lambda compared: Cell(" / ".join(map(formats.size, compared.peak_memory_rank_bytes)) or UNKNOWN),
+        lambda compared: Cell(" / ".join(map(pages.size, compared.peak_memory_rank_bytes)) or UNKNOWN),
     )
     return (
         *([processes] if any(compared.conditions.world_size > 1 for compared in comparison.variants) else []),

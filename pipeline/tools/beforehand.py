@@ -18,7 +18,7 @@ from pipeline.data.prepared import DESCRIPTION
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked, launched_size
 from pipeline.errors import ConfigError, PipelineError, count, say
-from pipeline.pages import formats
+from pipeline import pages
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan
@@ -146,7 +146,7 @@ def show_memory(
             reasons.append(str(error))
             table.append([name, *("unknown" for _ in table[0][1:])])
             continue
-        table.append([name, *(formats.size(getattr(ledger, f"{part}_bytes")) for part in columns)])
+        table.append([name, *(pages.size(getattr(ledger, f"{part}_bytes")) for part in columns)])
         if memory_bytes is not None:
             table[-1] += [
                 "too large" if largest is None or largest < plan.train.batch_size else "fits",

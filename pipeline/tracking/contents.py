@@ -21,7 +21,7 @@ from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
 from pipeline.files import read_json, read_text
-from pipeline.pages import formats
+from pipeline import pages
 from pipeline.params import Config
 from pipeline.results import HistoryRow, Result, Run
 from pipeline.results.figures import FIGURES, QUANTITIES
@@ -131,11 +131,11 @@ def columns(comparison: Comparison) -> dict[str, dict[str, str]]:
             value, ratio = compared.of(figure), compared.ratios.get(figure)
             if not value and figure.optional:
                 continue
-            text = formats.of_figure(figure, value, comparison.unit).replace(formats.JOINED, " ")
+            text = pages.of_figure(figure, value, comparison.unit).replace(pages.JOINED, " ")
             if value and ratio and ratio.decision != "untrusted":
-                text += f", {formats.TIMES}{_ratio(ratio)}"
+                text += f", {pages.TIMES}{_ratio(ratio)}"
             tags[compared.variant][figure.word] = text
-        accuracy = formats.percent(compared.trained["test_accuracy_mean_fraction"])
+        accuracy = pages.percent(compared.trained["test_accuracy_mean_fraction"])
         difference = compared.accuracy.estimate if compared.accuracy else None
         points = "" if difference is None else f", {100 * difference:+.2f} points"
         tags[compared.variant]["accuracy"] = accuracy + points

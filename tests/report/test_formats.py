@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.comparison.stats import Difference
-from pipeline.pages import formats
+from pipeline import pages
 from pipeline.report import facts
 from tests.factories import make_accuracy
 from tests.report.conftest import plain
@@ -19,23 +19,23 @@ def ratio(**changes: Any) -> Difference:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (formats.number(20_000.4, "samples/s"), "20,000 samples/s"),
-        (formats.number(12.345, "ms"), "12.3 ms"),
-        (formats.number(None, "ms"), "unknown"),
-        (formats.size(0), "0 B"),
-        (formats.size(88 * 2**10), "88.0 KiB"),
-        (formats.size(200 * 2**20), "200 MiB"),
-        (formats.size(3 * 2**29), "1.50 GiB"),
-        (formats.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
-        (formats.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
-        (formats.percent(0.9, 2), "90.00%"),
-        (formats.plain_percent(0.03), "3%"),
-        (formats.points(-0.00001), "0.00"),
-        (formats.points(-0.0123), "-1.23"),
-        (formats.times(1.5), "1.50x"),
-        (formats.times(0.0456), "0.046x"),
-        (formats.count(1, "process"), "1 process"),
-        (formats.count(2, "process"), "2 processes"),
+        (pages.number(20_000.4, "samples/s"), "20,000 samples/s"),
+        (pages.number(12.345, "ms"), "12.3 ms"),
+        (pages.number(None, "ms"), "unknown"),
+        (pages.size(0), "0 B"),
+        (pages.size(88 * 2**10), "88.0 KiB"),
+        (pages.size(200 * 2**20), "200 MiB"),
+        (pages.size(3 * 2**29), "1.50 GiB"),
+        (pages.scaled(6_300_000, "FLOP"), "6.30 MFLOP"),
+        (pages.scaled(1.2e12, "FLOP/s"), "1.20 TFLOP/s"),
+        (pages.percent(0.9, 2), "90.00%"),
+        (pages.plain_percent(0.03), "3%"),
+        (pages.points(-0.00001), "0.00"),
+        (pages.points(-0.0123), "-1.23"),
+        (pages.times(1.5), "1.50x"),
+        (pages.times(0.0456), "0.046x"),
+        (pages.count(1, "process"), "1 process"),
+        (pages.count(2, "process"), "2 processes"),
     ],
 )
 def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None:
