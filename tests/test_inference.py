@@ -26,9 +26,8 @@ from pipeline.errors import PipelineError
 from pipeline.params import Config, Machine, parse
 from pipeline.tasks.base import Normalise
 from pipeline.tools import inference
-from pipeline.tools.inference import forms, timing
+from pipeline.tools.inference import Form, Measured, forms, timing
 from pipeline.tools.inference.forms import FORMS, Kind, Made, Trained, Unavailable, bytes_of
-from pipeline.tools.inference import Form, Measured
 from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from tests.nets import conv_net, task_of

@@ -334,7 +334,9 @@ def test_the_table_says_what_fits(digits_folder: Path, capsys: pytest.CaptureFix
 
 
 def test_without_memory_all_variants_are_foreseen(digits_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    beforehand.show_memory(parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder)
+    beforehand.show_memory(
+        parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS}), LAPTOP, [], digits_folder
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["variant", *VARIANTS]
     assert "largest" not in lines[0]
@@ -352,7 +354,9 @@ def test_an_unforeseen_variant_stops_no_other(digits_folder: Path, capsys: pytes
     compiled, fp16 = lines[-2:]
     assert compiled == "variants.compiled: the memory of compile cannot be predicted; measure it."
     assert fp16.startswith("variants.fp16.precision: found 'fp16', but ")
-    with pytest.raises(prediction.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"):
+    with pytest.raises(
+        prediction.PredictionError, match=r"variants\.compiled: the memory of compile cannot be predicted"
+    ):
         beforehand.show_memory(config, LAPTOP, ["compiled"], digits_folder)
 
 

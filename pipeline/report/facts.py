@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline import pages
 from pipeline.comparison import advice as advices
 from pipeline.comparison.advice import percentage_points
 from pipeline.comparison.comparison_file import Compared, Comparison, Share
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
-from pipeline import pages
 from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
 from pipeline.results import Bench, Ledger, SameJob, ScoreName, rejections
 from pipeline.results.figures import QUANTITIES, THROUGHPUT
@@ -198,7 +198,9 @@ def disturbed(compared: Compared) -> tuple[str, ...]:
 
 def rejected_in_training(compared: Compared) -> list[tuple[str, list[int]]]:
     """Return the reason of each kind for rejected figures of the trainings, with its seeds."""
-    return [(first.text, seeds) for first, seeds in rejections.by_kind((run.seed, run.rejections) for run in compared.runs)]
+    return [
+        (first.text, seeds) for first, seeds in rejections.by_kind((run.seed, run.rejections) for run in compared.runs)
+    ]
 
 
 def rejected_in_bench(comparison: Comparison) -> list[tuple[str, str]]:

@@ -7,9 +7,9 @@ from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
+from pipeline import pages
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
-from pipeline import pages
 from pipeline.pages import DASH, UNKNOWN, UNTRUSTED
 from pipeline.report import facts
 from pipeline.results import figures
@@ -150,9 +150,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
         theirs = f"{comparison.baseline} {pages.percent(equal_time.baseline_accuracy_fraction)}"
         ends = equal_time.difference_low_fraction, equal_time.difference_high_fraction
         points = dict.fromkeys(pages.points(end) for end in ends if end is not None)
-        difference = (
-            [f"{(pages.JOINED + 'to' + pages.JOINED).join(points)}{pages.JOINED}points"] if points else []
-        )
+        difference = [f"{(pages.JOINED + 'to' + pages.JOINED).join(points)}{pages.JOINED}points"] if points else []
         return Cell(pages.percent(equal_time.accuracy_fraction), (time, theirs, *difference))
 
     equal_times = Column(

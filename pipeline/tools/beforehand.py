@@ -13,12 +13,11 @@ from typing import Literal
 
 from pydantic import ByteSize, TypeAdapter
 
-from pipeline import tasks
+from pipeline import pages, tasks
 from pipeline.data.prepared import DESCRIPTION
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import forked, launched_size
 from pipeline.errors import ConfigError, PipelineError, count, say
-from pipeline import pages
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan

@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import environment, results
+from pipeline import environment, pages, results
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
 from pipeline.environment import ENVIRONMENT_FILE, hash_of
 from pipeline.files import read_json, read_text
-from pipeline import pages
 from pipeline.params import Config
 from pipeline.results import HistoryRow, Result, Run
 from pipeline.results.figures import FIGURES, QUANTITIES

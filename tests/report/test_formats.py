@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.comparison.stats import Difference
 from pipeline import pages
+from pipeline.comparison.stats import Difference
 from pipeline.report import facts
 from tests.factories import make_accuracy
 from tests.report.conftest import plain
@@ -60,6 +60,4 @@ def test_an_untrusted_ratio_is_in_brackets() -> None:
 def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
     assert plain(facts.text(few)) == "1.42x undecided (too few accepted rounds (4) for an interval)"
-    assert (
-        plain(facts.text(make_accuracy([0.0003]))) == "+0.03 points undecided (too few seeds (1) for an interval)"
-    )
+    assert plain(facts.text(make_accuracy([0.0003]))) == "+0.03 points undecided (too few seeds (1) for an interval)"

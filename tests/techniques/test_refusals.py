@@ -140,7 +140,9 @@ def test_one_process_is_refused_under_a_launcher(parallelism: str) -> None:
 @pytest.mark.parametrize("entry", [entry for entry in CATALOGUE if entry.needs_measuring], ids=lambda entry: entry.name)
 def test_the_memory_of_some_techniques_cannot_be_predicted(entry: Entry, digits: Dataset) -> None:
     machine = GPUS.model_copy(update={"installed": frozenset({"bitsandbytes", "torchao"}), "gpu_float8": True})
-    with pytest.raises(prediction.PredictionError, match=f"variants.tried: the memory of {entry.name} cannot be predicted"):
+    with pytest.raises(
+        prediction.PredictionError, match=f"variants.tried: the memory of {entry.name} cannot be predicted"
+    ):
         prediction.predicted(planned(machine, alone(entry), optimizer="adamw"), task_of(digits))
 
 
