@@ -349,6 +349,7 @@ def test_no_secret_is_shown_and_lines_fit(monkeypatch: pytest.MonkeyPatch, capsy
         raise ZeroDivisionError("no answer from https://t0ken@host/x?key=t0ken")
 
     monkeypatch.setattr(doctor, "CHECKS", {"memory": check, "disk": lambda: iter([Finding("ok", "fine")])})
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines if "x" * 90 not in line) <= 80
