@@ -47,7 +47,7 @@ def bench_of(
     return make_bench(measured, **{"arms": arms} | changes)
 
 
-def test_a_share_is_the_baseline_with_the_technique_and_the_stack_over_the_stack_without_it() -> None:
+def test_a_share_is_told_alone_and_in_the_stack() -> None:
     share = shares_of(bench_of(variant=(2.0, 0.5), without=(1.6, 0.7), alone=(1.3, 0.9)))["channels_last"]
     ratios = (share.added_throughput, share.added_memory, share.stacked_throughput, share.stacked_memory)
     for ratio, expected in zip(ratios, (1.3, 0.9, 2.0 / 1.6, 0.5 / 0.7), strict=True):
@@ -67,7 +67,7 @@ def test_the_verdict_is_that_of_the_technique_alone(alone: tuple[float, float], 
     assert (share.verdict, share.accuracy, share.accuracy_from) == (verdict, None, None)
 
 
-def test_accuracy_is_that_of_a_trained_variant_which_applies_exactly_this() -> None:
+def test_accuracy_is_of_a_trained_variant_that_applies_this() -> None:
     measured = [
         make_result("baseline"),
         make_result("stack", applied=STACK),
@@ -84,7 +84,7 @@ def test_accuracy_is_that_of_a_trained_variant_which_applies_exactly_this() -> N
 @pytest.mark.parametrize(
     ("processes", "world_size", "same"), [("auto", 2, True), (2, 2, True), ("auto", 4, False), (4, 4, False)]
 )
-def test_how_many_processes_is_a_part_of_what_was_trained(processes: int | str, world_size: int, same: bool) -> None:
+def test_processes_are_part_of_what_was_trained(processes: int | str, world_size: int, same: bool) -> None:
     ddp = {"parallelism": "ddp", "processes": processes}
     arms = [
         *(arm for arm in bench_of().arms if arm.role != "with"),
@@ -122,7 +122,7 @@ def test_a_noisy_machine_leaves_no_share_to_trust() -> None:
     assert (share.verdict, share.added_throughput.decision, share.interaction) == ("untrusted", "untrusted", None)
 
 
-def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
+def test_unknown_memory_leaves_the_rest_to_be_judged() -> None:
     bench = without_memory(bench_of(alone=(1.3, 1.0)))
     share = shares_of(bench)["channels_last"]
     assert share.added_memory

@@ -144,7 +144,7 @@ def test_a_new_figure_is_an_entry_and_a_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_compared_figure_is_also_the_setting_of_its_margin(tmp_path: Path) -> None:
+def test_a_compared_figure_has_a_margin_s_setting(tmp_path: Path) -> None:
     assert (len(ADDED_FOR_VERDICTS), len({file for file, *_ in ADDED_FOR_VERDICTS})) == (4, 3)
     shown = with_added(tmp_path, ADDED_FOR_VERDICTS, PROGRAM_FOR_VERDICTS)
     [row] = shown.pop("page")

@@ -74,7 +74,7 @@ def test_over_several_sessions_it_is_sessions_that_would_decide() -> None:
     assert "bench.max_minutes" in reason(over.model_copy(update={"more_sessions": None}))
 
 
-def test_pairs_too_few_for_an_interval_say_how_to_get_enough() -> None:
+def test_too_few_pairs_say_how_to_get_enough() -> None:
     few = "throughput is undecided: at least 6 accepted rounds are needed"
     assert reason(ratio_of([9.0] * 3, [9.0] * 3)) == f"{few} (set bench.max_minutes: 7)"
     lost = ratio_of([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
@@ -105,7 +105,7 @@ def test_more_than_an_hour_is_no_advice() -> None:
         )
 
 
-def test_memory_whose_heap_decides_is_said_to_be_undecidable_on_a_cpu() -> None:
+def test_memory_of_heaps_cannot_be_decided() -> None:
     """A peak of 3.4 MiB: half a MiB of free blocks is 14.7% of it. Neither an hour nor a session more is advised."""
     peaks = [round(3.4 * 2**20) + round(1000 * value) for value in (0, 1, 2, 3, 4, 5, 6)]
     ratio = ratio_of([1.03 * peak for peak in peaks], peaks, MEMORY)
@@ -129,7 +129,7 @@ def test_minutes_that_were_not_used_up_are_not_advised() -> None:
     assert "(bench --again)" in reason(undecided, allowed._replace(minutes=2.0))
 
 
-def test_before_a_training_it_is_said_how_many_seeds_its_accuracy_needs() -> None:
+def test_a_training_is_told_how_many_seeds_it_needs() -> None:
     assert seeds_outlook(3, 0.01, None).startswith("accuracy: 3 seeds, margin 1 percentage point; an equal variant is")
     assert "deviates from seed to seed by at most 0.41 points, which only the first report shows" in seeds_outlook(
         3, 0.01, None

@@ -41,7 +41,7 @@ def applied(lines: list[str]) -> dict[str, str]:
     return {line.split()[0]: line.split("[")[-1].split("]")[0] for line in lines if line.startswith("  ")}
 
 
-def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change(shown: Shown) -> None:
+def test_techniques_stand_in_the_order_they_apply(shown: Shown) -> None:
     first, job, *rest = shown("many")
     assert first == "many: 1 process on CPU, 1 micro-batch of 64 samples a process"
     assert "a learning rate of 0.2, 64 samples a step" in job
@@ -55,7 +55,7 @@ def test_techniques_stand_in_the_order_in_which_they_apply_with_what_they_change
     assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch of 64 samples") for line in rest)
 
 
-def test_the_processes_and_the_step_are_those_of_the_training(shown: Shown) -> None:
+def test_processes_and_step_are_those_of_training(shown: Shown) -> None:
     """A pipeline runs the micro-batches itself, so gradient accumulation changes nothing."""
     first, *rest = shown("staged")
     assert first == "staged: 2 processes on CPU, 4 micro-batches of 16 samples a process"

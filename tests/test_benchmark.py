@@ -311,7 +311,7 @@ def test_a_further_session_makes_the_bench_a_session(earlier: dict[str, Any], is
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_a_bench_continues_an_unsettled_bench_of_the_same_session(
+def test_a_bench_continues_its_session_s_unsettled_bench(
     changes: dict[str, Any],
     start: str,
     goes_on: bool,
@@ -521,7 +521,7 @@ def test_an_option_goes_with_its_parallelism() -> None:
     assert without == {"tuned": {"bucket_mb=5": "it works only with the variant's parallelism, which baseline lacks"}}
 
 
-def test_the_output_of_a_server_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_s_output_is_printed_above_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     python = tmp_path / "python"
     executable(python, "#!/bin/sh\necho 'a warning of a library' >&2\nexit 3\n")
     bar = tqdm(total=2, desc="bench", file=sys.stderr)

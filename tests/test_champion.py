@@ -58,7 +58,7 @@ def test_it_is_what_pays_most_speed_then_memory(
     assert (chosen.variant, chosen.quantity) == (champion, quantity)
 
 
-def test_of_one_nothing_was_chosen_and_of_none_there_is_no_champion() -> None:
+def test_one_that_pays_was_not_chosen() -> None:
     comparison = over(session(1, throughput={"one": 1.5}))
     assert comparison.champion
     assert (comparison.champion.among, comparison.champion.runner_up) == (1, None)
@@ -81,7 +81,7 @@ def test_each_part_is_measured_for_what_the_others_choose() -> None:
     assert choices(gains, middle=np.median) == [1, 0, 0]
 
 
-def test_what_was_chosen_is_no_surer_than_the_best_itself() -> None:
+def test_a_choice_is_no_surer_than_the_best() -> None:
     narrow, wide = make_ratio(1.0, 0.9, 1.05, 8), make_ratio(2.0, 1.9, 2.2, 9)
     assert no_narrower(narrow, wide) == make_ratio(1.0, 0.9, 1.1, 8)
 
@@ -119,7 +119,7 @@ def test_within_a_session_its_rounds_choose_for_each_other() -> None:
     assert champion.head_to_head.decision in ("same", "undecided")
 
 
-def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_then() -> None:
+def test_settled_early_two_differ_by_equal_arms_until_then() -> None:
     """In later rounds, the control's speed varies. This says nothing about the rounds in which the two took part."""
 
     def told(control: list[float]) -> Champion:
@@ -131,13 +131,13 @@ def test_two_that_were_settled_early_are_told_by_what_equal_arms_differed_until_
     assert told([1.0] * 10 + [0.9, 1.1] * 10) == told([1.0] * 30)
 
 
-def test_what_no_round_tells_is_unknown_to_the_tags_too() -> None:
+def test_what_no_round_tells_is_unknown_in_tags() -> None:
     gone = {"one": dict.fromkeys(range(6), "x"), "two": dict.fromkeys(range(6, 12), "x")}
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3}, rejected=gone))
     assert contents.champion(comparison)["champion.head_to_head"].startswith("unknown")
 
 
-def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alone() -> None:
+def test_one_session_s_gain_counts_for_itself_alone() -> None:
     """The best pays in five sessions. Four of them lack the other variant, so only one session measured the gain."""
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.5, "two": 1.3}
@@ -150,7 +150,7 @@ def test_a_gain_of_one_session_is_not_counted_as_of_those_that_the_best_has_alon
     assert sessions_of(comparison, "one") == 1
 
 
-def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
+def test_a_session_without_one_says_nothing_of_choices() -> None:
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.3, "two": 1.5}
     champion = best(session(1, throughput=faster, keys=before), session(2, throughput=faster))
@@ -158,7 +158,7 @@ def test_a_session_that_lacks_one_of_them_says_nothing_of_the_choice() -> None:
     assert (champion.variant, champion.ratio.session_count, champion.ratio.pairs) == ("two", 1, 12)
 
 
-def test_the_report_and_mlflow_say_by_how_much_and_if_it_is_ahead() -> None:
+def test_report_and_mlflow_say_if_it_is_ahead() -> None:
     comparison = over(session(1, throughput={"one": 1.5, "two": 1.3, "three": 1.3}))
     [said] = [line for line in plain(markdown(comparison)).splitlines() if line.startswith("The best of the 3")]
     assert said.startswith("The best of the 3 variants that pay by throughput is one: 1.499x the throughput (1.49")

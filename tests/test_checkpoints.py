@@ -69,7 +69,7 @@ def test_the_random_state_comes_back_from_a_file(tmp_path: Path) -> None:
     assert drawn() == first
 
 
-def test_state_sha256_depends_on_extra_state_to_its_last_part() -> None:
+def test_state_sha256_depends_on_all_of_extra_state() -> None:
     states: list[dict[str, Any]] = [
         {"_extra_state": {"step": step, "scales": [torch.full((2,), scale)]}}
         for step, scale in ((1, 2.0), (1, 3.0), (2, 2.0))

@@ -56,7 +56,7 @@ BASELINE = make_result("baseline")
 # Verdicts
 
 
-def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_seeds_support() -> None:
+def test_every_variant_but_the_baseline_has_a_verdict() -> None:
     baseline, ddp, memory = make_comparison().variants
     assert (baseline.verdict, ddp.verdict, memory.verdict) == (None, "pays", "trades")
     assert (baseline.throughput, baseline.memory, baseline.accuracy, baseline.reasons) == (None, None, None, ())
@@ -70,7 +70,7 @@ def test_every_variant_but_the_baseline_has_a_verdict_on_what_the_bench_and_the_
 
 
 @pytest.mark.parametrize(("unit", "decision"), [(Unit(), "undecided"), (Unit(name="tokens", per_sample=64), "same")])
-def test_equal_accuracies_of_few_samples_are_the_same_if_many_tokens_count(unit: Unit, decision: str) -> None:
+def test_equal_accuracies_of_many_tokens_are_the_same(unit: Unit, decision: str) -> None:
     few = known(BASELINE.dataset).model_copy(update={"test_count": 32})
     baseline, tokened = (
         make_result(
@@ -114,7 +114,7 @@ def test_verdict_and_pareto_front_weigh_throughput_memory_and_accuracy(
     assert {variant.variant for variant in variants if variant.on_front} == front
 
 
-def test_a_variant_that_is_decided_alone_may_be_undecided_among_many() -> None:
+def test_decided_alone_may_be_undecided_among_many() -> None:
     """All intervals of a figure have one confidence, and each agrees with its decision."""
 
     def compared(others: int) -> Comparison:
@@ -188,7 +188,7 @@ def test_what_is_undecided_says_what_would_decide_it() -> None:
     assert "(set bench.max_rounds: " in make_comparison(measured, ended).variants[1].reasons[0]
 
 
-def test_a_variant_whose_techniques_are_all_skipped_is_not_advised_to_be_measured_longer() -> None:
+def test_skipped_techniques_are_not_measured_longer() -> None:
     skipped = {"bf16": "this CPU would emulate it"}
     for applied, said in (({}, "it trains exactly like the baseline"), ({"channels_last": True}, "another session")):
         measured = [BASELINE, make_result("other", applied=applied, skipped=skipped)]
@@ -199,7 +199,7 @@ def test_a_variant_whose_techniques_are_all_skipped_is_not_advised_to_be_measure
 
 
 @pytest.mark.parametrize(("rounds", "verdicts"), [(7, ["pays", "trades"]), (4, ["untrusted", "untrusted"])])
-def test_an_interrupted_bench_is_used_as_far_as_it_goes(rounds: int, verdicts: list[str]) -> None:
+def test_an_interrupted_bench_is_used(rounds: int, verdicts: list[str]) -> None:
     variants = make_comparison(bench=make_bench(rounds=rounds, interrupted=True)).variants[1:]
     assert [variant.verdict for variant in variants] == verdicts
     interrupted = f"the bench was interrupted after {rounds} rounds: run `dvc repro bench`"
@@ -242,7 +242,7 @@ def test_variants_beat_each_other_too() -> None:
 # Figures of the bench
 
 
-def test_figures_are_medians_of_the_samples_that_were_not_rejected() -> None:
+def test_figures_are_medians_of_samples_that_count() -> None:
     fields = ("samples_per_second", "step_p50_ms", "step_p90_ms", "step_p99_ms", "input_wait_fraction")
     windows = [
         make_window(samples_per_second=1e3 * index, step_p50_ms=10.0 + index, step_p90_ms=20.0 + index,
@@ -255,7 +255,7 @@ def test_figures_are_medians_of_the_samples_that_were_not_rejected() -> None:
     assert (measured.of(MEMORY), measured.rejected) == (4000, 1)  # the seventh sample's memory counts
 
 
-def test_memory_that_this_machine_does_not_tell_leaves_the_rest_to_be_judged() -> None:
+def test_unknown_memory_leaves_the_rest_to_be_judged() -> None:
     results = make_results()
     comparison = make_comparison(results, without_memory(make_bench(results, throughput={"ddp": 1.6})))
     assert {variant.variant: variant.verdict for variant in comparison.variants}["ddp"] == "pays"
@@ -328,7 +328,7 @@ def test_a_number_unknown_in_one_training_run_is_unknown(field: str) -> None:
         ((0.9,), [235, 235, 470], None),  # the median lies before the first evaluation
     ],
 )
-def test_time_to_target_is_the_median_of_the_first_evaluations_at_or_above_it_if_all_seeds_reached_it(
+def test_time_to_target_is_the_median_of_all_seeds(
     late: tuple[float, ...], steps: list[int | None], samples: int | None
 ) -> None:
     first = 0.80 if steps[0] == 470 else 0.86
@@ -340,7 +340,7 @@ def test_time_to_target_is_the_median_of_the_first_evaluations_at_or_above_it_if
     assert time_to_target(BASELINE, history, 0.85, None).train_seconds is None
 
 
-def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
+def test_the_ratio_of_times_is_steps_over_speeds() -> None:
     histories = {"baseline": make_history(), "ddp": make_history(accuracies=(0.7, 0.8, 0.9))}
     measured = [BASELINE, make_result("ddp")]
     ddp = make_comparison(measured, histories=histories).variants[1]
@@ -355,7 +355,7 @@ def test_the_ratio_of_times_to_target_is_of_steps_over_that_of_speeds() -> None:
     assert make_comparison(measured, target_accuracy=0.95).variants[1].time_to_target_ratio is None
 
 
-def test_at_equal_time_the_slower_one_has_come_as_far_as_its_last_evaluation() -> None:
+def test_at_equal_time_the_slower_has_come_less_far() -> None:
     runs = [make_run(seed, steps=705) for seed in range(3)]
     applied = {"model": "resnet9", "distillation": {"teacher": "baseline"}}
     baseline, taught = make_result("baseline", runs), make_result("taught", runs, applied=applied, parameter_count=9)
@@ -417,7 +417,7 @@ def test_the_baseline_comes_first() -> None:
     assert names == ["baseline", "b", "a"]
 
 
-def test_the_comparison_is_plain_json_and_holds_the_raw_samples() -> None:
+def test_the_comparison_is_json_with_raw_samples() -> None:
     bench = make_bench()
     values = json.loads(make_comparison(bench=bench).to_json())
     assert next(iter(values)) == "schema"
@@ -463,7 +463,7 @@ def with_arm(variant: str, bench: Bench = BENCH, **changes: Any) -> Bench:
         (with_arm("baseline", samples=BENCH.arms[0].samples[:-1]), "of the baseline than 12 rounds give"),
     ],
 )
-def test_a_bench_that_does_not_belong_to_the_results_is_refused(bench: Bench, named: str) -> None:
+def test_a_bench_of_other_results_is_refused(bench: Bench, named: str) -> None:
     with pytest.raises(ComparisonError, match=f"{re.escape(named)}.*Run `dvc repro"):
         make_comparison(make_results(), bench)
 
@@ -486,7 +486,7 @@ def test_margins_that_were_changed_after_the_measurement_are_told() -> None:
     assert told(Margins()) == ["compare.margins.throughput from 0.03 to 0.1"]
 
 
-def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
+def test_decided_early_pairs_with_the_first_rounds() -> None:
     whole = make_bench(rounds=8, rejected={})
     longer = make_bench(rounds=12, rejected={})
     stopped = with_arm("ddp", longer, samples=longer.arms[1].samples[:8])
@@ -504,7 +504,7 @@ def test_a_variant_that_was_decided_early_pairs_with_the_first_rounds() -> None:
     assert "bench --again" in " ".join(make_comparison(bench=nearly, margins={"throughput": 0.001}).variants[1].reasons)
 
 
-def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -> None:
+def test_settled_early_is_judged_by_its_own_rounds() -> None:
     """In the first ten of thirty rounds, the baseline is 7% slower than its control."""
 
     def factor(arm: Arm, number: int) -> float:
@@ -523,7 +523,7 @@ def test_a_variant_that_was_settled_early_is_judged_by_a_a_of_its_own_rounds() -
     assert {ratio.decision for ratio in judged} == {"untrusted"}
 
 
-def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -> None:
+def test_settled_early_is_shown_at_everyone_s_pace() -> None:
     def factor(arm: Arm, number: int) -> float:
         return 1 if number < 10 else 0.5 * (arm.variant != "ddp")
 
@@ -532,7 +532,7 @@ def test_a_variant_that_was_settled_early_is_shown_at_the_pace_of_all_rounds() -
     assert ddp.of(THROUGHPUT) == pytest.approx(1.5 * baseline.of(THROUGHPUT))
 
 
-def test_every_problem_of_bench_and_results_is_named_at_once() -> None:
+def test_every_problem_is_named_at_once() -> None:
     measured = [BASELINE, make_result("ddp", dataset=OTHER_DATA), make_result("memory", threads_per_process=1)]
     with pytest.raises(ComparisonError) as raised:
         make_comparison(measured, make_bench([BASELINE], environment="b" * 64))

@@ -172,7 +172,7 @@ def window(
         ((0, 1), 0.1, {10: 0.1}, 0.1),  # a job that uses little CPU time loses 5% of the window
     ],
 )
-def test_cpu_time_that_others_take_from_the_job_is_rejected(
+def test_cpu_time_of_others_is_rejected(
     machine: Machine, cores: tuple[int, ...], own: float, waits: dict[int, float], taken: float
 ) -> None:
     detector = window(machine, foreign_load(cores=cores), own=own, waits=waits)
@@ -220,7 +220,7 @@ def test_what_the_hypervisor_steals_counts_by_the_jobs_share(machine: Machine) -
 
 
 @pytest.mark.parametrize("waits", [None, "0 0 0\n"])
-def test_where_the_kernel_counts_no_waits_load_beyond_the_idle_time_counts(machine: Machine, waits: str | None) -> None:
+def test_without_counted_waits_load_beyond_idle_time_counts(machine: Machine, waits: str | None) -> None:
     if waits:
         (machine.root / "10" / "task" / "10").mkdir(parents=True)
         (machine.root / "10" / "task" / "10" / "schedstat").write_text(waits)
@@ -269,7 +269,7 @@ def busy_processes(count: int, core: int) -> Iterator[list[int]]:
 
 
 @needs_linux
-def test_busy_processes_beside_a_job_are_seen_unless_they_are_its_own() -> None:
+def test_busy_processes_of_others_are_seen() -> None:
     core = min(os.sched_getaffinity(0))
     with busy_processes(3, core) as (job, *_):
         beside, whole = (ForeignLoad({core}, root_pid, limit=0.1) for root_pid in (job, os.getpid()))
@@ -302,7 +302,7 @@ def _heated(tmp_path: Path, *windows: tuple[tuple[int, int], tuple[int, int], bo
     return detector
 
 
-def test_a_cpu_that_got_too_hot_in_measured_windows_is_refused(tmp_path: Path) -> None:
+def test_a_cpu_that_got_too_hot_is_refused(tmp_path: Path) -> None:
     assert not [*_heated(tmp_path, ((7, 40), (8, 41), False), ((9, 50), (9, 50), True)).rejections()]
     detector = _heated(tmp_path, ((7, 40), (7, 44), True), ((9, 50), (10, 51), True))
     assert only(detector).code == "cpu_throttled"
@@ -372,7 +372,7 @@ def test_a_gpu_that_throttled_is_refused(driver: SimpleNamespace, bits: int, wor
         assert not [*detector.rejections()]
 
 
-def test_neither_a_moment_nor_the_warm_up_nor_a_silent_driver_is_refused(driver: SimpleNamespace) -> None:
+def test_heat_outside_of_windows_is_not_refused(driver: SimpleNamespace) -> None:
     assert not [*watch_clocks(driver, SLOW, measured=False).rejections()]
     silent = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
     detector = watch_clocks(driver, silent, SLOW, silent)
@@ -381,9 +381,7 @@ def test_neither_a_moment_nor_the_warm_up_nor_a_silent_driver_is_refused(driver:
         assert bool([*detector.rejections()]) is refused
 
 
-def test_a_gpu_that_wakes_up_when_a_window_opens_is_not_looked_at_yet(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_wakes_up_is_not_looked_at(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GPU_SAMPLE_SECONDS", 60)
     detector = GpuThrottling("this one")
     driver.answers = iter([SLOW])

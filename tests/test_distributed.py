@@ -82,7 +82,7 @@ def test_two_ranks_on_one_gpu_are_refused(
 
 
 @pytest.mark.parametrize("users", [None, ":16:8"])
-def test_what_makes_cublas_exact_is_set_for_the_world_alone(
+def test_cublas_is_exact_in_the_world_alone(
     as_if_cuda: list[int],  # noqa: ARG001
     monkeypatch: pytest.MonkeyPatch,
     users: str | None,
@@ -212,7 +212,7 @@ def test_forked_processes_are_fresh_and_answer_in_rank_order() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_forked_processes_end_with_the_block_and_with_its_error() -> None:
+def test_forked_processes_end_with_their_block() -> None:
     with forked(_note, (7,), 2, preload=PRELOAD):
         pass  # the generators are never started
     with forked(_note, (7,), 2, preload=PRELOAD) as ask:

@@ -480,7 +480,7 @@ def test_cuda_is_asked_in_a_process_of_its_own(
         ([(8, 9), (9, 0)], True, True),
     ],
 )
-def test_native_bf16_and_float8_need_every_gpu_to_have_it(
+def test_native_bf16_and_float8_need_every_gpu(
     plug: Plug, capabilities: list[tuple[int, int]], bf16: bool, float8: bool
 ) -> None:
     plug(*(Gpu(f"GPU-{index}", capability=capability) for index, capability in enumerate(capabilities)))

@@ -129,7 +129,7 @@ def test_what_no_statement_imports_is_refused(
     assert "PYTHONPATH" in str(caught.value)
 
 
-def test_a_check_without_own_code_makes_no_path_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_without_own_code_changes_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     check = code.unfollowed_by(set(), parse({"variants": {"baseline": {}}}).train, ())
     monkeypatch.setattr(code, "Path", None)
     check()
@@ -222,7 +222,7 @@ def test_a_metric_s_digest_covers_its_references(
     assert (code.of_function("own_scores:mine") != found) is changed
 
 
-def test_a_metric_s_digest_covers_the_listed_files_that_it_names(checkout: Path) -> None:
+def test_a_metric_s_digest_covers_its_listed_files(checkout: Path) -> None:
     reads = "WEIGHTS = Path('tables/weights.json').read_text()\n"
     (checkout / "own_scores.py").write_text(f"{reads}{SCORES}".replace("return", "WEIGHTS\n    return", 1))
     files = [checkout / "tables" / name for name in ("weights.json", "settings.json")]

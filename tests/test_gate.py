@@ -165,7 +165,7 @@ def slow(values: dict[str, Any]) -> None:
         (lambda values: values.update(outcome="perfect"), "is not a file that this version can read"),
     ],
 )
-def test_a_gate_whose_own_samples_do_not_support_it_is_not_confirmed(
+def test_a_gate_without_support_is_not_confirmed(
     change: Callable[[dict[str, Any]], None], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -199,7 +199,7 @@ def test_what_counts_as_worse(head: dict[str, Any], decided: tuple[str, str | No
     assert (decisions(judgement)["baseline"], judgement.outcome) == (decided, outcome)
 
 
-def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
+def test_one_seed_decides_no_accuracy() -> None:
     lost = make_accuracy([-0.03, -0.031, -0.029])
     assert judged(arm(), accuracies={"baseline": lost}).outcome == "worse"
     judgement = judged(arm(), accuracies={"baseline": make_accuracy([-0.03])})
@@ -223,7 +223,7 @@ def test_a_lower_accuracy_is_worse_and_one_seed_decides_nothing() -> None:
         (0.03, Margins(throughput=0.2), "passed"),  # losses below the margin do not matter
     ],
 )
-def test_a_loss_by_must_see_that_is_not_excluded_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
+def test_a_loss_that_is_not_excluded_is_no_pass(noise: float, margins: Margins, outcome: str) -> None:
     judgement = judged(arm(throughput=0.95, noise=noise), noise=noise, margins=margins)
     assert judgement.outcome == outcome
     assert len(judgement.unseen) == (outcome == "undecided")
@@ -241,9 +241,7 @@ def test_a_loss_by_must_see_that_is_not_excluded_is_no_pass(noise: float, margin
         ({"name": "head ddp", "rejected": range(10)}, 0.005, False),  # samples of later rounds may be trusted
     ],
 )
-def test_an_interim_test_ends_the_gate_if_more_rounds_would_change_nothing(
-    head: dict[str, Any], noise: float, expected: bool
-) -> None:
+def test_an_interim_test_may_end_the_gate(head: dict[str, Any], noise: float, expected: bool) -> None:
     head_arm = arm(**{"noise": noise} | head)
     heads = [head_arm] if head_arm.variant == "baseline" else [arm(noise=noise), head_arm]
     rejected = {"ddp": range(10)}
@@ -275,7 +273,7 @@ def test_memory_of_three_rounds_decides() -> None:
     assert (decisions(judgement)["baseline"], judgement.outcome) == (("same", "same"), "passed")
 
 
-def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:
+def test_a_growth_that_is_not_excluded_is_no_pass() -> None:
     grown = [
         sample.model_copy(update={"peak_memory_bytes": round(PEAK * (1.15 if index % 3 == 0 else 1.0))})
         for index, sample in enumerate(arm().samples)
@@ -285,7 +283,7 @@ def test_a_growth_of_memory_that_is_not_excluded_is_no_pass() -> None:
     assert "peak memory" in judgement.unseen[0]
 
 
-def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
+def test_an_untrusted_variant_does_not_stop_the_others() -> None:
     refused = arm("head ddp", rejected=range(10))
     judgement = judged(arm(), refused, rejected={"ddp": range(10)})
     assert (judgement.outcome, judgement.hidden) == ("passed", ())
@@ -293,7 +291,7 @@ def test_a_variant_that_cannot_be_trusted_does_not_stop_the_others() -> None:
     assert judged(arm(throughput=0.8), refused, rejected={"ddp": range(10)}).outcome == "worse"
 
 
-def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
+def test_a_figure_that_the_head_lacks_is_no_pass() -> None:
     """If a change makes a variant wait for its input or recompile, its samples are rejected and have no speed."""
     judgement = judged(arm(), arm("head ddp", rejected=range(10)))
     assert judgement.outcome == "untrusted"
@@ -303,7 +301,7 @@ def test_a_figure_that_only_the_head_lacks_is_no_pass() -> None:
     assert judged(arm(), arm("head ddp"), rejected={"ddp": range(10)}).outcome == "passed", "only the base lacks it"
 
 
-def test_a_speed_that_is_unknown_on_both_sides_is_no_pass() -> None:
+def test_an_unknown_speed_is_no_pass() -> None:
     def silent(name: str, variant: str) -> Arm:
         made = arm(name, variant=variant)
         unknown = tuple(sample.model_copy(update={"samples_per_second": None}) for sample in made.samples)
@@ -316,7 +314,7 @@ def test_a_speed_that_is_unknown_on_both_sides_is_no_pass() -> None:
 
 
 @pytest.mark.parametrize(("more_mib", "expected"), [(0.98, "same"), (1.02, "worse")])
-def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
+def test_a_heap_s_free_blocks_are_no_difference(
     more_mib: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", 10 * 2**20)
@@ -324,7 +322,7 @@ def test_on_a_cpu_less_than_a_heaps_free_blocks_is_no_difference(
     assert decisions(judgement)["baseline"][1] == expected
 
 
-def test_a_change_that_affects_all_variants_shows_first_in_their_mean() -> None:
+def test_a_change_of_all_variants_shows_in_their_mean() -> None:
     """With this noise, the interval of each single variant overlaps with the margin; the interval of their mean does
     not."""
     names = ("baseline", "ddp", "memory", "fourth")
@@ -413,7 +411,7 @@ def test_code_and_settings_must_be_what_was_measured(tmp_path: Path, monkeypatch
     assert "train" in refused(config)
 
 
-def test_a_comparison_of_other_code_than_is_here_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_of_other_code_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "output", copies.output)
     write_text(COMPARISON_FILE, "{}")
     (checkout / "code.py").write_text("slow = False", encoding="utf-8")
@@ -513,9 +511,7 @@ def test_nothing_is_left_behind_or_touched(repository: Path, error: type[BaseExc
     assert list((repository / ".dvc" / "tmp").iterdir()) == []
 
 
-def test_the_project_may_be_a_part_of_the_repository_and_git_may_have_set_variables(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_project_may_be_part_of_the_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (repository / "project").mkdir()
     for name in (".dvc", "kept"):
         (repository / name).rename(repository / "project" / name)
@@ -599,9 +595,7 @@ def test_a_base_that_cannot_measure_itself(repository: Path) -> None:
     check_arms(Copy(repository), "main")
 
 
-def test_a_base_may_run_the_installed_package_if_it_has_its_stages(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_may_run_the_installed_package(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(copies.__file__).parents[2]))
     with pytest.raises(GateError, match="older than the gate"):
         check_arms(Copy(repository), "main")
@@ -624,7 +618,7 @@ def test_the_markdown_names_the_score_of_the_job() -> None:
     assert "| test token accuracy, points |" in page
 
 
-def test_the_markdown_says_the_outcome_first_and_shows_the_figures() -> None:
+def test_the_markdown_begins_with_the_outcome() -> None:
     heads = [arm(f"head {name}", throughput=0.8) for name in ("baseline", "ddp")]
     page = markdown(gated_of(*heads, accuracies={head.variant: {0: 0.8, 1: 0.81, 2: 0.79} for head in heads}))
     lines = page.splitlines()
@@ -648,7 +642,7 @@ def test_where_something_is_worse_no_more_minutes_are_advised(baseline: float, a
 @pytest.mark.parametrize(
     ("peak_mib", "expected"), [(200, "3% of memory, 1"), (10, "3% of memory (but at least 1 MiB a process), 1")]
 )
-def test_the_smallest_difference_of_memory_is_named_if_it_counts(
+def test_memory_s_smallest_difference_is_named_if_it_counts(
     peak_mib: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PEAK", peak_mib * 2**20)
@@ -732,7 +726,7 @@ def test_the_decision_holds_what_was_measured_on_which_side() -> None:
         assert values[side]["made_of"] == stages.made_of(of.fingerprint)
 
 
-def test_a_variant_that_the_head_lacks_is_added_in_its_section(tmp_path: Path) -> None:
+def test_a_variant_that_the_head_lacks_is_added(tmp_path: Path) -> None:
     job = "train: {learning_rate: 1e-3, model: 'my:net', model_options: {'no': '1e-3', 'é': 1e-5}}\n"
     (tmp_path / "params.yaml").write_text(f"{job}variants: {{baseline: {{}}}}\n", encoding="utf-8")
     before = load(tmp_path / "params.yaml").train
@@ -745,7 +739,7 @@ def test_a_variant_that_the_head_lacks_is_added_in_its_section(tmp_path: Path) -
     assert load(tmp_path / "params.yaml").train == before
 
 
-def test_each_side_trains_a_variant_by_the_stage_that_it_has_there() -> None:
+def test_each_side_trains_by_its_own_stage() -> None:
     base, head = described("a"), described("b")
     base.about["variants"]["ddp"] |= {"distillation": {"teacher": "baseline", "model": "small_cnn"}}
     assert side_by_side.trained_by(base, ["baseline", "ddp"]) == ["train@baseline", "distil@ddp"]
@@ -853,7 +847,7 @@ def test_chosen_variants_are_those_that_either_side_chooses(
     assert ("Not measured, because gate.variants leaves out: ddp." in gated.remarks) is (measured == ["baseline"])
 
 
-def test_a_variant_that_only_the_base_has_is_measured_on_the_head_too() -> None:
+def test_a_variant_of_the_base_is_measured_on_both() -> None:
     base, head = described("a"), described("b")
     gone = Variant(channels_last=True).model_dump(mode="json")
     for side in (base, head):
@@ -923,7 +917,7 @@ def test_sides_that_cannot_be_compared_are_refused(side: int, changed: dict[str,
         ((None, None, True), (None, None, True), "the samples of both must be seen; take it out in a commit"),
     ],
 )
-def test_a_speed_needs_steps_of_as_many_samples_on_both_sides(
+def test_a_speed_needs_equal_steps_on_both_sides(
     base: tuple[Any, ...], head: tuple[Any, ...], told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the arms of one variant report; (): nothing, as where the batch is a setting of train."""
@@ -944,7 +938,7 @@ def test_a_speed_needs_steps_of_as_many_samples_on_both_sides(
             side_by_side.steps_of([control, *arms], 1.0)
 
 
-def test_a_metric_whose_code_differs_is_refused_unless_accuracy_is_not_compared() -> None:
+def test_another_metric_s_accuracy_is_not_compared() -> None:
     base, head = (described(side, train={"metric": "scores:mine"}, rulers={"metric": side}) for side in "ab")
     base.about["gate"]["accuracy"] = False
     decided(base, head, gate={"accuracy": False})
@@ -1006,7 +1000,7 @@ def test_what_measures_is_in_the_code_that_is_compared() -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize(("speed", "decision"), [(1.5, "better"), (0.5, "worse")])
-def test_a_changed_figure_without_a_changed_digest_gets_a_remark(speed: float, decision: str, changed: bool) -> None:
+def test_a_figure_without_a_changed_digest_is_remarked(speed: float, decision: str, changed: bool) -> None:
     base, head = (
         described(side, stages={"train": {}, "bench": {"settings": {"turns": turns}}})
         for side, turns in (("a", 1), ("b", 1 + changed))
@@ -1015,7 +1009,7 @@ def test_a_changed_figure_without_a_changed_digest_gets_a_remark(speed: float, d
     assert [remark.startswith(f"ddp: throughput {decision}, ") for remark in asked] == ([] if changed else [True])
 
 
-def test_versions_that_describe_the_same_data_with_different_keys_are_compared() -> None:
+def test_equal_data_with_different_keys_is_compared() -> None:
     head = described("b")
     head.about["dataset"]["test_repeated_count"] = 3
     assert decided(described("a"), head).outcome == "passed"
@@ -1114,9 +1108,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # takes three minutes on two busy cores
-def test_a_package_that_is_slow_leaks_and_learns_less_is_caught_by_its_lock_file_alone(
-    earnest: Clone, tmp_path: Path
-) -> None:
+def test_a_bad_package_is_caught_by_its_lock_file(earnest: Clone, tmp_path: Path) -> None:
     """Each side runs with the packages of its own lock file, and finds the packages of this Python on PYTHONPATH."""
     lock = earnest.path / "requirements.lock"
     with (earnest.path / "pipeline" / "training" / "loop.py").open("a", encoding="utf-8") as file:

@@ -45,9 +45,7 @@ def test_equal_lock_files_run_under_this_python(sides: tuple[Path, Path], locks:
     assert copies.pythons(*sides) == (Path(sys.executable),) * 2
 
 
-def test_a_side_whose_packages_are_not_here_gets_a_python_with_them_once(
-    sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_side_gets_a_python_with_its_packages(sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     write_locks(sides, numbers("1.5"), INSTALLED)
     python, this = copies.pythons(*sides)
     assert this == Path(sys.executable)
@@ -76,7 +74,7 @@ def test_another_version_than_the_installed_one_is_not_installed(sides: tuple[Pa
         copies.pythons(*sides)
 
 
-def test_a_side_does_not_run_with_what_only_the_others_lock_file_names(sides: tuple[Path, Path]) -> None:
+def test_a_side_has_no_package_of_the_other(sides: tuple[Path, Path]) -> None:
     """Otherwise a head would pass although its lock file lacks a package that its code needs."""
     write_locks(sides, INSTALLED, numbers("1.0"))
     base, head = copies.pythons(*sides)

@@ -52,9 +52,7 @@ def add(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_repository_gets_what_a_clone_has(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init.run(CPU_ONLY)
     for name in (*NAMES, "params.yaml", "params.schema.json", ".dvc/config", ".dvc/.gitignore"):
         assert (repository / name).read_bytes() == (ROOT / name).read_bytes(), name
@@ -71,9 +69,7 @@ def test_an_empty_repository_gets_what_a_clone_has_and_again_nothing(
     assert capsys.readouterr().out == "init: wrote nothing: no file needs a change\n"
 
 
-def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stands_there_is_kept(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = {"Dockerfile": "FROM scratch\n", ".github/workflows/gpu.yml": "on: push\n", "nets.py": NET}
     for name, text in theirs.items():
         add(repository / name, text)
@@ -98,7 +94,7 @@ def test_what_stands_there_is_kept_and_lines_are_added_after_a_yes(
     assert "@@" not in capsys.readouterr().out, "the differences of their files were shown once already"
 
 
-def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
+def test_an_upgrade_changes_what_nobody_else_did(
     repository: Path, upgraded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     init.run(CPU_ONLY)
@@ -129,7 +125,7 @@ def test_an_upgrade_shows_the_difference_and_changes_only_what_nobody_else_did(
     )
 
 
-def test_data_that_git_ignores_is_in_the_way_too_but_not_what_the_stages_made(repository: Path) -> None:
+def test_ignored_data_is_in_the_way_too(repository: Path) -> None:
     add(repository / ".gitignore", "/data\n")
     add(repository / "data/raw/x", "theirs\n")
     before = contents(repository)
@@ -158,9 +154,7 @@ def test_on_a_terminal_it_asks(repository: Path, upgraded: Path, monkeypatch: py
     assert "# later" in (repository / "dvc.yaml").read_text(encoding="utf-8")
 
 
-def test_beside_a_pipeline_of_their_own_it_asks_for_a_folder_and_leaves_the_rest_alone(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_another_pipeline_it_asks_for_a_folder(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("params.yaml", "dvc.yaml", "models/__init__.py", "own_nets/__init__.py"):
         add(repository / name, "train: {lr: 0.1}\n" if name.endswith("yaml") else NET)
     before = contents(repository)
@@ -205,7 +199,7 @@ def images(folder: Path, sides: list[int]) -> None:
     ],
     ids=["laptop", "server"],
 )
-def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
+def test_images_get_what_this_machine_can_run(
     machine: Machine, variants: list[str], minutes: float, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images(repository / "shots", [60, 70, 70, 400] * 40)
@@ -235,9 +229,7 @@ def test_a_job_on_images_gets_what_this_machine_can_run_and_minutes_for_it(
         ({"inputs": np.zeros((640, 9), np.int64)}, "language_model", "gpt"),
     ],
 )
-def test_a_job_on_arrays_gets_the_task_and_model_that_their_types_say(
-    arrays: dict[str, Any], task: str, model: str, repository: Path
-) -> None:
+def test_arrays_get_the_task_of_their_types(arrays: dict[str, Any], task: str, model: str, repository: Path) -> None:
     np.savez(repository / "mine.npz", **arrays)
     assert cli.main(["init", "--arrays", "mine.npz"]) == 0
     config = load()
@@ -276,7 +268,7 @@ def test_a_model_of_ones_own_need_have_no_blocks(model: str, has_blocks: bool, r
     assert load().fetch.dataset == "fashion_mnist"
 
 
-def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) -> None:
+def test_an_own_model_of_tables_gets_no_channels_last(repository: Path) -> None:
     add(repository / "nets.py", NET)
     np.savez(repository / "mine.npz", inputs=np.ones((40, 3)), targets=np.ones(40))
     init.run(SERVER, model="nets:net", arrays="mine.npz")
@@ -290,7 +282,7 @@ def test_a_model_of_ones_own_on_a_table_gets_no_channels_last(repository: Path) 
         (np.ones((40, 9, 3), np.float32), np.arange(40) % 2, "classification"),
     ],
 )
-def test_arrays_of_any_shape_need_only_a_model_of_ones_own(
+def test_arrays_of_any_shape_need_an_own_model(
     inputs: Any, targets: Any, task: str, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add(repository / "nets.py", NET)
@@ -302,7 +294,7 @@ def test_arrays_of_any_shape_need_only_a_model_of_ones_own(
     assert ("channels-last" in load().variants) is (inputs.ndim == 4)
 
 
-def test_arrays_that_are_neither_targets_nor_tokens_have_no_task(repository: Path) -> None:
+def test_arrays_without_targets_or_tokens_have_no_task(repository: Path) -> None:
     add(repository / "nets.py", NET)
     np.savez(repository / "mine.npz", inputs=np.ones((40, 3)))
     with pytest.raises(ConfigError, match=r"found inputs.*, for which init knows no task; add the array targets"):
@@ -362,7 +354,7 @@ def _read_only(path: Path, _: str) -> None:
     raise OSError(errno.EROFS, "Read-only file system", path.name)
 
 
-def test_elsewhere_than_in_a_repository_of_theirs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(ConfigError, match="DVC and the gate need one; run `git init` first"):

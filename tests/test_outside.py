@@ -50,7 +50,7 @@ def complaint(**variant: Any) -> str:
 
 
 @pytest.mark.usefixtures("clipping")
-def test_it_is_planned_and_listed_like_a_built_in_one() -> None:
+def test_it_is_planned_like_a_built_in_one() -> None:
     plan = plans.plan(of(**CLIPPED), "tried", CPU_ONLY)
     assert [technique.name for technique in params.requested(plan.applied)] == ["gradient_clipping"]
     assert [entry.name for entry in params.entries()] == [
@@ -93,7 +93,7 @@ def _change(joined: World, dataset: Dataset, max_norm: float) -> float:
 
 
 @pytest.mark.usefixtures("clipping")
-def test_it_is_in_effect_on_one_device_and_on_two(digits: Dataset) -> None:
+def test_it_is_in_effect_on_two_devices(digits: Dataset) -> None:
     free = _change(ALONE, digits, 1e9)
     assert free > 0.5
     assert _change(ALONE, digits, 0.25) == pytest.approx(0.25, rel=1e-4)

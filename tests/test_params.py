@@ -89,7 +89,7 @@ def test_sections_are_frozen() -> None:
         ("compare.margins.energy", 0.05, "found 0.05, which needs bench.energy: true."),
     ],
 )
-def test_a_mistake_is_named_with_what_was_found_and_what_is_allowed(key: str, value: Any, says: str) -> None:
+def test_a_mistake_is_named_with_what_is_allowed(key: str, value: Any, says: str) -> None:
     [line] = complaint(with_key(key, value)).splitlines()
     assert line.startswith(f"params.yaml: {key}: {says}")
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_no_params_file(tmp_path: Path, content: bytes | None, me
     assert str(caught.value).startswith(str(path))
 
 
-def test_anchors_and_merge_keys_work_and_a_number_may_lack_its_point(tmp_path: Path) -> None:
+def test_anchors_merge_keys_and_short_numbers_are_read(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(
         "train: {learning_rate: 1e-3, weight_decay: 5E-6}\n"

@@ -192,7 +192,7 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=max(300, settings().max_examples), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_damaged_file_is_read_or_named_in_an_error(
+def test_a_damaged_file_is_read_or_named(
     name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     parser, folder = PARSERS[name], tmp_path_factory.getbasetemp() / name

@@ -24,7 +24,7 @@ def log_ratio(log: float, half: float) -> Difference:
     return make_log_ratio(log, half, pairs=10)
 
 
-def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
+def test_an_interval_shrinks_with_the_root_of_pairs() -> None:
     margin = math.expm1(0.02)  # 0.02 on the logarithmic scale
     assert pairs_needed(log_ratio(0.05, 0.02), margin) == 0  # decided: better
     assert pairs_needed(log_ratio(0.05, 0.059), margin) == math.ceil(10 * (0.059 / 0.03) ** 2) - 10
@@ -33,7 +33,7 @@ def test_pairs_needed_shrinks_the_interval_with_the_root_of_n() -> None:
     assert pairs_needed(log_ratio(0.0, 0.02001), margin) == 1
 
 
-def test_more_pairs_do_not_reduce_the_fixed_part_of_an_interval() -> None:
+def test_pairs_do_not_reduce_an_interval_s_fixed_part() -> None:
     margin = math.expm1(0.02)
     shrinking = math.hypot(0.059, 0.01)  # 0.059, widened by 0.01 in quadrature
     count = pairs_needed(log_ratio(0.05, shrinking), margin, fixed=0.01)
@@ -52,7 +52,7 @@ def test_what_cannot_be_foreseen_is_not_guessed(ratio: Difference) -> None:
     assert pairs_needed(ratio, 0.25) is None
 
 
-def test_the_margin_of_so_many_pairs_is_the_smallest_at_which_the_ratio_is_the_same() -> None:
+def test_the_margin_of_pairs_is_the_smallest() -> None:
     ratio = make_ratio(1.05, 0.98, 1.08, 9)
     assert margin_decided(ratio, 9) == pytest.approx(0.08)
     # Four times the pairs halve the logarithmic width, so the upper end becomes the geometric mean.
@@ -68,7 +68,7 @@ def test_a_spread_narrows_with_the_root_of_the_pairs() -> None:
     assert calm_pairs(make_ratio(1.0, pairs=5), 0.1) == 6
 
 
-def test_seeds_needed_is_the_fewest_that_decide_with_the_same_mean_and_deviation() -> None:
+def test_seeds_needed_is_the_fewest_that_decide() -> None:
     three = equivalence([-0.004, 0.0, 0.004], 0.005)
     assert three.decision == "undecided"
     missing = seeds_needed(three)
@@ -89,7 +89,7 @@ def test_seeds_that_cannot_be_foreseen_are_not_guessed() -> None:
     assert seeds_needed(equivalence([1.0, -1.0, 0.0], 0.01)) is None
 
 
-def test_the_seeds_that_show_an_equal_variant_to_be_the_same() -> None:
+def test_seeds_that_show_an_equal_variant() -> None:
     """t_2 and t_4 are 2.92 and 2.132 at 95%."""
     assert deviation_shown(3, 0.01) == pytest.approx(0.01 * 3**0.5 / (2.92 + 1.2816), rel=1e-3)
     assert deviation_shown(5, 0.01) == pytest.approx(0.01 * 5**0.5 / (2.132 + 1.2816), rel=1e-3)
@@ -101,7 +101,7 @@ def test_the_seeds_that_show_an_equal_variant_to_be_the_same() -> None:
 
 
 @pytest.mark.parametrize("differences", [[-0.02, 0.01, 0.03], [0.05, 0.02, 0.04, 0.05]])
-def test_the_margin_of_so_many_seeds_is_the_smallest_at_which_they_are_equivalent(differences: list[float]) -> None:
+def test_the_margin_of_seeds_is_the_smallest(differences: list[float]) -> None:
     few = equivalence(differences, 0.01)
     half = scipy_stats.t.ppf(0.95, 22) * statistics.stdev(differences) / math.sqrt(23)
     assert margin_of_seeds(few, 23) == pytest.approx(abs(statistics.fmean(differences)) + half)

@@ -83,7 +83,7 @@ def test_a_launcher_or_the_variant_decides_the_processes(
     assert (made.processes, made.model_processes, made.micro_batch_size) == shape
 
 
-def test_bf16_parameters_that_a_machine_would_emulate_are_left_out() -> None:
+def test_emulated_bf16_parameters_are_left_out() -> None:
     old = gpus(2).model_copy(update={"gpu_native_bf16": False})
     made = planned(old, FSDP | {"parameter_precision": "bf16"})
     assert (made.applied.parameter_precision, list(made.skipped)) == ("fp32", ["parameter_precision"])

@@ -238,7 +238,7 @@ def facts_of(*ranks: StepTimes, on_gpu: bool = False, placement: str = "resident
         (facts_of(times_of(forward=30, idle=4)), "computes", 0.96, "96% of the step, the device works (30% forward"),
     ],
 )  # fmt: skip
-def test_each_rule_says_what_it_found_and_what_to_do(facts: Facts, rule: str, share: float, says: str) -> None:
+def test_each_rule_says_what_to_do(facts: Facts, rule: str, share: float, says: str) -> None:
     [finding] = findings(facts)
     assert finding.rule == rule
     assert finding.share_fraction == pytest.approx(share)
@@ -331,7 +331,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 @pytest.mark.parametrize("variant", ["baseline", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_the_stage_writes_a_profile_a_page_and_a_trace(workspace: Config, variant: str) -> None:  # noqa: ARG001
+def test_the_stage_writes_profile_page_and_trace(workspace: Config, variant: str) -> None:  # noqa: ARG001
     environment.write(relied_on={"variants": {variant: {"bitsandbytes"}}})
     command = [sys.executable, "-m", "pipeline", "profile", variant]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

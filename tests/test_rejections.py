@@ -50,7 +50,7 @@ def test_the_singular_and_the_plural_are_one_kind() -> None:
     assert most_common([]) is None
 
 
-def test_ranks_of_one_cause_are_one_kind_and_old_texts_are_not() -> None:
+def test_ranks_of_one_cause_are_one_kind() -> None:
     assert len(by_kind([(1, [foreign_load().of_rank(0)]), (2, [foreign_load(0.2).of_rank(1)])])) == 1
     assert len(by_kind([(1, [rejection("told", text=text) for text in ("too hot", "too full")])])) == 2
 

@@ -21,7 +21,7 @@ from tests.factories import make_bench, make_comparison, make_history, make_para
 from tests.nets import conv_net
 
 
-def test_a_summary_holds_mean_spread_medians_and_the_largest_peak() -> None:
+def test_a_summary_holds_medians_and_the_largest_peak() -> None:
     figures: list[dict[str, Any]] = [
         {"test_correct": 9000, "samples_per_second": 100.0, "step_p50_ms": 4.0, "train_seconds": 7.0},
         {"test_correct": 9100, "samples_per_second": 400.0, "step_p50_ms": 1.0, "train_seconds": 2.0},
@@ -36,7 +36,7 @@ def test_a_summary_holds_mean_spread_medians_and_the_largest_peak() -> None:
     }
 
 
-def test_what_one_seed_does_not_know_the_summary_does_not_know() -> None:
+def test_what_one_seed_lacks_the_summary_lacks() -> None:
     unknown: dict[str, Any] = dict.fromkeys(("samples_per_second", "step_p50_ms", "peak_memory_bytes"))
     summary = summarise([make_run(0), make_run(1, **unknown), make_run(2)])
     assert {name: summary[name] for name in unknown} == unknown
@@ -93,7 +93,7 @@ def test_a_result_of_another_job_or_variant_is_refused(changes: dict[str, Any], 
     assert "dvc repro --single-item --force train@ddp" in str(refused.value)
 
 
-def test_a_result_is_not_refused_for_a_new_technique_or_for_what_does_not_train_it_again(tmp_path: Path) -> None:
+def test_a_result_outlives_new_techniques(tmp_path: Path) -> None:
     path = results.result_file("ddp", tmp_path)
     older = {key: value for key, value in DDP.config["variant"].items() if key != "cudnn_benchmark"}
     result = DDP.model_copy(update={"config": DDP.config | {"variant": older}})
@@ -120,7 +120,7 @@ def test_a_variant_is_named_as_in_params_yaml(record: type[Record], field: str, 
 
 
 @pytest.mark.parametrize("field", ["ledgers", "flops", "not_ablated"])
-def test_what_a_bench_keeps_by_variant_is_named_so_too(field: str) -> None:
+def test_what_a_bench_keeps_is_named_by_variant(field: str) -> None:
     with pytest.raises(ValidationError, match="pattern"):
         Bench.model_validate(make_bench().model_dump() | {field: {"../x": {}}})
 
@@ -156,7 +156,7 @@ def test_weights_are_those_that_the_result_is_about(tmp_path: Path) -> None:
             checkpoints.weights(result, 3, tmp_path)
 
 
-def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path) -> None:
+def test_a_missing_bench_says_what_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     with pytest.raises(ResultError, match=r"bench\.json is missing; run `dvc repro bench`"):
         results.read_bench(path)
@@ -176,9 +176,7 @@ def test_a_bench_that_is_missing_or_broken_says_what_measures_it(tmp_path: Path)
         ({"distillation": {"teacher": "./weights"}}, "train@tried"),
     ],
 )
-def test_only_a_variant_that_learns_from_a_variant_has_the_stage_distil(
-    settings: dict[str, Any] | None, stage: str
-) -> None:
+def test_only_a_learning_variant_has_the_stage_distil(settings: dict[str, Any] | None, stage: str) -> None:
     assert results.stage_of("tried", settings) == stage
     if settings is not None:
         assert results.stage_of("tried", Variant.model_validate(settings)) == stage

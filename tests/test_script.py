@@ -128,7 +128,7 @@ def test_what_is_no_arm_is_refused(base: str, arm: tuple[str, str, bool], told: 
         commands_of("base", base, [arm])
 
 
-def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
+def test_a_script_s_settings_are_those_of_params() -> None:
     config = config_of(["bench.max_rounds=6", "compare.margins.throughput=2e-2"])  # a number for YAML 1.2 alone
     assert (config.bench.max_rounds, config.compare.margins.throughput, config.compare.baseline) == (6, 0.02, "base")
     for setting, told in (
@@ -159,14 +159,14 @@ def test_the_settings_of_a_script_are_those_of_params_yaml() -> None:
     ],
 )
 @pytest.mark.usefixtures("work")
-def test_a_command_that_ends_too_early_is_named_with_its_last_lines(program: str, told: list[str]) -> None:
+def test_a_command_s_early_end_shows_its_last_lines(program: str, told: list[str]) -> None:
     with server() as scripts, pytest.raises(BenchError, match=r"^early cannot be measured: ") as raised:
         scripts.open("early", plan("-c", program), 10)
     assert [text for text in told if text not in str(raised.value)] == []
     assert len(str(raised.value)) < 20_000
 
 
-def test_every_arm_runs_what_was_there_as_the_measurement_began(work: Path) -> None:
+def test_every_arm_runs_the_code_of_the_start(work: Path) -> None:
     with server() as scripts:
         (work / "train.py").write_text("raise SystemExit(5)", encoding="utf-8")
         scripts.open("old", plan("train.py"), 10)
@@ -196,7 +196,7 @@ def test_a_command_that_does_not_exist_is_named() -> None:
 
 
 @pytest.mark.usefixtures("work")
-def test_a_command_that_hangs_is_ended_with_everything_that_it_started() -> None:
+def test_a_command_that_hangs_is_ended_with_children() -> None:
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
@@ -231,7 +231,7 @@ def step(model: torch.nn.Module, *optimizers_: torch.optim.Optimizer, samples: i
         optimizer.step()
 
 
-def test_a_rank_says_what_it_is_and_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
+def test_a_rank_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
     serving = bed.requests(2, 3)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -244,7 +244,7 @@ def test_a_rank_says_what_it_is_and_takes_the_steps_it_is_asked_for(bed: Bed) ->
     assert sum(second["seconds"]) <= second["wall"]
 
 
-def test_samples_are_counted_at_the_first_module_of_training_that_gets_a_tensor(bed: Bed) -> None:
+def test_samples_are_counted_at_the_first_trained_module(bed: Bed) -> None:
     serving = bed.requests(4, examine=True)
     model = torch.nn.Sequential(net(), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -258,7 +258,7 @@ def test_samples_are_counted_at_the_first_module_of_training_that_gets_a_tensor(
     assert bed.answers[1]["samples"] == [12, 14, 16]
 
 
-def test_a_transform_of_the_data_is_not_taken_for_the_model(bed: Bed) -> None:
+def test_a_transform_is_not_taken_for_the_model(bed: Bed) -> None:
     """A transform that runs in the training's own process is a module that gets the samples one by one."""
     serving = bed.requests(3, examine=True)
     transform, model = torch.nn.Dropout(), net()
@@ -290,7 +290,7 @@ def test_a_step_may_evaluate_its_samples_in_a_closure(bed: Bed, evaluations: int
     assert (bed.answers[1]["steps"], bed.answers[1]["samples"]) == (4, [8, 9, 10])
 
 
-def test_looking_at_the_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
     monkeypatch.setattr(hook, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(hook, "resident", lambda: iter([next(now), next(now)]))
@@ -346,7 +346,7 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
 
 
-def test_a_training_to_its_end_is_answered_as_the_process_exits(bed: Bed) -> None:
+def test_a_training_is_answered_as_its_process_exits(bed: Bed) -> None:
     serving = bed.requests(None, examine=True)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -435,7 +435,7 @@ def test_the_slowest_rank_counts_and_unknown_samples_make_steps() -> None:
     assert window.rejections == ()
 
 
-def test_memory_is_the_sum_of_the_ranks_on_a_cpu_and_the_largest_on_gpus() -> None:
+def test_memory_is_summed_on_cpus_alone() -> None:
     steps = [0.1] * 4
     before = [turn_of(*steps, peak=5), turn_of(*steps, peak=7)]
     assert measured([turn_of(*steps, peak=90), turn_of(*steps, peak=90)], memory=before).peak_memory_bytes == 12
@@ -465,7 +465,7 @@ def same_job(samples: int | None) -> SameJob:
     return SameJob(steps=4, equal_bits=True, difference=0.0, rounding=0.1, samples_per_step=samples)
 
 
-def test_an_arm_that_takes_other_samples_is_refused_unless_that_is_meant() -> None:
+def test_an_arm_of_other_samples_is_refused_unless_meant() -> None:
     jobs = {"base": same_job(64), "half": same_job(32)}
     with pytest.raises(ConfigError, match="half: found 32 samples a step, but base takes 64"):
         credits_of(jobs, "base", batch_differs=False)
@@ -477,7 +477,7 @@ def test_an_arm_that_takes_other_samples_is_refused_unless_that_is_meant() -> No
 
 
 @pytest.mark.usefixtures("work")
-def test_a_directory_that_is_too_large_to_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "LARGEST_COPY", 100)
     with (
         pytest.raises(BenchError, match=r"GiB, too much to copy for each arm; run with --in-place"),
@@ -486,7 +486,7 @@ def test_a_directory_that_is_too_large_to_copy_is_refused(monkeypatch: pytest.Mo
         pass
 
 
-def test_a_scratch_copy_has_the_script_s_files_and_no_more(tmp_path: Path) -> None:
+def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for name in (".git/config", "data/x.csv", "report/old.html", "env/pyvenv.cfg", "env/lib.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -614,7 +614,7 @@ def compared_now() -> Any:
     return json.loads(Path("script-report/comparison.json").read_text("utf-8"))
 
 
-def test_the_command_gives_verdicts_and_adds_sessions_of_the_same_code(
+def test_the_command_adds_sessions_of_the_same_code(
     play: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert play() == 0
@@ -643,7 +643,7 @@ def test_the_command_gives_verdicts_and_adds_sessions_of_the_same_code(
         (("--set", "bench.max_rounds=0"), "--set: bench.max_rounds: found 0; input should be greater than 0"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_before_anything_runs(
+def test_an_impossible_option_is_refused_first(
     play: Callable[..., int], capsys: pytest.CaptureFixture[str], option: tuple[str, str], told: str
 ) -> None:
     assert play(*option) == 2
@@ -659,7 +659,7 @@ def test_an_interrupt_keeps_whole_rounds(play: Callable[..., int], monkeypatch: 
     assert (bench["interrupted"], [len(arm["samples"]) for arm in bench["arms"]]) == (True, [3] * 4)
 
 
-def test_other_batches_are_compared_by_samples_if_they_are_meant(play: Callable[..., int]) -> None:
+def test_other_batches_that_are_meant_compare_by_samples(play: Callable[..., int]) -> None:
     half = ["--arm", "half=--batch 32"]
     assert play(*half) == 2
     assert not Path("script-report").exists()
@@ -674,7 +674,7 @@ def test_other_batches_are_compared_by_samples_if_they_are_meant(play: Callable[
 
 
 @pytest.mark.slow
-def test_known_answers_of_a_script_in_a_directory_with_nothing_else(work: Path) -> None:
+def test_known_answers_of_a_script_alone(work: Path) -> None:
     """An arm that sleeps 10% longer and holds 100 MiB more, and a flag that does nothing."""
     settings = ["--set", "bench.hard_limit=true", "--set", "bench.window_seconds=0.3"]
     given = ["--arm", "slower=--sleep 0.044 --hold 100", "--arm", "nothing=--nothing", "--minutes", "0.01"]

@@ -137,7 +137,7 @@ def test_a_variant_is_arguments_variables_or_another_command() -> None:
         ({"script": None, "variants": {"baseline": {"arguments": "--x"}}}, "variants.baseline.arguments: found '--x'"),
     ],
 )
-def test_what_a_script_does_not_have_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
+def test_what_a_script_lacks_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         parse(PARAMS | changes)
 
@@ -146,7 +146,7 @@ def test_one_seed_needs_no_place_for_it() -> None:
     assert parse(PARAMS | {"train": {"seeds": [3]}, "script": OWN | {"command": "python train.py"}}).script
 
 
-def test_the_job_says_what_is_set_about_steps_and_of_defaults_nothing() -> None:
+def test_the_job_says_what_is_set_about_steps() -> None:
     assert parse(PARAMS).job.keys() == {"command", "metric", "score", "seeds"}, "as in older results"
     set_ = {"samples_per_step": 128, "optimizer": 1}
     assert parse(PARAMS | {"script": OWN | set_}).job == parse(PARAMS).job | set_
@@ -166,7 +166,7 @@ def value_of(metric: dict[str, Any], folder: Path, output: str = "") -> float:
     return training._value(made, 1, cast(Job, job), 0.0)
 
 
-def test_the_score_is_a_value_of_a_file_or_the_last_match_in_the_output(tmp_path: Path) -> None:
+def test_the_score_is_in_a_file_or_the_output(tmp_path: Path) -> None:
     (tmp_path / "metrics-1.json").write_text('{"eval": {"accuracy": 0.5}, "text": "0.25"}', encoding="utf-8")
     assert value_of({"file": "metrics-{seed}.json", "key": "eval.accuracy"}, tmp_path) == 0.5
     assert value_of({"file": "metrics-{seed}.json", "key": "text"}, tmp_path) == 0.25
@@ -183,9 +183,7 @@ def test_the_score_is_a_value_of_a_file_or_the_last_match_in_the_output(tmp_path
         ({"pattern": "loss=(.*)"}, "'loss=(.*)': found nothing"),
     ],
 )
-def test_a_score_that_cannot_be_read_is_named_with_the_last_lines(
-    metric: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_a_missing_score_shows_the_last_lines(metric: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text('{"a": [1], "nan": NaN}', encoding="utf-8")
     with pytest.raises(training.ScoreError, match=r"^baseline seed 1: script\.metric") as raised:
         value_of(metric, tmp_path, "acc=1")
@@ -197,9 +195,7 @@ def test_a_score_that_cannot_be_read_is_named_with_the_last_lines(
     ("metric", "value", "score"),
     [({}, 0.9, 0.9), ({"scale": 100.0}, 90.0, 0.9), ({"scale": 10.0, "higher_is_better": False}, 2.0, 0.8)],
 )
-def test_a_score_is_scaled_to_a_share_and_turned_if_lower_is_better(
-    metric: dict[str, Any], value: float, score: float
-) -> None:
+def test_a_score_becomes_a_share_to_be_raised(metric: dict[str, Any], value: float, score: float) -> None:
     assert Script.model_validate(OWN | {"metric": {"pattern": "(.)"} | metric}).metric.score(value) == score
 
 
@@ -218,7 +214,7 @@ def opened_by(program: str, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("project")
-def test_the_hook_notes_each_file_that_is_read_or_written_once(tmp_path: Path) -> None:
+def test_the_hook_notes_each_opened_file_once(tmp_path: Path) -> None:
     Path("helper.py").write_text("", encoding="utf-8")
     subprocess.run([sys.executable, "-c", "import helper"], check=True)  # the second import reads its bytecode
     Path("data.db").touch()
@@ -235,7 +231,7 @@ def test_the_hook_notes_each_file_that_is_read_or_written_once(tmp_path: Path) -
     assert here == read | {("w", "made")}
 
 
-def test_files_that_the_script_reads_are_inputs_unless_it_wrote_them(project: Path) -> None:
+def test_files_that_are_read_are_inputs(project: Path) -> None:
     (project / ".cache").mkdir()
     for name in ("out.json", "both.json", ".cache/x", "run.sh", "big.json"):
         (project / name).write_text("", encoding="utf-8")
@@ -276,7 +272,7 @@ def edited(name: str, text: str) -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_an_edited_config_file_changes_every_variant_and_an_edited_comment_or_readme_none() -> None:
+def test_an_edited_config_changes_variants_a_comment_none() -> None:
     config = parse(PARAMS)
     names = ("config.json", "parts.py", "train.py")
     before = known(config, *names)
@@ -294,9 +290,7 @@ def test_an_edited_config_file_changes_every_variant_and_an_edited_comment_or_re
     assert stages.script_seen(config, before) is None
 
 
-def test_the_first_steps_of_all_variants_say_which_files_are_inputs(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_steps_say_which_files_are_inputs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "big.json").write_text(FILES["config.json"], encoding="utf-8")
     (project / "train.py").write_text(SCRIPT.replace('"config.json"', "options.config"), encoding="utf-8")
     with (project / "train.py").open("r+", encoding="utf-8") as file:
@@ -313,7 +307,7 @@ def test_the_first_steps_of_all_variants_say_which_files_are_inputs(
     assert stages.script_seen(parse(PARAMS | further), {"script": seen}) is None
 
 
-def test_a_training_without_a_digest_of_its_inputs_ends_at_its_first_step(
+def test_a_training_without_a_digest_ends_at_once(
     trained: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edited("train.py", SCRIPT.replace("import argparse", "open('README.md').read()\nimport argparse"))
@@ -335,16 +329,14 @@ def test_a_training_without_a_digest_of_its_inputs_ends_at_its_first_step(
         ({"train": {"seeds": [0, 1], "files": ["README.md"]}}, {"baseline", "slower"}),
     ],
 )
-def test_a_variant_depends_on_its_own_command_and_on_what_the_score_is(
-    changes: dict[str, Any], moved: set[str]
-) -> None:
+def test_a_variant_depends_on_its_command_and_score(changes: dict[str, Any], moved: set[str]) -> None:
     before = known(parse(PARAMS), "train.py")["digests"]["variants"]
     after = known(parse(PARAMS | changes), "train.py")["digests"]["variants"]
     assert {name for name in before if before[name] != after[name]} == moved
 
 
 @pytest.mark.usefixtures("project")
-def test_a_file_that_only_the_end_of_a_training_reads_is_refused_with_the_line_to_add() -> None:
+def test_a_file_that_is_read_late_is_refused() -> None:
     config, content = parse(PARAMS), {"script": {"files": {"train.py": ""}}}
     inputs.check_known(["train.py"], content, config)
     with pytest.raises(Unfollowed, match=re.escape("train.files: [config.json].")):
@@ -406,7 +398,7 @@ def trained(project: Path) -> Callable[..., Config]:
     return train
 
 
-def test_each_seed_trains_to_its_end_and_finished_seeds_are_kept(
+def test_each_seed_trains_and_finished_seeds_stay(
     project: Path, trained: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     percent = OWN | {"metric": {"pattern": "accuracy=(.*)", "scale": 100.0}}
@@ -486,7 +478,7 @@ def test_variants_with_similar_names_keep_their_own_seeds(
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_run_that_is_not_in_a_copy_finds_and_leaves_no_outputs(
+def test_a_run_without_a_copy_leaves_no_outputs(
     project: Path, trained: Callable[..., Config], *, in_place: bool
 ) -> None:
     (project.parent / "disk").mkdir()
@@ -509,7 +501,7 @@ def test_a_run_that_is_not_in_a_copy_finds_and_leaves_no_outputs(
     assert (project / place / "last.pt").exists(), "it is not ours"
 
 
-def test_all_seeds_train_what_was_there_as_the_first_began(project: Path, trained: Callable[..., Config]) -> None:
+def test_all_seeds_train_the_code_of_the_start(project: Path, trained: Callable[..., Config]) -> None:
     edit = f"\nPath({str(project / 'parts.py')!r}).write_text('raise SystemExit(5)')\n"
     (project / "train.py").write_text(SCRIPT + edit, encoding="utf-8")
     trained({})
@@ -645,7 +637,7 @@ def test_the_gate_passes_an_equal_script(commit: Clone) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_gate_stops_a_script_that_is_a_tenth_slower(commit: Clone) -> None:
+def test_the_gate_stops_a_slower_script(commit: Clone) -> None:
     train = commit.path / "train.py"
     text = train.read_text("utf-8").replace("time.sleep(", "time.sleep(0.0055 + ")
     train.write_text(text, encoding="utf-8")
@@ -657,7 +649,7 @@ def test_the_gate_stops_a_script_that_is_a_tenth_slower(commit: Clone) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_gate_does_not_believe_a_head_that_counts_its_samples_otherwise(commit: Clone) -> None:
+def test_the_gate_does_not_believe_another_count(commit: Clone) -> None:
     commit.edit({"script.samples_per_step": 128})
     code, output = gate(commit)
     said = "baseline: a step of the base has 64 samples, a step of the head 128 samples, so"

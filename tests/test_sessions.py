@@ -31,7 +31,7 @@ from tests.factories import (
 )
 
 
-def test_it_is_the_mean_with_a_t_interval_and_each_counts_the_same() -> None:
+def test_each_session_counts_the_same_in_the_mean() -> None:
     pooled = over_sessions([make_log_ratio(0.0, pairs=6), make_log_ratio(0.1, pairs=20), make_log_ratio(0.2)])
     half = 4.302653 * 0.1 / math.sqrt(3)  # quantile of t with two degrees of freedom, from a table
     assert pooled.logs == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-6)
@@ -53,7 +53,7 @@ def test_how_many_more_would_decide() -> None:
     assert sessions_needed([make_log_ratio(0.0), make_log_ratio(0.02)], margin) is None  # the mean lies on the margin
 
 
-def test_what_each_session_leaves_open_no_number_of_them_decides() -> None:
+def test_what_each_session_leaves_open_stays_undecided() -> None:
     alike = [make_log_ratio(0.04, 0.03), make_log_ratio(0.041, 0.03)]
     low, high = over_sessions(alike).bounds
     assert low < 1.03 < high
@@ -69,7 +69,7 @@ def at(time: str, day: int = 20) -> str:
     return f"2026-11-{day}T{time}:00+00:00"
 
 
-def test_an_untrusted_session_counts_for_nothing_and_stands_in_the_list() -> None:
+def test_an_untrusted_session_is_listed_and_not_counted() -> None:
     by_start = {
         at("08:00"): ratio(3.0, "untrusted"),
         at("10:00"): ratio(0.5),
@@ -91,7 +91,7 @@ def test_where_one_is_trusted_it_is_that_one(others: dict[str, Difference]) -> N
         assert pooled.model_copy(update={"parts": {}}) == ratio(0.2)
 
 
-def test_sessions_that_disagree_decide_nothing_and_say_how_many_more_would() -> None:
+def test_sessions_that_disagree_say_how_many_are_needed() -> None:
     by_start = {at("08:00"): ratio(0.1), at("10:00"): ratio(0.0, "same"), at("12:00"): ratio(0.2)}
     pooled = combined(by_start, ratio(0.1), THROUGHPUT)
     assert (pooled.decision, pooled.more_pairs) == ("undecided", None)
@@ -121,7 +121,7 @@ def throughput(compared: Compared) -> Difference:
     return compared.throughput
 
 
-def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
+def test_a_comparison_is_over_the_pair_s_sessions() -> None:
     ratio_of_all = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
     assert ratio_of_all.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
     assert ratio_of_all.session_count == len(ratio_of_all.parts) == 3
@@ -129,7 +129,7 @@ def test_a_comparison_is_over_all_sessions_of_the_same_pair() -> None:
     assert ratio_of_all.high > 1.8
 
 
-def test_the_banner_gives_the_reason_only_if_no_session_is_trusted() -> None:
+def test_the_banner_speaks_if_no_session_is_trusted() -> None:
     first, second = session(1, 1.5, noise=0.5), session(2, 1.5, noise=0.3)
     for noisy in ((first,), (first, second)):
         (said,) = banner(over_all(*noisy))
@@ -151,7 +151,7 @@ def test_a_change_sets_aside_the_sessions_that_it_concerns(changes: dict[str, An
     assert [len(throughput(compared[name]).parts) for name in ("ddp", "memory")] == counts
 
 
-def test_the_same_rounds_of_the_baseline_are_one_session_though_one_lacks_a_variant() -> None:
+def test_the_baseline_s_rounds_tell_which_session_it_is() -> None:
     first = session(1, 1.5)
     copy = first.model_copy(
         update={
@@ -192,7 +192,7 @@ def test_copies_of_a_session_are_one_session(changes: list[dict[str, Any]]) -> N
     assert promoting.sessions_of(compared, "ddp") == 1 < promoting.FEWEST_SESSIONS
 
 
-def test_days_without_ids_of_their_boots_are_sessions_of_their_own() -> None:
+def test_without_boot_ids_each_day_is_a_session() -> None:
     """A new container or virtual machine for each bench has been up for seconds."""
     first, second = (make_session(f"2026-11-{day}T08:00", boot_id=None, uptime_seconds=5.0 + day) for day in (20, 21))
     assert not session(1, 1.5, session=first).goes_on_in(second)
@@ -214,14 +214,12 @@ def bench_at(time: str, faster: float = 1.5, boot: str = "b", **changes: Any) ->
         ([("08:00", "b"), ("08:20", "c"), ("08:40", "c")], [1, 2]),
     ],
 )
-def test_a_session_ends_an_hour_after_its_last_bench_or_with_the_boot(
-    starts: list[tuple[str, str]], sizes: list[int]
-) -> None:
+def test_a_session_ends_after_an_hour_or_boot(starts: list[tuple[str, str]], sizes: list[int]) -> None:
     benches = [bench_at(time, boot=boot) for time, boot in reversed(starts)]
     assert [len(benches_of_session) for benches_of_session in sessions_of(benches)] == sizes
 
 
-def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
+def test_rounds_of_a_session_are_pooled_first() -> None:
     """Benches that are too short for a ratio of their own are pooled, too. For each variant, only the benches that
     measured its present form count."""
     short, shorter = bench_at("08:00", 1.5, rounds=5, rejected={}), bench_at("08:30", 1.6, rounds=4, rejected={})
@@ -239,14 +237,14 @@ def test_the_rounds_of_one_session_are_pooled_before_the_ratio() -> None:
     assert pooled.noise_throughput.pairs == 9
 
 
-def test_more_rounds_in_one_session_narrow_its_make_log_ratio() -> None:
+def test_more_rounds_narrow_their_session_s_ratio() -> None:
     first, second = (bench_at(time, noise=0.03) for time in ("08:00", "08:30"))
     others = with_samples(second, lambda arm: arm.samples[::-1])
     alone, pooled = (throughput(over(*benches)["ddp"]) for benches in ([first], [first, others]))
     assert pooled.spread < 0.8 * alone.spread
 
 
-def test_a_bench_that_another_one_goes_on_from_is_no_second_one() -> None:
+def test_a_continued_bench_is_counted_once() -> None:
     whole = session(1, 1.5)
     assert distinct([whole, with_samples(whole, lambda arm: arm.samples[:7])]) == [whole]
 

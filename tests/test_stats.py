@@ -123,7 +123,7 @@ def test_fewer_than_six_pairs_bound_nothing() -> None:
 
 
 @given(pairs, st.floats(0.001, 1000.0))
-def test_a_factor_on_one_side_is_a_factor_on_the_ratio(drawn: list[tuple[float, float]], factor: float) -> None:
+def test_a_factor_on_one_side_factors_the_ratio(drawn: list[tuple[float, float]], factor: float) -> None:
     plain, scaled = ratio_of(drawn), ratio_of([(a * factor, b) for a, b in drawn])
     figures = [(difference.estimate or 0.0, *difference.bounds) for difference in (plain, scaled)]
     assert figures[1] == pytest.approx([bound * factor for bound in figures[0]])
@@ -157,7 +157,7 @@ def correlated(noise: Array, correlation: float) -> Array:
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize("count", [8, 20])
 @pytest.mark.parametrize("noise", NOISE)
-def test_intervals_cover_the_true_ratio_as_often_as_they_say(
+def test_intervals_cover_the_ratio_as_they_say(
     noise: str, count: int, correlation: float, confidence: float, held: tuple[float, float]
 ) -> None:
     random, trials, covered = np.random.default_rng(7), 500, 0
@@ -189,9 +189,7 @@ MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
         (None, None, "undecided"),
     ],
 )
-def test_a_difference_counts_only_if_all_of_the_interval_says_so(
-    low: float | None, high: float | None, decision: Decision
-) -> None:
+def test_all_of_an_interval_decides_a_difference(low: float | None, high: float | None, decision: Decision) -> None:
     interval = make_ratio(1.0, low, high)
     assert decide(interval, 0.02) == decision
     assert decide(interval, 0.02, higher_is_better=False) == MIRRORED.get(decision, decision)
@@ -228,7 +226,7 @@ def test_a_noisy_machine_is_not_trusted(aa: tuple[Any, Any], wide: tuple[Any, An
 # Equivalence
 
 
-def test_a_doubt_is_added_in_quadrature_to_each_side_of_the_logarithm() -> None:
+def test_a_doubt_is_added_in_quadrature() -> None:
     difference = widened(make_ratio(math.exp(0.5), math.exp(0.47), math.exp(0.58), 8), 0.04)
     assert difference.logs == pytest.approx((0.5, 0.45, 0.5 + math.sqrt(0.08**2 + 0.04**2)))
     bounds_nothing = make_ratio(1.2, pairs=3)
@@ -247,7 +245,7 @@ differences = st.lists(st.floats(-1.0, 1.0), min_size=2, max_size=10).filter(lam
 
 
 @given(differences, st.floats(0.01, 1.0))
-def test_it_is_the_same_where_two_one_sided_t_tests_reject(values: list[float], margin: float) -> None:
+def test_two_one_sided_tests_decide_what_is_same(values: list[float], margin: float) -> None:
     result = equivalence(values, margin)
     lower = scipy_stats.ttest_1samp(values, -margin, alternative="greater").pvalue
     upper = scipy_stats.ttest_1samp(values, margin, alternative="less").pvalue
@@ -277,7 +275,7 @@ def test_differences_that_are_no_numbers_are_refused(values: list[float]) -> Non
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=12), st.tuples(*[st.booleans()] * 3))
-def test_every_point_off_the_front_is_beaten_by_one_on_it(
+def test_a_point_on_the_front_beats_each_other(
     points: list[tuple[int, int, int]], higher_is_better: tuple[bool, bool, bool]
 ) -> None:
     def beats(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

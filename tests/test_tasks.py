@@ -433,7 +433,7 @@ def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["my_tasks:Autoencoding"], indirect=True)
-def test_a_killed_job_with_a_task_of_its_own_ends_alike(config: Config) -> None:
+def test_a_killed_job_of_an_own_task_continues(config: Config) -> None:
     """The job is killed when it would write its third checkpoint."""
     paths = os.pathsep.join(map(str, (ROOT, Path.cwd())))
     kill = chaos.Kill("launcher", "pipeline.training.checkpoints.keep", nth=3, rank="0", delay_seconds=0.0)

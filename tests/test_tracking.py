@@ -387,7 +387,7 @@ def test_the_stamp_counts_only_while_nothing_has_changed(root: Path, change: Cal
     assert not stamp_agrees(root)
 
 
-def test_the_stamp_of_a_checkout_that_was_moved_does_not_count(root: Path) -> None:
+def test_a_moved_checkout_s_stamp_does_not_count(root: Path) -> None:
     tracking.publish(config_of(), root)
     assert stamp_agrees(root)
     moved = root.rename(root.with_name("moved"))  # all files are the same, but the store names them by their old paths
@@ -395,7 +395,7 @@ def test_the_stamp_of_a_checkout_that_was_moved_does_not_count(root: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_deleted_store_is_rebuilt_once_by_two_publishers_at_once(root: Path) -> None:
+def test_two_publishers_rebuild_a_deleted_store_once(root: Path) -> None:
     tracking.publish(config_of(), root)
     shutil.rmtree(root / "mlartifacts")
     (root / "mlflow.db").unlink()
@@ -411,7 +411,7 @@ def test_a_deleted_store_is_rebuilt_once_by_two_publishers_at_once(root: Path) -
     family(moved)
 
 
-def test_a_store_that_another_process_keeps_locked_holds_nobody_up(
+def test_a_locked_store_holds_nobody_up(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stores, "LOCK_SECONDS", 0.2)
@@ -531,7 +531,7 @@ def test_a_killed_publish_leaves_nothing_that_counts(
     assert agrees(root, config_of())
 
 
-def test_a_variant_trained_again_makes_a_new_comparison_and_keeps_the_old(root: Path) -> None:
+def test_training_again_makes_a_new_comparison(root: Path) -> None:
     tracking.publish(config_of(), root)
     old, _ = family(root)
     write_result(root, "ddp", speed=30_000.0)
@@ -548,7 +548,7 @@ def test_a_variant_trained_again_makes_a_new_comparison_and_keeps_the_old(root: 
     assert tracking.publish(config_of(), root) == tracking.Published(children=4)
 
 
-def test_a_new_report_of_the_same_results_replaces_the_old_one(root: Path) -> None:
+def test_a_new_report_replaces_the_old_one(root: Path) -> None:
     tracking.publish(config_of(), root)
     old, _ = family(root)
     write_report(root, note="# Better words " + "and many more " * 1000)
@@ -573,7 +573,7 @@ def test_the_parent_counts_the_sessions_that_are_trusted(root: Path) -> None:
     assert said() == "1; in other sessions these ratios may differ by an unknown amount"  # its memory is trusted
 
 
-def test_another_verdict_replaces_the_old_one_on_parent_and_children(root: Path) -> None:
+def test_another_verdict_replaces_the_old_one_everywhere(root: Path) -> None:
     comparison = write_comparison(root)
     tracking.publish(config_of(), root)
     old, children = family(root)
@@ -637,7 +637,7 @@ def live_run(root: Path, variant: str = "ddp", *, status: str = "FINISHED", tags
     return run_id
 
 
-def test_live_runs_give_way_to_the_files_of_their_training(root: Path) -> None:
+def test_live_runs_give_way_to_their_files(root: Path) -> None:
     ended = {
         live_run(root, status="FINISHED"),
         live_run(root, status="KILLED"),
@@ -679,7 +679,7 @@ def logged(root: Path, name: str, metric: str) -> int:
     return len(client_of(root).get_metric_history(run.info.run_id, metric)) if run else 0
 
 
-def test_a_followed_training_is_seen_live_and_then_written_from_its_files(root: Path) -> None:
+def test_a_followed_training_is_seen_live(root: Path) -> None:
     finished = (root / "results/ddp.json").read_text()
     samples = (root / "results/ddp/system.csv").read_text().splitlines(keepends=True)
     shutil.rmtree(root / "results/ddp")
@@ -720,7 +720,7 @@ def test_a_training_that_dies_leaves_killed_runs(root: Path) -> None:
     assert live_runs(root)["ddp-seed0"].info.status == "KILLED"
 
 
-def test_each_row_is_read_once_and_all_of_a_rewritten_file(tmp_path: Path) -> None:
+def test_each_row_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n0,0\n")  # of an earlier training
     os.utime(path, (0, 0))
@@ -738,9 +738,7 @@ def test_each_row_is_read_once_and_all_of_a_rewritten_file(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_follower_keeps_trying_but_warns_once_and_ends_with_the_training(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_follower_keeps_trying_and_warns_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 
     def junk(request: BaseHTTPRequestHandler) -> tuple[int, str]:
@@ -770,7 +768,7 @@ def test_the_follower_takes_only_what_the_training_leaves(root: Path) -> None:
         follower.communicate()
 
 
-def test_a_training_too_short_to_follow_does_not_wait_for_mlflow(root: Path) -> None:
+def test_a_short_training_does_not_wait_for_mlflow(root: Path) -> None:
     with start(root, "follow", "ddp", stdin=subprocess.PIPE) as follower:
         _, errors = follower.communicate("finished\n")
     assert (follower.returncode, errors) == (0, "")
@@ -899,9 +897,7 @@ def test_a_logged_model_predicts_like_the_trained_one_anywhere(root: Path, tmp_p
     assert children["ddp-seed0"].info.run_id not in {model.source_run_id for model in left}
 
 
-def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_logged_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_models(root)
     np.save(root / "data/prepared/test_inputs.npy", np.zeros((1, 1, SIDE, SIDE), np.uint8))
     tracking.publish(config_of(models=True), root)
@@ -911,7 +907,7 @@ def test_a_model_that_cannot_be_logged_is_named_and_the_run_stands(
     assert agrees(root, config_of(models=True))
 
 
-def test_where_no_model_can_be_exported_for_want_of_room_no_run_is_complete(
+def test_without_room_for_models_no_run_is_complete(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_models(root)
@@ -994,9 +990,7 @@ def test_promote_switches_telemetry_off_before_it_imports_mlflow(root: Path) -> 
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
-def test_the_best_of_many_whose_own_gain_is_undecided_is_not_promoted_yet(
-    promotable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_undecided_best_of_many_is_not_promoted(promotable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison = comparison_of(promotable)
     assert comparison.champion
     assert comparison.champion.ratio
@@ -1013,16 +1007,14 @@ def test_a_gain_of_few_sessions_is_not_promoted_yet(promotable: Path, capsys: py
     assert client_of(promotable).search_registered_models() == []
 
 
-def test_a_gate_that_compared_nothing_is_no_reason_to_promote(
-    promotable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gate_that_compared_nothing_promotes_nothing(promotable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forge(promotable / "reports/gate.json", sides_are_equal=True)
     assert tracking.promote(config_of(), COMMIT, promotable) == promoting.TOO_FEW
     assert "not promoted: main has the same code and settings. Run `python -m pipeline gate" in capsys.readouterr().err
     assert client_of(promotable).search_registered_models() == []
 
 
-def test_a_session_counts_if_it_is_trusted_and_has_enough_pairs() -> None:
+def test_a_session_counts_if_trusted_with_enough_pairs() -> None:
     parts = {str(day): make_ratio(1.0, 0.9, 1.1, decision=decision) for day, decision in enumerate(DECISIONS)}
     ratio = make_ratio(1.0, decision="better", parts=parts | {"too few pairs": make_ratio(1.0)})
     comparison = make_comparison().model_copy(update={"champion": None})
@@ -1043,9 +1035,7 @@ def test_what_the_gate_did_not_measure_is_not_promoted(promotable: Path, changes
         tracking.promote(config_of(), COMMIT, promotable)
 
 
-def test_a_report_made_with_another_setting_is_said_and_not_promoted(
-    promotable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_other_settings_is_not_promoted(promotable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracking.publish(config_of(), promotable)
     assert not capsys.readouterr().err
     edited = config_of(compare={"margins": {"memory": 0.2}})
@@ -1057,7 +1047,7 @@ def test_a_report_made_with_another_setting_is_said_and_not_promoted(
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
-def test_what_is_not_here_or_not_in_mlflow_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_not_promoted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gate(root)
     with pytest.raises(tracking.PromotionError, match="no comparison of the results that are here"):
         tracking.promote(config_of(models=True), COMMIT, root)
@@ -1227,9 +1217,7 @@ def test_other_weights_than_the_result_names_are_not_logged(root: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_session_is_enough")
-def test_the_champion_is_made_from_the_weights_here_whatever_a_tag_names(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_champion_has_the_weights_that_are_here(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_models(root)
     write_comparison(root)
     write_gate(root)
@@ -1283,7 +1271,7 @@ def test_a_run_says_where_it_came_from(root: Path) -> None:
     assert (shared | own).items() <= children["ddp-seed1"].data.tags.items()
 
 
-def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp_path: Path) -> None:
+def test_the_lock_s_hash_ignores_the_stage_publish(tmp_path: Path) -> None:
     lock = tmp_path / "dvc.lock"
     before, entry, behind = "schema: '2.0'\nstages:\n  compare:\n    cmd: a\n", "  publish:\n    cmd: {}\n", "  z:\n"
     hashes = []
@@ -1294,9 +1282,7 @@ def test_the_lock_has_one_hash_before_dvc_enters_the_stage_publish_and_after(tmp
     assert hashes[3] == hashlib.sha256((before + behind).encode()).hexdigest()
 
 
-def test_a_run_s_tags_are_the_verdict_s_figures_in_a_person_s_units(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_s_tags_have_a_person_s_units(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_comparison(root)
     for command in (f"mlflow ui --backend-store-uri sqlite:///{root / 'mlflow.db'}", "make ui"):
         tracking.publish(config_of(), root)

@@ -66,7 +66,7 @@ class Sparse(nn.Module):
         return nn.functional.embedding((images.flatten(1) > 0).long(), self.weight, sparse=True).sum(1)
 
 
-def test_a_first_step_that_fails_as_a_plain_step_does_says_so(digits: Dataset) -> None:
+def test_a_failing_plain_step_says_so(digits: Dataset) -> None:
     of_model = assembly_of(make_plan(train=Train(model=f"{__name__}:Sparse", batch_size=32)), ALONE, digits)
     says = rf"^train\.model: {__name__}:Sparse fails in a step of 6 samples: .*sparse"
     with pytest.raises(ModelError, match=says), of_model.training(0) as training:

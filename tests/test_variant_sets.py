@@ -34,7 +34,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
-def test_each_set_says_what_it_shows_and_a_server_applies_all_of_it(path: Path) -> None:
+def test_each_set_s_server_applies_all_of_it(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     train = {"optimizer": "adamw"} if path.stem == "memory" else {}
@@ -42,9 +42,7 @@ def test_each_set_says_what_it_shows_and_a_server_applies_all_of_it(path: Path) 
     assert not any(made.skipped for made in plans(config, SERVER).values())
 
 
-def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_can_run_here_is_taken_in(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (checkout / "params.yaml").read_text(encoding="utf-8")
     choices.show_variants(CPU_ONLY, "tried", add=True)
     after = (checkout / "params.yaml").read_text(encoding="utf-8")
@@ -60,7 +58,7 @@ def test_what_can_run_here_is_taken_in_and_the_rest_of_the_file_stays(
 
 
 @pytest.mark.parametrize(("name", "count"), [("pipeline", 5), ("sharded", 9)])
-def test_one_gpu_is_told_of_each_variant_that_needs_more(
+def test_one_gpu_is_told_which_variants_need_more(
     name: str, count: int, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkout / f"variants/{name}.yaml").write_bytes((ROOT / f"variants/{name}.yaml").read_bytes())
@@ -71,7 +69,7 @@ def test_one_gpu_is_told_of_each_variant_that_needs_more(
     assert "replica" not in added
 
 
-def test_a_variant_that_would_be_left_out_is_not_taken_in(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_left_out_is_not_taken(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "variants/tried.yaml").write_text(
         "# x\nhalf: {precision: bf16}\nboth: {precision: bf16, channels_last: true}\n", encoding="utf-8"
     )
@@ -117,7 +115,7 @@ def test_what_must_not_be_written_is_not(checkout: Path, monkeypatch: pytest.Mon
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 
 
-def test_elsewhere_than_in_a_checkout_the_project_s_sets_are_there(
+def test_outside_of_a_checkout_the_sets_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

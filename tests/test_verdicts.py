@@ -63,7 +63,7 @@ def test_rounds_that_follow_each_other_count_for_fewer() -> None:
 @pytest.mark.parametrize(
     ("speed", "decision"), [(1.0, "untrusted"), (0.98, "untrusted"), (1.2, "better"), (0.8, "worse")]
 )
-def test_rounds_that_drift_decide_only_if_each_of_them_agrees(speed: float, decision: Decision) -> None:
+def test_rounds_that_drift_must_all_agree(speed: float, decision: Decision) -> None:
     """One arm gets faster by 8%, round by round. Scattered in any other order, the same rounds have an interval."""
     drift = [1000 * speed * math.exp(0.08 * number / 15) for number in range(16)]
     ratio = ratio_of(drift, [1000.0] * 16)
@@ -76,7 +76,7 @@ def test_rounds_that_drift_decide_only_if_each_of_them_agrees(speed: float, deci
     assert narrow.spread < ratio.spread / 2
 
 
-def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
+def test_the_baseline_s_own_difference_is_in_every_ratio() -> None:
     """If the A/A ratio is 1.03 and its standard error 1%, a bias of sqrt(log(1.03)^2 - 0.01^2) is added in quadrature.
     So a ratio of 1.05 is undecided."""
     half = 0.01 * 2.364624  # t_7's 97.5% quantile
@@ -92,7 +92,7 @@ def test_what_the_baseline_differs_from_itself_is_in_every_ratio() -> None:
     assert ratio.decision == "undecided"
 
 
-def test_two_processes_may_differ_by_two_heaps_and_on_a_gpu_there_is_none() -> None:
+def test_two_processes_may_differ_by_two_heaps() -> None:
     alone = arm_with([2.0**25] * 8, MEMORY)
     two = alone.model_copy(update={"world_size": 2})
     assert verdicts.heap_doubt(MEMORY, alone, alone) == pytest.approx(math.log1p(1 / 64))
@@ -111,7 +111,7 @@ def test_more_memory_is_worse_and_more_throughput_better() -> None:
     assert ratio_of(less, more, MEMORY).decision == "better"
 
 
-def test_most_rounds_rejected_is_untrusted_with_the_reason_given_most_often() -> None:
+def test_most_rounds_rejected_is_untrusted() -> None:
     load = {"taken_seconds": 1.0, "due_seconds": 2.0, "share": 0.5, "limit": 0.1}
     bad = [
         rejection("foreign_load", **load),
@@ -137,7 +137,7 @@ def steps_beside(share: float, speed: float, base: float = 0.19, control: float 
     return verdicts.ratio(arm(speed, share), [arm(1000.0, base), arm(1000.0, control)], THROUGHPUT, 0.03, CALM)
 
 
-def test_a_speed_of_steps_says_nothing_if_more_time_is_outside_of_them() -> None:
+def test_more_time_outside_of_steps_voids_a_speed() -> None:
     stalls = steps_beside(0.6, 990.0)
     assert stalls.decision == "untrusted"
     assert stalls.why_untrusted
@@ -147,14 +147,14 @@ def test_a_speed_of_steps_says_nothing_if_more_time_is_outside_of_them() -> None
     assert [steps_beside(share, 1000.0).decision for share in (0.0, 0.19, 0.25, 0.27)] == ["same"] * 3 + ["untrusted"]
 
 
-def test_equal_work_outside_of_steps_is_a_larger_share_beside_faster_steps() -> None:
+def test_equal_work_outside_of_steps_is_no_stall() -> None:
     outside = 0.19 / 0.81 / 1000
     share = outside / (outside + 1 / 3000)
     assert share == pytest.approx(0.41, abs=0.01)
     assert steps_beside(share, 3000.0).decision == "better"
 
 
-def test_what_the_base_differs_from_itself_outside_of_steps_is_no_stall() -> None:
+def test_what_the_base_s_copies_differ_is_no_stall() -> None:
     assert steps_beside(0.4, 1000.0, 0.1, 0.19).decision == "untrusted"
     assert steps_beside(0.4, 1000.0, 0.0, 0.33).decision == "same"
     assert steps_beside(1.0, 1000.0).decision == "untrusted"
@@ -254,9 +254,7 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
 @pytest.mark.parametrize(
     ("on_gpu", "more_mib", "trusted"), [(False, 0.1, True), (False, 2.0, False), (True, 0.1, False)]
 )
-def test_on_a_cpu_equal_processes_may_differ_by_what_lies_free_in_their_heap(
-    on_gpu: bool, more_mib: float, trusted: bool
-) -> None:
+def test_equal_processes_may_differ_by_free_heap(on_gpu: bool, more_mib: float, trusted: bool) -> None:
     """The peaks are from a real bench. On a GPU, free blocks do not count, because the allocator counts every byte."""
     peaks = [35.48, 35.48, 35.5, 35.53, 35.51, 35.52, 35.47, 35.51, 35.59, 35.48, 35.48]
 
@@ -299,11 +297,11 @@ def settled(*arms: Arm, control: float = 1001.0, max_spread: float = 0.15, **cha
         pytest.param(1500, 210, True, id="on the margin of memory, whose heaps more rounds do not make more alike"),
     ],
 )
-def test_a_variant_is_settled_when_looks_decide_all_its_figures(speed: float, mib: float, is_settled: bool) -> None:
+def test_a_variant_is_settled_when_figures_are_decided(speed: float, mib: float, is_settled: bool) -> None:
     assert settled(windows(speed, mib, variant="v")) == ({"v"} if is_settled else set())
 
 
-def test_a_variant_that_is_settled_alone_may_be_open_among_many() -> None:
+def test_settled_alone_may_be_open_among_many() -> None:
     """A look at ten undecided variants has a confidence of 99.9% instead of 99.5%."""
     alike = [windows(1050 + 0.01 * number, variant=f"v{number}") for number in range(10)]
     assert settled(alike[0]) == {"v0"}
@@ -311,7 +309,7 @@ def test_a_variant_that_is_settled_alone_may_be_open_among_many() -> None:
     assert settled(alike[0], windows(1500, variant="fast")) == {"v0", "fast"}
 
 
-def test_nothing_is_settled_on_a_machine_that_is_not_trusted() -> None:
+def test_nothing_is_settled_on_an_untrusted_machine() -> None:
     fast = windows(1500, variant="v")
     assert settled(fast) == {"v"}
     assert settled(fast, control=1050.0) == settled(fast, max_spread=0.001) == set()
@@ -389,7 +387,7 @@ def test_the_direction_of_time_does_not_matter(drawn: list[Any], quantity: Figur
 
 
 @given(rounds, quantities, st.data())
-def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], quantity: Figure, data: Any) -> None:
+def test_rejected_samples_are_as_if_never_measured(drawn: list[Any], quantity: Figure, data: Any) -> None:
     sides = data.draw(st.lists(st.sampled_from(["", "", "", "arm", "reference", "both"]), max_size=len(drawn)))
     sides += [""] * (len(drawn) - len(sides))
     scale = 2**40  # bytes of memory beside which heaps are nothing
@@ -411,7 +409,7 @@ def test_rejecting_samples_is_as_if_their_rounds_had_not_been(drawn: list[Any], 
         assert diff.decision == "untrusted"
 
 
-def test_what_all_suffer_from_comes_before_a_variants_own_rejections() -> None:
+def test_what_all_suffer_from_comes_first() -> None:
     noisy = CALM.model_copy(update={"why_untrusted": "noise"})
     throttled = arm_with([*["it throttled"] * 5, 9.0])
     reasons = [
@@ -446,7 +444,7 @@ def test_accuracy_is_decided_at_the_margin(differences: list[float], decision: D
     assert ((diff.low, diff.high) == (None, None)) == single
 
 
-def test_the_baselines_weights_have_its_accuracy_whatever_the_number_of_seeds() -> None:
+def test_the_baseline_s_weights_have_its_accuracy() -> None:
     for seeds in (1, 2, 3):
         diff = make_accuracy([0.0] * seeds, resolution=0.02, identical=True)
         assert (diff.decision, diff.low, diff.high, diff.pairs) == ("same", 0.0, 0.0, seeds)
@@ -494,7 +492,7 @@ def test_the_verdict_is_what_all_outcomes_have_in_common(quantities: tuple[Outco
         (None, None, ANY, ANY),
     ],
 )
-def test_an_undecided_ratio_can_turn_out_as_its_interval_allows(
+def test_an_undecided_ratio_ends_within_its_interval(
     low: float | None, high: float | None, faster: Outcomes, smaller: Outcomes
 ) -> None:
     diff = make_ratio(1.0, low, high, margin=0.02)
@@ -502,7 +500,7 @@ def test_an_undecided_ratio_can_turn_out_as_its_interval_allows(
     assert set(diff.outcomes(higher_is_better=False)) == set(smaller)
 
 
-def test_an_undecided_accuracy_can_turn_out_as_its_interval_allows() -> None:
+def test_an_undecided_accuracy_ends_within_its_interval() -> None:
     lost = make_accuracy([-0.02, -0.01, 0.0])
     assert (lost.decision, lost.outcomes()) == ("undecided", ("same", "worse"))
     assert make_accuracy([-0.02, -0.01]).outcomes() == ANY  # too few seeds to say

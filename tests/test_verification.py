@@ -305,7 +305,7 @@ def test_planted_faults_are_found(claimed: Claimed) -> None:
     assert of(claims, "explodes", "the variant trains").undecided == UNTRIED
 
 
-def test_a_bound_that_a_fault_does_not_exceed_answers_nothing(claimed: Claimed) -> None:
+def test_a_bound_without_a_fault_beyond_answers_nothing(claimed: Claimed) -> None:
     claims = claimed({"rough": {"extra": {"rough": {}}}})
     assert [(claim.holds, claim.undecided) for claim in claims] == [(None, UNMEASURABLE)] * 3 + [(True, "")] * 3
     claim = of(claims, "rough", "gradients")

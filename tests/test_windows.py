@@ -170,7 +170,7 @@ def _running(monkeypatch: pytest.MonkeyPatch, *processes: tuple[int, int | None]
     plug(monkeypatch, nvmlDeviceGetComputeRunningProcesses=listed)
 
 
-def test_the_figure_of_the_driver_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_s_figure_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     _running(monkeypatch, (1, 9 * MIB), (os.getpid(), 500 * MIB))
     assert driver_bytes(GPU) == 500 * MIB
     for silent in ([], [(1, 9 * MIB)], [(os.getpid(), None)]):  # in a container, the list has no own process id
@@ -205,7 +205,7 @@ def test_allocator_and_driver_have_own_peaks(monkeypatch: pytest.MonkeyPatch) ->
     assert [*of_memory(memory)] == [rejection("allocator_retried", retries=2)]
 
 
-def test_a_clock_that_the_user_s_code_replaces_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_code_replaces_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(CPU)
     before = clock.now()
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)

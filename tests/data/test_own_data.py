@@ -420,7 +420,7 @@ def test_the_function_of_the_docs_yields_what_they_say(own_function: Callable[[s
     assert len(held_out) == 200, "a fifth of 1000 samples, because the earlier test split is gone"
 
 
-def test_a_saved_data_set_of_the_library_datasets_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_set_of_datasets_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(arrays, "CHUNK_ROWS", 4)

@@ -67,7 +67,7 @@ def arm_of(config: Config, name: str) -> Measured:
     ("name", "variant"),
     [pytest.param(*job, marks=() if job[1] in ("stacked", "graphed") else pytest.mark.slow) for job in SINGLE],
 )
-def test_an_arm_of_the_bench_is_measured_with_its_ledger(name: str, variant: str) -> None:
+def test_an_arm_is_measured_with_its_ledger(name: str, variant: str) -> None:
     measured = arm_of(configure(**{variant: SETS[name][variant]}), variant)
     if measured.applied["cuda_graph"] or measured.applied["compile"] in ("reduce-overhead", "max-autotune"):
         assert measured.ledgers is None

@@ -11,7 +11,7 @@ from tests.hooked import hooked
 MIB = 2**20
 
 
-def test_the_steps_of_a_script_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_time_a_script_s_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = {"device": 0, "segment_pool_id": (0, 1), "total_size": 5 * MIB, "allocated_size": 2 * MIB}
     others: list[dict[str, object]] = [graph | {"device": 1}, graph | {"segment_pool_id": (0, 0)}]
     with as_if_cuda() as gpus, hooked() as bed:

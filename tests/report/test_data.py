@@ -7,7 +7,7 @@ from pipeline.report import history_csv, metrics, ratios_csv, verdicts
 from tests.report.conftest import Made
 
 
-def test_metrics_are_the_verdict_and_flat_numbers_without_untrusted_ratios(mixed: Made) -> None:
+def test_metrics_leave_out_untrusted_ratios(mixed: Made) -> None:
     metrics_of = {variant.variant: (variant, metrics(variant)) for variant in mixed.comparison.variants}
     pays, values = metrics_of["pays"]
     assert pays.throughput
@@ -48,7 +48,7 @@ def test_the_ratios_file_has_only_trusted_ratios(mixed: Made) -> None:
     assert float(row["low"]) < float(row["estimate"]) < float(row["high"])
 
 
-def test_dvc_metrics_begin_with_the_verdicts_and_leave_out_what_is_untrusted(mixed: Made) -> None:
+def test_dvc_metrics_begin_with_the_trusted_verdicts(mixed: Made) -> None:
     shown = verdicts(mixed.comparison)
     names = ("verdict", "throughput_ratio", "peak_memory_ratio", "accuracy_difference_mean_fraction")
     assert sorted(shown) == list(shown) == [f"{number}_{name}" for number, name in enumerate(names, 1)]  # DVC sorts

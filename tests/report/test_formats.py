@@ -42,7 +42,7 @@ def test_numbers_have_their_digits_and_their_unit(shown: str, text: str) -> None
     assert plain(shown) == text
 
 
-def test_the_ends_of_a_narrow_interval_can_be_told_apart() -> None:
+def test_a_narrow_interval_has_two_different_ends() -> None:
     assert plain(facts.text(ratio())) == "1.42x (1.38 to 1.47)"
     narrow = ratio(estimate=0.5502, low=0.5488, high=0.5511)
     assert plain(facts.text(narrow)) == "0.550x (0.549 to 0.551)"

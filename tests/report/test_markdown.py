@@ -21,7 +21,7 @@ def test_any_report_fits_into_a_comment_on_github() -> None:
     assert all(f"- **{name}** " in text for name in names)
 
 
-def test_the_report_says_how_much_of_the_bench_was_measured_window() -> None:
+def test_the_report_says_which_share_was_measured() -> None:
     """A bench of an older version does not say it."""
     shares = [markdown(made(make_results(), window_fraction=share).comparison) for share in (0.553, None)]
     assert ["12 rounds (55% of the time measured windows). In each round" in text for text in shares] == [True, False]

@@ -67,7 +67,7 @@ def test_names_and_commands_are_code(usual: Made, page: Page) -> None:
     assert "Take `ddp`" in markdown(usual.comparison)
 
 
-def test_the_page_loads_nothing_from_the_network_and_runs_no_script(page: Page) -> None:
+def test_the_page_loads_nothing_and_runs_no_script(page: Page) -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "embed", "base", "a", "img"}
     for _, attributes in page.elements:
         assert not attributes.keys() & {"src", "srcset", "href", "poster", "data", "action"}

@@ -40,7 +40,7 @@ def test_ticks_are_few_round_values_in_their_places(scale: Scale, labels: list[s
     assert [tick.at for tick in ticks] == [scale.at(float(label)) for label in labels]
 
 
-def test_every_variant_and_the_control_has_a_whisker_and_a_difference_lies_beyond_the_shaded_margin(
+def test_every_arm_has_a_whisker_beside_the_margin(
     mixed: Made,
 ) -> None:
     throughput, memory, accuracy = pictures.forests(mixed.comparison)
@@ -66,7 +66,7 @@ def test_every_variant_and_the_control_has_a_whisker_and_a_difference_lies_beyon
             assert (inside, outside) == (mark.look in ("same", "noise"), mark.look in ("better", "worse"))
 
 
-def test_a_figure_that_the_machine_does_not_report_has_no_whisker(silent: Made) -> None:
+def test_an_unreported_figure_has_no_whisker(silent: Made) -> None:
     throughput, memory, _ = pictures.forests(silent.comparison)
     assert all(mark.at for row in throughput.rows for mark in row.marks)
     assert [(row.marks[0].value, row.marks[0].at) for row in memory.rows] == [("untrusted", None)] * 3
@@ -92,7 +92,7 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
     assert "communication" not in drawn.parts  # no ledger has bytes for communication
 
 
-def test_the_front_goes_through_the_variants_that_no_other_dominates(usual: Made) -> None:
+def test_the_front_goes_through_undominated_variants(usual: Made) -> None:
     front = pictures.front(usual.comparison)
     assert front
     baseline, ddp, memory = front.points
@@ -120,7 +120,7 @@ def row(seed: int, step: int, seconds: float, accuracy: float | None) -> History
     )  # fmt: skip
 
 
-def test_a_chart_has_a_thin_line_per_seed_and_a_thick_line_at_the_median_time(usual: Made) -> None:
+def test_a_chart_has_a_line_per_seed_and_median(usual: Made) -> None:
     histories = {variant.variant: make_history() for variant in usual.comparison.variants}
     histories["ddp"] = [
         row(0, 100, 2.0, 0.5), row(0, 200, 4.0, 0.7), row(1, 100, 4.0, 0.6), row(1, 150, 5.0, None),
@@ -153,7 +153,7 @@ def test_every_sample_is_a_dot_or_a_cross(usual: Made) -> None:
     assert not any(dot.rejected for strip in memory.strips for dot in strip.dots)
 
 
-def test_a_round_that_was_not_to_measure_memory_has_no_dot(usual: Made) -> None:
+def test_a_round_without_measured_memory_has_no_dot(usual: Made) -> None:
     left_out = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
     arms = tuple(
         arm.model_copy(
@@ -167,7 +167,7 @@ def test_a_round_that_was_not_to_measure_memory_has_no_dot(usual: Made) -> None:
     assert {len(strip.dots) for strip in throughput.strips} == {12}
 
 
-def test_one_outlier_flattens_no_other_sample_and_a_settled_arm_ends_early() -> None:
+def test_one_outlier_flattens_no_other_sample() -> None:
     bench = made(make_results()).comparison.bench
     first, second, *others = bench.arms
     slow = first.samples[3].model_copy(update={"samples_per_second": 900.0})

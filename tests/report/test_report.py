@@ -26,7 +26,7 @@ def test_the_same_comparison_gives_the_same_bytes(usual: Made, tmp_path: Path) -
     assert contents[0]["comparison.json"].decode() == usual.comparison.to_json()
 
 
-def test_a_report_is_written_even_if_memory_and_flops_are_unknown(silent: Made, tmp_path: Path) -> None:
+def test_a_report_needs_neither_memory_nor_flops(silent: Made, tmp_path: Path) -> None:
     report.write(*silent, tmp_path)
     assert (tmp_path / "comparison.html").exists()
 
@@ -36,7 +36,7 @@ def test_tags_count_in_the_unit_of_the_task() -> None:
     assert "tokens/s" in contents.columns(comparison)["baseline"]["speed"]
 
 
-def test_mlflow_has_the_unit_the_directions_and_the_figures_of_the_task() -> None:
+def test_mlflow_has_the_units_and_directions_of_figures() -> None:
     run = make_run(0).model_copy(update={"findings": {"perplexity": 8.0}})
     result = make_result("baseline", [run], unit=TOKENS, directions=PERPLEXITY)
     params = contents.child_params(result)

@@ -85,7 +85,7 @@ def test_a_name_runs_once() -> None:
 
 
 @pytest.mark.usefixtures("checkout")
-def test_ctrl_c_leaves_the_job_which_then_can_be_cancelled() -> None:
+def test_ctrl_c_leaves_the_job_to_be_cancelled() -> None:
     command = ["bash", "-c", "sleep 300"]
     first = Submitted(*command)
     job = first.job()

@@ -144,7 +144,7 @@ def _renormed_stage(joined: World, dataset: Dataset) -> int:
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_no_copy_on_a_gpu_or_in_a_replica_may_change_parameters(digits: Dataset, within: bool) -> None:
+def test_no_replica_or_copy_may_change_parameters(digits: Dataset, within: bool) -> None:
     changes, name = r", .* changes its parameter ", r"part\.0\.weight" if within else r"part\.weight"
     copied = DataParallel(make_plan(parallelism="data_parallel", devices_per_process=2), ALONE)
     with pytest.raises(ConfigError, match=rf"parallelism: found 'data_parallel'{changes}{name}"):
@@ -174,7 +174,7 @@ def _passes(joined: World) -> list[str]:
     return seen
 
 
-def test_parts_of_a_pass_are_compared_with_the_first_pass() -> None:
+def test_parts_are_compared_with_the_first_pass() -> None:
     for (error,) in run_ranks(_passes):
         assert error.startswith("key, whose processes must run")
         assert "one ran 0 where another process or step ran 1." in error

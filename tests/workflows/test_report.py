@@ -56,7 +56,7 @@ def post(github: GitHub, tmp_path: Path) -> Post:
     return run
 
 
-def test_the_report_is_one_comment_that_is_updated_in_place(github: GitHub, post: Post) -> None:
+def test_the_report_is_one_comment_updated_in_place(github: GitHub, post: Post) -> None:
     for number in range(150):  # more than a page
         github.add("somebody", f"remark {number}")
     first = post(gate())
@@ -143,7 +143,7 @@ def test_forged_values_are_text_or_not_shown(gated: Any, github: GitHub, post: P
     assert not set("<>") & set(inside)
 
 
-def test_a_refusal_by_github_is_an_error_with_its_status(github: GitHub, post: Post) -> None:
+def test_a_refusal_by_github_is_an_error(github: GitHub, post: Post) -> None:
     github.refuses = True
     done = post(gate())
     assert done.returncode == 1
