@@ -6,12 +6,17 @@ After a change of the pages' text, run ``python -m tests.report.golden``, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipeline.comparison.advice import accuracy_reasons, correlation_reasons, ratio_reasons, seeds_outlook
 from pipeline.comparison.compare import compare
 from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Difference
 from pipeline.gate import decision
 from pipeline.gate import markdown as gate_page
 from pipeline.pages import render
@@ -20,12 +25,17 @@ from pipeline.profiling.steps import Finding, Profile
 from pipeline.profiling.trace import Operator, StepTimes
 from pipeline.report import facts, html, markdown
 from pipeline.results import Bench, DatasetFacts, Result, ScoreName, Unit, Window
+from pipeline.results.figures import THROUGHPUT
 from pipeline.results.rejections import rejection
+from pipeline.tools import verification
 from pipeline.tools.inference import Inference
+from pipeline.tools.verification.claims import UNMEASURABLE, UNPROMISED, Claim
 from tests.factories import (
     ENVIRONMENT,
+    TEN_IN_TEN_MINUTES,
     foreign_load,
     known,
+    make_accuracy,
     make_bench,
     make_comparison,
     make_flops,
@@ -37,6 +47,7 @@ from tests.factories import (
     make_results,
     make_run,
     make_session,
+    ratio_of,
     with_samples,
 )
 from tests.report.conftest import REASON, Made, made
@@ -272,6 +283,61 @@ def advice() -> str:
     return "".join(f"{case}: {facts.advice(report.comparison)}\n" for case, report in cases.items())
 
 
+def reasons() -> str:
+    """What would decide an undecided figure, and how many seeds a training needs: a line for each case."""
+    sums = ratio_of([1000.0, 1010.0, 1025.0, 1030.0, 1040.0, 1060.0], [1000.0] * 6)
+    few, lost = ratio_of([9.0] * 3, [9.0] * 3), ratio_of([9.0, 9.0, 9.0, "hot", "hot"], [9.0] * 5)
+    close, unused = ratio_of([10.3, 10.7, 10.4, 10.6, 10.2, 10.8], [10.0] * 6), TEN_IN_TEN_MINUTES._replace(seconds=1e2)
+    sessions = {"parts": dict.fromkeys("123", sums)}
+
+    def undecided(**changes: Any) -> Difference:
+        return sums.model_copy(update={"more_pairs": 4} | changes)
+
+    throughput: dict[str, tuple[Difference, RoundCost]] = {
+        "decided": (ratio_of([12.0] * 6, [10.0] * 6), TEN_IN_TEN_MINUTES),
+        # Ten rounds take ten minutes. One more minute is added, because some rounds take longer than the mean.
+        "four more rounds": (undecided(), TEN_IN_TEN_MINUTES),
+        "four more rounds of a second": (undecided(), RoundCost("bench.max_minutes", 100, 100.0)),
+        "four more rounds where rounds are limited": (undecided(), RoundCost("bench.max_rounds", 6, 100.0)),
+        "half of the rounds rejected": (undecided(rejected=6), TEN_IN_TEN_MINUTES),
+        "eight rounds, two more": (undecided(pairs=8, more_pairs=2), TEN_IN_TEN_MINUTES),
+        "eight rounds, no forecast": (undecided(pairs=8, more_pairs=None), TEN_IN_TEN_MINUTES),
+        "an hour is enough": (undecided(more_pairs=53), TEN_IN_TEN_MINUTES),
+        "more than an hour": (undecided(more_pairs=54), TEN_IN_TEN_MINUTES),
+        "three sessions, two more": (undecided(more_sessions=2, **sessions), TEN_IN_TEN_MINUTES),
+        "three sessions, no forecast": (undecided(more_sessions=None, **sessions), TEN_IN_TEN_MINUTES),
+        "too few rounds": (few, TEN_IN_TEN_MINUTES),
+        "too few rounds, because some were rejected": (lost, TEN_IN_TEN_MINUTES),
+        "too few rounds of a slow job": (few, RoundCost("bench.max_minutes", 1, 900.0)),
+        "minutes that were not used up": (close, unused),
+        "fewer minutes, all used up": (close, unused._replace(minutes=2.0)),
+    }
+    some = make_accuracy([-0.009, 0.006, 0.004])
+    accuracy = {
+        "equal": make_accuracy([0.0] * 3),
+        "one seed": make_accuracy([0.0]),
+        "two seeds": make_accuracy([0.0] * 2),
+        "three seeds": some,
+        "three seeds, too many more": some.model_copy(update={"more_pairs": 21}),
+        "three seeds, no forecast": some.model_copy(update={"more_pairs": None}),
+    }
+    # 12 rounds with a correlation of 1/2 count as 4: t_3 is 3.1824, t_11 2.2010, so 3.1824 / 2.2010 * sqrt(3).
+    resembling = make_ratio(1.1, 1.05, 1.15, 12, correlation=0.5, margin=0.03)
+    little = resembling.model_copy(update={"correlation": 0.1})
+    deviating = make_accuracy([-0.006, 0.0, 0.006])
+    said = {
+        **{case: ratio_reasons(ratio, THROUGHPUT, cost) for case, (ratio, cost) in throughput.items()},
+        **{f"accuracy, {case}": accuracy_reasons(difference) for case, difference in accuracy.items()},
+        "correlated rounds": correlation_reasons(resembling, THROUGHPUT),
+        "hardly correlated rounds": correlation_reasons(little, THROUGHPUT),
+        "a first training": [seeds_outlook(3, 0.01, None)],
+        "a training after one seed": [seeds_outlook(3, 0.01, make_accuracy([0.004]))],
+        "a training whose deviation is known": [seeds_outlook(3, 0.01, deviating)],
+        "a training with seeds enough": [seeds_outlook(5, 0.01, deviating)],
+    }
+    return "".join(f"{case}: {'; '.join(texts) or 'nothing'}\n" for case, texts in said.items())
+
+
 def gate() -> str:
     """A head that is worse in one variant, then one whose measurement is not trusted, then one that passes in part."""
     measured = make_results()[:2]
@@ -309,7 +375,30 @@ def gate() -> str:
     return "\n".join(reports)
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"advice": advice, "gate": gate, "inference": inference, "profile": profile}
+def verify() -> str:
+    """Claims that are true, false, not promised, undecidable, and whose reference fails; how they are summed up."""
+    frames = ('File "/my/nets.py", line 7, in forward', f'File "{torch.__file__}", line 9, in conv2d')
+    trace = "\n".join(["Traceback (most recent call last):", *(f"  {frame}\n    code" for frame in frames)])
+    claims = [
+        Claim("a", "one", 1.234e-7, 1e-4, True, "relative"),
+        Claim("a", "two " * 30, 12, 0, False, "values", "because"),
+        Claim("b", "three", math.inf, None, None, "relative", "why not", UNPROMISED),
+        Claim("b", "four", 1e-3, 0.3, None, "relative", "", UNMEASURABLE, 0.4),
+    ]
+    failed = Claim("a", "five", note=f"nothing to hold it against: rank 1: {trace}\nKeyError: 1\nand more")
+    lines = [line for claim in (*claims, failed) for line in verification.claim_lines(claim, 8)]
+    ends = verification.summary(claims, 3.4), verification.progress(2, 5, 10.0)
+    return "\n".join([*lines, *ends, verification.claims_as_json(claims, {}), ""])
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "advice": advice,
+    "gate": gate,
+    "inference": inference,
+    "profile": profile,
+    "reasons": reasons,
+    "verify": verify,
+}
 
 
 def texts(name: str) -> dict[str, str]:
