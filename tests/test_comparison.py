@@ -12,8 +12,8 @@ from pipeline import results
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison, EqualTime
 from pipeline.comparison.consistency import ComparisonError, broken_links, read_all
-from pipeline.comparison.figures import accuracy_differences, equal_time, time_to_target
 from pipeline.comparison.stats import Decision, decide
+from pipeline.comparison.summaries import accuracy_differences, equal_time, time_to_target
 from pipeline.files import file_sha256
 from pipeline.params import Compare, Margins
 from pipeline.report import facts, markdown

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.comparison import ablation, advice, consistency, figures, verdicts
+from pipeline.comparison import ablation, advice, consistency, summaries, verdicts
 from pipeline.comparison.champion import champion_of, on_front
 from pipeline.comparison.comparison_file import Compared, Comparison, fields_of
 from pipeline.comparison.sessions import Table, column, table_of
@@ -82,14 +82,14 @@ def judge(
 def compare(
     measured: Sequence[Result],
     histories: Mapping[str, Sequence[HistoryRow]],
-    sessions: Sequence[Bench],
+    benches: Sequence[Bench],
     settings: Compare,
     environment: Mapping[str, Any],
     made_of: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Compare every result with the baseline's.
 
-    ``sessions``: the present bench, then other benches. A variant's ratios use all benches that measured the variant
+    ``benches``: the present bench, then other benches. A variant's ratios use all benches that measured the variant
     and the baseline as the present bench did, except those of untrusted sessions. The A/A noise comes from the session
     of the present bench. All other figures of the bench come from the present bench only.
 
@@ -101,18 +101,18 @@ def compare(
     content of environment.json. ``made_of``: the files from which the arguments were read (``consistency.made_of``).
     """
     baseline = next(result for result in measured if result.variant == settings.baseline)
-    bench, names = sessions[0], [result.variant for result in measured]
+    bench, names = benches[0], [result.variant for result in measured]
     consistency.check(measured, baseline, bench, environment)
     others = [result for result in measured if result is not baseline]
-    samples = (sample for session in sessions for arm in session.arms for sample in arm.samples)
+    samples = (sample for bench in benches for arm in bench.arms for sample in arm.samples)
     values = advised(rejection for sample in samples for rejection in sample.rejections)
-    table = table_of(sessions, settings.max_spread, values)
+    table = table_of(benches, settings.max_spread, values)
     rounds = table.own.rounds()
     assert rounds is not None  # consistency.check has checked it
     noises = {quantity: rounds.noise(quantity) for quantity in QUANTITIES if verdicts.asked_for(quantity, bench.arms)}
     names_of_others, margins = [result.variant for result in others], settings.margins
     ratios = {figure: table.compared(names_of_others, figure, figure.margin_in(margins)) for figure in noises}
-    accuracies = figures.accuracies(others, baseline, margins.accuracy)
+    accuracies = summaries.accuracies(others, baseline, margins.accuracy)
     judgements = {
         result.variant: judge(
             result,
@@ -128,7 +128,7 @@ def compare(
     trusted = {baseline.variant: {figure.margin: not noise.why_untrusted for figure, noise in noises.items()}}
     trusted |= {name: judged.trusted(own) for name, judged in judgements.items()}
     fields = {
-        result.variant: figures.of_variant(
+        result.variant: summaries.of_variant(
             result, bench, histories[result.variant], settings.target_accuracy, trusted[result.variant]
         )
         for result in measured
@@ -151,7 +151,7 @@ def compare(
             on_front=result.variant in front,
             **(judged.fields() if judged else _NOT_JUDGED),
             **fields[result.variant],
-            **figures.against_baseline(result, baseline, histories, fields, throughput),
+            **summaries.against_baseline(result, baseline, histories, fields, throughput),
         )
 
     return Comparison(
@@ -171,7 +171,7 @@ def compare(
         **fields_of(noises, "noise_"),
         variants=tuple(map(compared, (baseline, *others))),
         champion=champion_of(paying, table),
-        sessions=tuple(figures.of_session(session, names) for session in table.sessions),
+        sessions=tuple(summaries.of_session(session, names) for session in table.sessions),
         sessions_set_aside=table.set_aside,
         shares=ablation.shares(table, accuracies, settings.margins),
         advised=values,

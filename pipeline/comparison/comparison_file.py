@@ -129,8 +129,8 @@ class Compared(ByFigure):
     figures: dict[str, int | float | None]
     """``Figure.field`` -> its value in the bench, joined over the rounds in which it is known; for a figure that the
     bench does not measure, its value in training, joined over seeds. For a variant that was settled early, all except
-    fractions and counts are scaled (``figures.of_variant``). None if unknown or not trusted; then, optional figures are
-    left out."""
+    fractions and counts are scaled (``summaries.of_variant``). None if unknown or not trusted; then, optional figures
+    are left out."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
     rejected: int

@@ -65,7 +65,8 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Sitting:
-    """The part of the table from one session: the benches of one boot that follow each other within an hour."""
+    """A session, as a part of the table: the benches of one boot that follow each other within an hour. The record
+    ``Session`` is about a single bench."""
 
     benches: tuple[Counted, ...]
     baseline: str

@@ -279,6 +279,8 @@ def of_rounds(
 
 
 def _pairs(arm: Arm, references: Sequence[Arm], quantity: Figure) -> _Pairs:
+    """Return the figures of the rounds that count: those with a figure of ``arm`` and of at least one reference. The
+    references' figures are joined to their geometric mean."""
     # An arm that was settled early has fewer samples.
     rows = zip(arm.samples, *(reference.samples for reference in references), strict=False)
     rounds = [row for row in rows if all(map(quantity.taken_in, row))]

@@ -116,8 +116,8 @@ Utc = Annotated[str, AfterValidator(_utc)]
 
 
 class Session(Record):
-    """One session of the bench: its time and the state of the machine. The times and ``boot_id`` decide which benches
-    belong together; no figure is computed from the other values."""
+    """When one bench ran, and the state of the machine. The times and ``boot_id`` decide which benches form a session
+    (``sessions_of``); no figure is computed from the other values."""
 
     start_utc: Utc
     boot_id: str | None

@@ -154,7 +154,7 @@ def session_files(directory: Path = SESSIONS) -> list[Path]:
 
 
 def read_sessions(directory: Path = SESSIONS) -> list[Bench]:
-    """Read the sessions in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
+    """Read the earlier benches in ``directory``, sorted by file name. Skip an unreadable file and print its error."""
     sessions = []
     for path in sorted(directory.glob("*.json")):
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import results
-from pipeline.comparison import figures
+from pipeline.comparison import summaries
 from pipeline.errors import count, say
 from pipeline.gate.copies import Copy, dvc
 from pipeline.params import PARAMS_FILE, Config, load
@@ -37,7 +37,7 @@ def _open_accuracies(config: Config, *, look: bool) -> Sequence[str]:
     measured = [results.read(results.result_file(name), config) for name in config.variants]
     baseline = next(result for result in measured if result.variant == config.compare.baseline)
     others = [result for result in measured if result is not baseline]
-    accuracies = figures.accuracies(others, baseline, config.compare.margins.accuracy, look=look)
+    accuracies = summaries.accuracies(others, baseline, config.compare.margins.accuracy, look=look)
     return [name for name, accuracy in accuracies.items() if accuracy.decision == "undecided"]
 
 
