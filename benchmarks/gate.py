@@ -52,7 +52,7 @@ from pipeline.benchmark.rounds import Rounds, measure, turns_on
 from pipeline.benchmark.server import Server
 from pipeline.comparison import stats
 from pipeline.comparison.planning import RoundCost
-from pipeline.gate.decision import Judged, Samples, judge, settled
+from pipeline.gate.decision import Judged, judge, rounds_of_sides, settled
 from pipeline.gate.side_by_side import arms_of, steps_of
 from pipeline.params import Compare, Gate
 from pipeline.results import Arm, Window
@@ -322,11 +322,10 @@ def _judge(block: Mapping[str, Arm], side: str, *, look: bool = False) -> Judged
     """Return the gate's decision on ``side`` against the base."""
     control = next(arm for arm in block.values() if arm.role == "aa_control")
     of_base, of_head = (
-        {arm.variant: arm for name, arm in block.items() if name.startswith(f"{side_name} ") and arm is not control}
-        for side_name in ("base", side)
+        [arm for name, arm in block.items() if name.startswith(f"{side_name} ")] for side_name in ("base", side)
     )
     settings, cost = Compare(baseline=control.variant), RoundCost("gate.max_minutes", len(control.samples), 1.0)
-    return judge(Samples(control, of_base, of_head, {}, cost), settings, Gate().must_see, look=look)
+    return judge(rounds_of_sides(of_base, of_head, settings, cost), {}, settings, Gate().must_see, look=look)
 
 
 def _in_words(judged: Judged) -> str:
@@ -351,7 +350,7 @@ def _arm(name: str, values: Mapping[str, Sequence[float | None]]) -> Arm:
         figures: dict[str, Any] = {"samples_per_second": speed, "peak_memory_bytes": peak, "peak_reserved_bytes": None}
         figures["peak_memory_rank_bytes"] = (peak,)
         samples.append(Window.model_construct(**figures, rejections=(REFUSED,) if speed is None else ()))
-    known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "world_size": 1}
+    known: dict[str, Any] = {"name": name, "variant": name.split()[1].rstrip(","), "technique": None, "world_size": 1}
     known["role"] = "aa_control" if name.endswith(CONTROL) else "variant"
     return Arm.model_construct(**known, samples=tuple(samples))
 

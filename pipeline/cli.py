@@ -357,11 +357,11 @@ def _bench(parsed: argparse.Namespace) -> Callable[[], object]:
 
 
 def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:
-    """Return what a function of ``verdicts`` decides between rounds. This is not in ``_bench``, because a change of the
+    """Return what a function of ``sessions`` decides between rounds. This is not in ``_bench``, because a change of the
     statistics must not make DVC repeat the bench."""
-    from pipeline.comparison import verdicts
+    from pipeline.comparison import sessions
 
-    return getattr(verdicts, rule)(arms, settings)
+    return getattr(sessions, rule)(arms, settings)
 
 
 def _arms(_: argparse.Namespace) -> Callable[[], object]:

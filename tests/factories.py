@@ -44,7 +44,6 @@ from pipeline.results import (
     Session,
     Window,
     figures,
-    summarise,
 )
 from pipeline.results.figures import Figure
 from pipeline.results.rejections import Rejection, rejection
@@ -151,7 +150,6 @@ def make_result(variant: str = "baseline", runs: Sequence[Run] | None = None, **
         "key": "k" * 64,
         "history_sha256": "f" * 64,
         "score": ScoreName(name="accuracy"),
-        "summary": summarise(runs),
         "runs": runs,
     }
     return Result(**values | changes)

@@ -76,7 +76,8 @@ print(json.dumps({
 PROGRAM_FOR_VERDICTS = (
     PROGRAM.partition("table = ")[0]
     + """
-from pipeline.gate.decision import Samples, judge
+from pipeline.comparison.planning import RoundCost
+from pipeline.gate.decision import judge, rounds_of_sides
 from pipeline.gate.settings import STRICTER
 from pipeline.params import Compare
 from pipeline.results.figures import FIGURES
@@ -88,14 +89,15 @@ ddp = comparison.variants[1]
 again = type(comparison).model_validate_json(comparison.to_json())
 
 
-def side(seconds):
-    arm = make_arm()
+def arm_with(seconds, role="variant"):
+    arm = make_arm(role=role)
     return arm.model_copy(update={"samples": tuple(
         sample.model_copy(update={"seconds_to_first_step": seconds}) for sample in arm.samples
     )})
 
 
-judged = judge(Samples(side(2.5), {"baseline": side(2.5)}, {"baseline": side(3.0)}, {}, None), Compare(), 0.1)
+base, cost = [arm_with(2.5), arm_with(2.5, "aa_control")], RoundCost("gate.max_minutes", 12, 60.0)
+judged = judge(rounds_of_sides(base, [arm_with(3.0)], Compare(), cost), {}, Compare(), 0.1)
 rejected = window(rank([0.1] * 4), rank([0.1] * 3))
 print(json.dumps({
     "rejected": [bool(rejected.rejections), rejected.model_dump()["seconds_to_first_step"]],

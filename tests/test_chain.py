@@ -13,7 +13,7 @@ import yaml
 from pipeline import cli, gate
 from pipeline.files import file_sha256
 from pipeline.params import load, parse
-from pipeline.results import Result, contradictions, contradictions_of_history, summarise
+from pipeline.results import Result, contradictions, contradictions_of_history
 from pipeline.tracking import comparisons
 from tests.factories import DESCRIBED, make_history, make_result, make_run
 from tests.jobs import PARAMS, record, save
@@ -53,7 +53,6 @@ def more_right(result: Any) -> None:
     """Count more correct answers in one run, in all fields of the result that depend on them."""
     run = result["runs"][1]
     run.update(test_correct=9061, test_accuracy=0.9061)
-    result["summary"] = summarise(Result.model_validate(result).runs)
 
 
 def of_equal_weights(result: Any) -> None:
@@ -108,7 +107,6 @@ OF_OTHERS: list[tuple[str, str, Callable[[Any], None], str]] = [
     ("a score of its own", RESULT, at("runs.0.test_accuracy", 0.99), "test_accuracy is 0.99"),
     ("a score above 1", RESULT, at("runs.0.test_accuracy", 1.01), "runs.0.test_accuracy"),
     ("fewer tested", RESULT, at("runs.0.test_count", 9_999), "9999 samples were tested"),
-    ("a summary of its own", RESULT, at("summary.samples_per_second", 30_000.0), "summary.samples_per_second is 30000"),
     ("a negative speed", RESULT, at("runs.0.samples_per_second", -1.0), "runs.0.samples_per_second"),
     ("a huge speed", RESULT, at("runs.0.samples_per_second", 1e14), "1e+14 samples/s, although half of the steps"),
     ("an endless speed", RESULT, at("runs.0.samples_per_second", 1e300), "runs.0.samples_per_second"),

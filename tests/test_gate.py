@@ -32,10 +32,10 @@ from pipeline.gate.decision import (
     Gated,
     GateError,
     Judged,
-    Samples,
     Side,
     judge,
     memory_known,
+    rounds_of_sides,
     settled,
 )
 from pipeline.gate.side_by_side import Described, accuracies_in
@@ -83,6 +83,10 @@ def arm(
     return make_arm(**{"name": name, "variant": name.split()[1], "samples": tuple(samples)} | changes)
 
 
+def control_of(baseline: str, **changes: Any) -> Arm:
+    return arm(f"base {baseline}, A/A control", variant=baseline, role="aa_control", **changes)
+
+
 def judged(
     *heads: Arm,
     noise: float = 0.01,
@@ -95,16 +99,13 @@ def judged(
     """Judge ``heads`` against bases of the same variants, on a machine with this noise and drift. ``rejected``: variant
     -> rounds in which the base's sample was rejected."""
 
-    def of_base(variant: str, name: str) -> Arm:
-        head = heads[0].samples
-        known = head[0].peak_memory_bytes is not None
-        of_variant = rejected.get(variant, ())
-        return arm(name, variant=variant, noise=noise, drift=drift, rounds=len(head), known=known, rejected=of_variant)
-
-    base = {head.variant: of_base(head.variant, f"base {head.variant}") for head in heads}
-    control = of_base("baseline", "base baseline, A/A control")
-    samples = Samples(control, base, {head.variant: head for head in heads}, accuracies or {}, COST)
-    return judge(samples, Compare(margins=margins or Margins()), 0.1, look=look)
+    first = heads[0].samples
+    usual: dict[str, Any] = {"noise": noise, "drift": drift, "rounds": len(first)}
+    usual["known"] = first[0].peak_memory_bytes is not None
+    base = [arm(f"base {head.variant}", rejected=rejected.get(head.variant, ()), **usual) for head in heads]
+    base.append(control_of("baseline", rejected=rejected.get("baseline", ()), **usual))
+    compare = Compare(margins=margins or Margins())
+    return judge(rounds_of_sides(base, heads, compare, COST), accuracies or {}, compare, 0.1, look=look)
 
 
 def decisions(judgement: Judged) -> dict[str, tuple[str, str | None]]:
@@ -122,10 +123,9 @@ def gated_of(*heads: Arm, accuracies: dict[str, dict[int, float]] | None = None,
     bases = [arm(f"base {head.variant}", rounds=len(head.samples)) for head in heads]
     scores_of_base = {head.variant: {0: 0.9, 1: 0.91, 2: 0.89} for head in heads}
     scores_of_head = accuracies or scores_of_base
-    control = arm("base baseline, A/A control", variant="baseline", rounds=len(heads[0].samples))
+    control = control_of("baseline", rounds=len(heads[0].samples))
     compared = decision.accuracies(10_000, scores_of_base, scores_of_head, 0.01)
-    of_base, of_head = ({arm_.variant: arm_ for arm_ in arms} for arms in (bases, heads))
-    samples = Samples(control, of_base, of_head, compared, COST)
+    measured = rounds_of_sides((control, *bases), heads, Compare(), COST)
     about: dict[str, Any] = {"environment": hash_of(ENVIRONMENT, "variants"), "made_of": None}
     usual: dict[str, Any] = {
         "against": "main", "margins": Margins(), "seconds": 60.0, "budget": "gate.max_minutes", "remarks": (),
@@ -133,7 +133,7 @@ def gated_of(*heads: Arm, accuracies: dict[str, dict[int, float]] | None = None,
         "score": ScoreName(name="accuracy"), "unit": Unit(),
     }  # fmt: skip
     return Gated(
-        **dict(judge(samples, Compare(), 0.1)),
+        **dict(judge(measured, compared, Compare(), 0.1)),
         base=Side(commit="b" * 40, arms=(control, *bases), test_accuracies=scores_of_base, **about),
         head=Side(commit="c" * 40 + "+", arms=heads, test_accuracies=scores_of_head, **about),
         **usual | changes,
@@ -262,14 +262,14 @@ def test_memory_is_measured_until_it_is_decided(rounds: int, grows_in: int, know
 
 
 def test_memory_of_three_rounds_decides() -> None:
-    def of_three_rounds(name: str) -> Arm:
+    def of_three_rounds(measured: Arm) -> Arm:
         samples = arm(rounds=14).samples
         left_out = {"peak_memory_bytes": None, "peak_memory_rank_bytes": ()}
         later = [sample.model_copy(update=left_out) for sample in samples[3:]]
-        return arm(name, variant="baseline", samples=(*samples[:3], *later))
+        return measured.model_copy(update={"samples": (*samples[:3], *later)})
 
-    control, base, head = map(of_three_rounds, ("base baseline, A/A control", "base baseline", "head baseline"))
-    judgement = judge(Samples(control, {"baseline": base}, {"baseline": head}, {}, COST), Compare(), 0.1)
+    head, *base = map(of_three_rounds, (arm(), arm("base baseline"), control_of("baseline")))
+    judgement = judge(rounds_of_sides(base, [head], Compare(), COST), {}, Compare(), 0.1)
     assert (decisions(judgement)["baseline"], judgement.outcome) == (("same", "same"), "passed")
 
 
@@ -302,14 +302,12 @@ def test_a_figure_that_the_head_lacks_is_no_pass() -> None:
 
 
 def test_an_unknown_speed_is_no_pass() -> None:
-    def silent(name: str, variant: str) -> Arm:
-        made = arm(name, variant=variant)
+    def silent(made: Arm) -> Arm:
         unknown = tuple(sample.model_copy(update={"samples_per_second": None}) for sample in made.samples)
         return made.model_copy(update={"samples": unknown})
 
-    names = ("base baseline", "head baseline", "base baseline, A/A control")
-    base, head, control = (silent(name, "baseline") for name in names)
-    judgement = judge(Samples(control, {"baseline": base}, {"baseline": head}, {}, COST), Compare(), 0.1)
+    head, *base = map(silent, (arm(), arm("base baseline"), control_of("baseline")))
+    judgement = judge(rounds_of_sides(base, [head], Compare(), COST), {}, Compare(), 0.1)
     assert (judgement.outcome, decisions(judgement)["baseline"]) == ("untrusted", ("untrusted", "same"))
 
 
@@ -697,7 +695,7 @@ def decided(
     if not effective.gate.accuracy:
         base, head = base._replace(test_accuracies={}), head._replace(test_accuracies={})
     arms = [
-        arm(f"base {names[0]}, A/A control", variant=names[0], rounds=rounds),
+        control_of(names[0], rounds=rounds),
         *(
             arm(f"{side} {name}", throughput=(speeds or {}).get(f"{side} {name}", 1.0), rounds=rounds)
             for name in names
@@ -744,14 +742,6 @@ def test_each_side_trains_by_its_own_stage() -> None:
     base.about["variants"]["ddp"] |= {"distillation": {"teacher": "baseline", "model": "small_cnn"}}
     assert side_by_side.trained_by(base, ["baseline", "ddp"]) == ["train@baseline", "distil@ddp"]
     assert side_by_side.trained_by(head, ["baseline", "ddp"]) == ["train@baseline", "train@ddp"]
-
-
-def test_code_is_trained_anew_unless_dvc_sees_it() -> None:
-    base, head = described("a"), described("b")
-    assert side_by_side.trains_anew(base, head, []) == ()
-    older = head._replace(fingerprint={})
-    for anew in (side_by_side.trains_anew(base, older, []), side_by_side.trains_anew(base, head, ["torch 1 -> 2"])):
-        assert anew == ("--force", "--no-run-cache", "--single-item")
 
 
 @pytest.mark.parametrize("differing", ["nothing", "weights", "environment", "packages"])

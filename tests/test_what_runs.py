@@ -117,7 +117,7 @@ def test_what_no_number_depends_on_runs_nothing_again(checkout: Clone) -> None:
 
 def test_each_stage_runs_again_for_its_code(checkout: Clone) -> None:
     for file in (
-        "pipeline/data/downloads.py",
+        "pipeline/data/sources.py",
         "pipeline/data/packing.py",
         "pipeline/techniques/channels_last.py",
         "pipeline/profiling/ledger.py",
@@ -199,7 +199,9 @@ def test_files_beside_a_module_are_no_code() -> None:
     pages = {
         name: {Path(file).name for file in code.of_stage(name) if "pages/" in file} for name in ("compare", "infer")
     }
-    assert not [file for file in code.of_stage("bench") if "/comparison/" in file], "statistics repeat no bench"
+    for of_script in (False, True):
+        files = code.of_stage("bench", of_script=of_script)
+        assert not [file for file in files if "/comparison/" in file], "statistics repeat no bench"
     assert pages["compare"] >= {"comparison.html", "comparison.md", "sentences.md"}
     assert pages["compare"].isdisjoint({"inference.md", "profile.md"})
     assert "inference.md" in pages["infer"]

@@ -57,16 +57,10 @@ def shares(table: Table, accuracies: Mapping[str, Difference], margins: Margins)
 
 
 def _ratios(present: Sitting, above: Column, below: Column, margins: Margins) -> dict[Figure, Difference]:
-    """Return the ratios, with the noise of the rounds in which the arm ``above`` took part; none without such rounds or
-    without the arm ``below``."""
-    arms, rounds = present.benches[0].arms, present.rounds(above)
-    if not (rounds and below in arms):
+    """Return the ratios, with the noise of the rounds in which both arms took part; none without such rounds."""
+    if not (rounds := present.rounds(above, below)):
         return {}
-    references = [arms[name] for name in rounds.equal_to(below)]
-    return {
-        figure: verdicts.ratio(arms[above], references, figure, figure.margin_in(margins), rounds.noise(figure))
-        for figure in ALWAYS_MEASURED
-    }
+    return {figure: rounds.ratio(above, below, figure, figure.margin_in(margins)) for figure in ALWAYS_MEASURED}
 
 
 def _trained(arms: Mapping[Column, Arm], arm: Arm, accuracies: Mapping[str, Difference]) -> str | None:

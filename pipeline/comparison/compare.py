@@ -23,24 +23,11 @@ from pipeline.results.rejections import advised
 
 
 class Judgement(NamedTuple):
-    """A variant's verdict, and the ratios, accuracy and reasons behind it."""
+    """A variant's verdict, and the reasons behind it."""
 
-    ratios: Mapping[Figure, Difference]
-    """Without figures that were not asked for."""
-    accuracy: Difference | None
-    """None if nothing was trained; then no verdict uses it."""
     verdict: Verdict
     reasons: tuple[str, ...]
     shared_reasons: tuple[str, ...]
-
-    def trusted(self, start_utc: str) -> dict[str, bool]:
-        """Return, by the keys of the figures, whether the session that started then gave a trusted ratio. If not, the
-        session's figures must not be shown."""
-        return {figure.margin: ratio.parts[start_utc].decision != "untrusted" for figure, ratio in self.ratios.items()}
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of ``Compared`` that the judgement gives."""
-        return fields_of(self.ratios) | {key: value for key, value in self._asdict().items() if key != "ratios"}
 
 
 def judge(
@@ -51,7 +38,7 @@ def judge(
     ratios: Mapping[Figure, Difference],
     accuracy: Difference | None,
 ) -> Judgement:
-    """Return the verdict on ``result``, with the figures behind it.
+    """Return the verdict on ``result``, with the reasons behind it.
 
     The decisions on all ``ratios`` and on the ``accuracy`` give the verdict. ``noises``: the noise of all rounds of the
     present session.
@@ -76,7 +63,7 @@ def judge(
     reasons = advice.of_variant(
         outcomes, ratios, accuracy, table.bench, of_machine, stopped=arms[0].settled, as_baseline=as_baseline
     )
-    return Judgement(ratios, accuracy, verdicts.verdict(list(outcomes.values())), *reasons)
+    return Judgement(verdicts.verdict(list(outcomes.values())), *reasons)
 
 
 def compare(
@@ -103,30 +90,27 @@ def compare(
     baseline = next(result for result in measured if result.variant == settings.baseline)
     bench, names = benches[0], [result.variant for result in measured]
     consistency.check(measured, baseline, bench, environment)
-    others = [result for result in measured if result is not baseline]
+    others = {result.variant: result for result in measured if result is not baseline}
     samples = (sample for bench in benches for arm in bench.arms for sample in arm.samples)
     values = advised(rejection for sample in samples for rejection in sample.rejections)
     table = table_of(benches, settings.max_spread, values)
     rounds = table.own.rounds()
     assert rounds is not None  # consistency.check has checked it
     noises = {quantity: rounds.noise(quantity) for quantity in QUANTITIES if verdicts.asked_for(quantity, bench.arms)}
-    names_of_others, margins = [result.variant for result in others], settings.margins
-    ratios = {figure: table.compared(names_of_others, figure, figure.margin_in(margins)) for figure in noises}
-    accuracies = summaries.accuracies(others, baseline, margins.accuracy)
-    judgements = {
-        result.variant: judge(
-            result,
-            baseline,
-            table,
-            noises,
-            {figure: of_variants[result.variant] for figure, of_variants in ratios.items()},
-            accuracies.get(result.variant),
-        )
-        for result in others
+    margins = settings.margins
+    by_figure = {figure: table.compared([*others], figure, figure.margin_in(margins)) for figure in noises}
+    ratios = {name: {figure: of_variants[name] for figure, of_variants in by_figure.items()} for name in others}
+    accuracies = summaries.accuracies([*others.values()], baseline, margins.accuracy)
+    judged = {
+        name: judge(result, baseline, table, noises, ratios[name], accuracies.get(name))
+        for name, result in others.items()
     }
     own = table.own.start_utc
     trusted = {baseline.variant: {figure.margin: not noise.why_untrusted for figure, noise in noises.items()}}
-    trusted |= {name: judged.trusted(own) for name, judged in judgements.items()}
+    for name, of_variant in ratios.items():
+        trusted[name] = {
+            figure.margin: ratio.parts[own].decision != "untrusted" for figure, ratio in of_variant.items()
+        }
     fields = {
         result.variant: summaries.of_variant(
             result, bench, histories[result.variant], settings.target_accuracy, trusted[result.variant]
@@ -136,22 +120,24 @@ def compare(
     front = on_front(
         baseline.variant,
         {
-            name: (judged.ratios[THROUGHPUT], judged.ratios[MEMORY], judged.accuracy)
-            for name, judged in judgements.items()
-            if judged.verdict != "untrusted"
+            name: (of_variant[THROUGHPUT], of_variant[MEMORY], accuracies.get(name))
+            for name, of_variant in ratios.items()
+            if judged[name].verdict != "untrusted"
         },
         (noises[THROUGHPUT], noises[MEMORY]),
     )
-    paying = {name: judged.ratios for name, judged in judgements.items() if judged.verdict == "pays"}
+    paying = {name: of_variant for name, of_variant in ratios.items() if judged[name].verdict == "pays"}
 
     def compared(result: Result) -> Compared:
-        judged = judgements.get(result.variant)
-        throughput = judged.ratios[THROUGHPUT] if judged else None
+        name = result.variant
+        of_variant = ratios.get(name, {})  # empty for the baseline, which is not judged
         return Compared(
-            on_front=result.variant in front,
-            **(judged.fields() if judged else _NOT_JUDGED),
-            **fields[result.variant],
-            **summaries.against_baseline(result, baseline, histories, fields, throughput),
+            on_front=name in front,
+            **fields_of(of_variant),
+            accuracy=accuracies.get(name),
+            **(judged[name]._asdict() if name in judged else {}),
+            **fields[name],
+            **summaries.against_baseline(result, baseline, histories, fields, of_variant.get(THROUGHPUT)),
         )
 
     return Comparison(
@@ -169,7 +155,7 @@ def compare(
         directions=baseline.directions,
         seeds=tuple(run.seed for run in baseline.runs),
         **fields_of(noises, "noise_"),
-        variants=tuple(map(compared, (baseline, *others))),
+        variants=tuple(map(compared, (baseline, *others.values()))),
         champion=champion_of(paying, table),
         sessions=tuple(summaries.of_session(session, names) for session in table.sessions),
         sessions_set_aside=table.set_aside,
@@ -177,9 +163,3 @@ def compare(
         advised=values,
         bench=bench,
     )
-
-
-_NOT_JUDGED: dict[str, Any] = {
-    **dict.fromkeys(("throughput", "memory", "accuracy", "verdict")), "reasons": (),
-}  # fmt: skip
-"""The fields of ``Judgement`` for the baseline, which is not judged."""

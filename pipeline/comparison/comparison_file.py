@@ -10,16 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.comparison.stats import Difference, Verdict
 from pipeline.params import Compare, Margins, VariantName
-from pipeline.results import (
-    Bench,
-    DatasetFacts,
-    Document,
-    Record,
-    Run,
-    RunConditions,
-    Session,
-    Unit,
-)
+from pipeline.results import Bench, DatasetFacts, Document, Record, Run, RunConditions, Session, Unit
 from pipeline.results.figures import QUANTITIES, Figure
 
 
@@ -109,19 +100,19 @@ class Compared(ByFigure):
     conditions: RunConditions
     """How the variant was trained. With weak scaling, batch size and learning rate differ from the job's."""
 
-    verdict: Verdict | None
+    verdict: Verdict | None = None
     """None for the baseline, like throughput, memory and accuracy."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help; what
     correlated rounds did to an interval. If the variant's techniques are skipped, so that it trains like the baseline,
     a sentence that says so instead."""
     shared_reasons: tuple[str, ...] = Field((), exclude_if=operator.not_)
     """Further reasons, which hold for all variants: the machine's noise, and an interruption of the bench."""
-    throughput: Difference | None
-    memory: Difference | None
+    throughput: Difference | None = None
+    memory: Difference | None = None
     """``throughput``, ``memory`` and, if energy was asked for, ``energy`` are ratios to the baseline. The margin is 0
     if the figure does not count for the verdict."""
-    accuracy: Difference | None
+    accuracy: Difference | None = None
     on_front: bool
     """On the Pareto front of throughput, memory and accuracy; see ``compare``. False for a variant with an unknown
     ratio or an untrusted verdict."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from pipeline.comparison import planning, stats, verdicts
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Difference
+from pipeline.params import Compare
 from pipeline.results import Arm, Bench, sessions_of
-from pipeline.results.figures import Figure
+from pipeline.results.figures import MEMORY, QUANTITIES, Figure
 
 Column = tuple[str, str, str | None]
 """An arm of the table: its role, variant and technique."""
@@ -27,40 +29,37 @@ def column(variant: str) -> Column:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of a session in which certain arms took part."""
+    """The rounds of a session, or of a gate, in which certain arms took part."""
 
     arms: Mapping[Column, Arm]
     """The arms, the baseline and its control. Samples with the same index were measured side by side."""
     baseline: str
     cost: RoundCost
     max_spread: float
-    noises: dict[Figure, Difference]
+    noises: dict[Figure, Difference] = field(default_factory=dict)
     """The known A/A noises. The session shares them between all ``Rounds`` that are the same rounds."""
 
     def noise(self, quantity: Figure) -> Difference:
         """Return the A/A noise of ``quantity`` in these rounds."""
         if quantity not in self.noises:
-            baseline, control = self.arms[column(self.baseline)], self.arms["aa_control", self.baseline, None]
+            baseline, control = (self.arms[name] for name in self.equal_to(column(self.baseline)))
             self.noises[quantity] = verdicts.noise_between(baseline, control, quantity, self.max_spread, self.cost)
         return self.noises[quantity]
 
     def ratio(
-        self, above: Column, below: Column, quantity: Figure, margin: float, confidence: float = 0.95
+        self, above: Column, below: Column, quantity: Figure, margin: float, confidence: float = 0.95, **options: Any
     ) -> Difference:
-        """Return the ratio of two arms that took part."""
-        references = [self.arms[name] for name in self.equal_to(below)]
-        return verdicts.ratio(self.arms[above], references, quantity, margin, self.noise(quantity), confidence)
+        """Return the ratio of two arms that took part. ``options``: those of ``verdicts.ratio``."""
+        references, noise = [self.arms[name] for name in self.equal_to(below)], self.noise(quantity)
+        return verdicts.ratio(self.arms[above], references, quantity, margin, noise, confidence, **options)
 
     def equal_to(self, name: Column) -> tuple[Column, ...]:
         """Return ``name`` and, for the baseline, its control, which is measured in the same way."""
         return (name, ("aa_control", self.baseline, None)) if name == column(self.baseline) else (name,)
 
 
-class Counted(NamedTuple):
-    """A bench, and its arms that count: those that were measured as the present bench measured them."""
-
-    bench: Bench
-    arms: Mapping[Column, Arm]
+def columns(bench: Bench) -> dict[Column, Arm]:
+    return {arm.column: arm for arm in reversed(bench.arms)}  # of arms that are alike, the first
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ class Sitting:
     """A session, as a part of the table: the benches of one boot that follow each other within an hour. The record
     ``Session`` is about a single bench."""
 
-    benches: tuple[Counted, ...]
+    benches: tuple[Bench, ...]
+    """With those arms only that were measured as the present bench measured them."""
     baseline: str
     max_spread: float
     _rounds: dict[tuple[Column, ...], Rounds | None] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Sitting:
 
     @property
     def start_utc(self) -> str:
-        return self.benches[0].bench.session.start_utc
+        return self.benches[0].session.start_utc
 
     def rounds(self, *wanted: Column) -> Rounds | None:
         """Return the rounds in which all the ``wanted`` arms took part, and the baseline and its control; None if no
@@ -89,18 +89,18 @@ class Sitting:
     def _joined(self, names: Sequence[Column]) -> Rounds | None:
         shared = {
             place: list(zip(*(arms[name].samples for name in names), strict=False))
-            for place, (_, arms) in enumerate(self.benches)
+            for place, arms in enumerate(map(columns, self.benches))
             if arms.keys() >= set(names)
         }
         if not shared:
             return None
         rows = [row for of_bench in shared.values() for row in of_bench]
-        last, latest_arms = self.benches[max(shared)]
+        last = self.benches[max(shared)]
         arms = {
-            name: latest_arms[name].model_copy(update={"samples": tuple(row[place] for row in rows)})
+            name: columns(last)[name].model_copy(update={"samples": tuple(row[place] for row in rows)})
             for place, name in enumerate(names)
         }
-        cost = planning.cost_of(last, len(rows), sum(self.benches[place].bench.seconds for place in shared))
+        cost = planning.cost_of(last, len(rows), sum(self.benches[place].seconds for place in shared))
         noises = self._noises.setdefault(tuple((place, len(of_bench)) for place, of_bench in shared.items()), {})
         return Rounds(arms, self.baseline, cost, self.max_spread, noises)
 
@@ -123,7 +123,7 @@ class Table(NamedTuple):
     @property
     def arms(self) -> Mapping[Column, Arm]:
         """The arms of the present bench."""
-        return self.present.benches[0].arms
+        return columns(self.present.benches[0])
 
     def ratios(
         self, above: str, below: str, quantity: Figure, margin: float, confidence: float = 0.95
@@ -174,28 +174,63 @@ def combined(sessions: Mapping[str, Difference], own: Difference, quantity: Figu
     )
 
 
+def settled(arms: Sequence[Arm], settings: Compare) -> set[str]:
+    """Return the variants that need no further rounds of a bench: none of their ratios is open (``open_ratios``)."""
+    compared = {arm.variant for arm in arms if arm.variant != settings.baseline}
+    return compared.difference(*open_ratios(arms, settings).values())
+
+
+def memory_known(arms: Sequence[Arm], settings: Compare) -> bool:
+    """True if no ratio of memory needs further rounds (``open_ratios``)."""
+    return not open_ratios(arms, settings).get(MEMORY)
+
+
+def open_ratios(arms: Sequence[Arm], settings: Compare) -> dict[Figure, set[str]]:
+    """Return figure -> the variants that need further rounds of a bench for it: the ratio of one of their arms is not
+    decided by a look, and further rounds would make it narrower; or the machine is not trusted.
+
+    ``arms``: all arms so far, an ablation's included. Figures without a margin, and those that this machine cannot
+    measure, are left out.
+    """
+    baseline = column(settings.baseline)
+    by_column = {arm.column: arm for arm in arms}
+    cost = RoundCost("bench.max_minutes", len(by_column[baseline].samples), 1.0)
+    rounds = Rounds(by_column, settings.baseline, cost, settings.max_spread)
+    machine = [by_column[name] for name in rounds.equal_to(baseline)]
+    margins = {figure: figure.margin_in(settings.margins) for figure in QUANTITIES}
+    compared = [arm for arm in arms if arm.variant != settings.baseline]
+
+    def is_open(arm: Arm, figure: Figure, undecided: int) -> bool:
+        below = column(arm.variant) if arm.role == "without" else baseline
+        confidence = stats.confidence_of(undecided, look=True)
+        ratio = rounds.ratio(arm.column, below, figure, margins[figure], confidence)
+        return ratio.decision == "untrusted" or (ratio.decision == "undecided" and ratio.narrows)
+
+    def open_by(figure: Figure, undecided: int) -> set[str]:
+        return {arm.variant for arm in compared if is_open(arm, figure, undecided)}
+
+    variants = {arm.variant for arm in compared}
+    measured = [figure for figure in margins if margins[figure] and not verdicts.unmeasurable(machine, figure)]
+    return {figure: open_by(figure, stats.step_down(partial(open_by, figure), len(variants))) for figure in measured}
+
+
 def table_of(benches: Sequence[Bench], max_spread: float, advised: Mapping[str, float]) -> Table:
     """Return the table of ``benches``, without duplicates. The first is the present bench.
 
     ``advised``: the values that all rejections advise in texts (``Rejection.advising``).
     """
-    present, kept = benches[0], distinct(benches)
+    present, baseline = benches[0], benches[0].baseline
 
-    def arms_of(bench: Bench) -> dict[Column, Arm]:
-        counting = [arm for arm in bench.arms if bench.keys.get(arm.variant) == present.keys.get(arm.variant)]
-        return {(arm.role, arm.variant, arm.technique): arm.advising(advised) for arm in reversed(counting)}
+    def counted(bench: Bench) -> Bench:
+        same = [arm for arm in bench.arms if bench.keys.get(arm.variant) == present.keys.get(arm.variant)]
+        return bench.model_copy(update={"arms": tuple(arm.advising(advised) for arm in same)})
 
-    def sitting(benches: Sequence[Bench]) -> Sitting:
-        return Sitting(tuple(counted[id(bench)] for bench in benches), present.baseline, max_spread)
-
-    counted = {id(bench): Counted(bench, arms_of(bench)) for bench in kept}
-    needed = {("aa_control", present.baseline, None), column(present.baseline)}
-    counting = [
-        bench for bench in kept if bench.dataset == present.dataset and counted[id(bench)].arms.keys() >= needed
-    ]
-    sessions = tuple(map(sitting, sessions_of(counting)))
-    own = next(session for session in sessions if any(bench is present for bench, _ in session.benches))
-    alone = own if len(own.benches) == 1 else sitting([present])
+    kept = [counted(bench) for bench in distinct(benches)]
+    needed = {("aa_control", baseline, None), column(baseline)}
+    counting = [bench for bench in kept if bench.dataset == present.dataset and columns(bench).keys() >= needed]
+    sessions = tuple(Sitting(tuple(session), baseline, max_spread) for session in sessions_of(counting))
+    own = next(session for session in sessions if any(bench.session == present.session for bench in session.benches))
+    alone = own if len(own.benches) == 1 else Sitting((counted(present),), baseline, max_spread)
     return Table(present, sessions, own, alone, len(kept) - len(counting))
 
 

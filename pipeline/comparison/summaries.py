@@ -102,7 +102,7 @@ def of_session(session: Sitting, variants: Sequence[str]) -> SessionSummary:
     """Summarise a session. ``variants``: the variants to look for in its rounds."""
     rounds = session.rounds()
     assert rounds is not None  # the baseline's rounds
-    samples, benches = rounds.arms[column(rounds.baseline)].samples, [bench for bench, _ in session.benches]
+    samples, benches = rounds.arms[column(rounds.baseline)].samples, session.benches
     return SessionSummary(
         **benches[0].session.model_dump(),
         benches=len(benches),
@@ -211,28 +211,24 @@ def accuracies(
 ) -> dict[str, Difference]:
     """Return variant -> its difference in test accuracy from the baseline, decided together (``stats.step_down``).
     Variants that were not trained to the end are left out."""
-    trained = [result for result in results if result.runs and baseline.runs]
-    return stats.decided_together(
-        lambda undecided: {
-            result.variant: accuracy(result, baseline, margin, stats.confidence_of_tests(undecided, look=look))
-            for result in trained
-        },
-        len(trained),
-    )
-
-
-def accuracy(result: Result, baseline: Result, margin: float, confidence: float = 0.95) -> Difference:
-    """Return the difference in test accuracy, with the decision at ``margin``."""
+    if not baseline.runs:
+        return {}
+    trained = [result for result in results if result.runs]
+    mean = statistics.fmean(run.test_accuracy for run in baseline.runs)
+    weights = {run.seed: run.model_sha256 for run in baseline.runs}
     test_count = baseline.dataset.test_count if baseline.dataset else None
-    weights, baseline_weights = ({run.seed: run.model_sha256 for run in trained.runs} for trained in (result, baseline))
-    return verdicts.accuracy(
-        accuracy_differences(result, baseline),
-        margin,
-        statistics.fmean(run.test_accuracy for run in baseline.runs),
-        1 / (test_count * baseline.unit.per_sample) if test_count else 0.0,
-        confidence,
-        identical=weights == baseline_weights,
-    )
+    resolution = 1 / (test_count * baseline.unit.per_sample) if test_count else 0.0
+
+    def accuracy(result: Result, confidence: float) -> Difference:
+        identical = {run.seed: run.model_sha256 for run in result.runs} == weights
+        differences = accuracy_differences(result, baseline)
+        return verdicts.accuracy(differences, margin, mean, resolution, confidence, identical=identical)
+
+    def judged(undecided: int) -> dict[str, Difference]:
+        confidence = stats.confidence_of_tests(undecided, look=look)
+        return {result.variant: accuracy(result, confidence) for result in trained}
+
+    return stats.decided_together(judged, len(trained))
 
 
 def accuracy_differences(result: Result, baseline: Result) -> dict[int, float]:

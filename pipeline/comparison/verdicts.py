@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -16,10 +15,9 @@ from pipeline.comparison import planning, stats
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import FEWEST_SEEDS, Decision, Difference, Outcomes, Verdict
 from pipeline.errors import count
-from pipeline.params import Compare
 from pipeline.results import Arm, Window
 from pipeline.results.bench_file import FEWEST_PAIRS, NEGLIGIBLE
-from pipeline.results.figures import ENERGY, MEMORY, OUTSIDE, QUANTITIES, THROUGHPUT, Figure
+from pipeline.results.figures import ENERGY, MEMORY, OUTSIDE, THROUGHPUT, Figure
 from pipeline.results.rejections import Rejection, most_common
 
 HEAP_BYTES = 2**20
@@ -168,45 +166,6 @@ def noise_between(baseline: Arm, control: Arm, quantity: Figure, max_spread: flo
             why_untrusted = f"{noisy}; {remedies}"
     decision: Decision = "untrusted" if why_untrusted else "same"
     return measured.model_copy(update={"margin": max_spread, "decision": decision, "why_untrusted": why_untrusted})
-
-
-def settled(arms: Sequence[Arm], settings: Compare) -> set[str]:
-    """Return the variants that need no further rounds of a bench: none of their ratios is open (``open_ratios``)."""
-    compared = {arm.variant for arm in arms if arm.variant != settings.baseline}
-    return compared.difference(*open_ratios(arms, settings).values())
-
-
-def memory_known(arms: Sequence[Arm], settings: Compare) -> bool:
-    """True if no ratio of memory needs further rounds (``open_ratios``)."""
-    return not open_ratios(arms, settings).get(MEMORY)
-
-
-def open_ratios(arms: Sequence[Arm], settings: Compare) -> dict[Figure, set[str]]:
-    """Return figure -> the variants that need further rounds of a bench for it: the ratio of one of their arms is not
-    decided by a look, and further rounds would make it narrower; or the machine is not trusted.
-
-    ``arms``: all arms so far, an ablation's included. Figures without a margin, and those that this machine cannot
-    measure, are left out.
-    """
-    baseline, margins = settings.baseline, settings.margins
-    by_role = {(arm.role, arm.variant): arm for arm in arms if arm.technique is None}
-    machine = by_role["variant", baseline], by_role["aa_control", baseline]
-    cost = RoundCost("bench.max_minutes", len(machine[0].samples), 1.0)
-    measured = [figure for figure in QUANTITIES if figure.margin_in(margins) and not unmeasurable(machine, figure)]
-    noises = {figure: noise_between(*machine, figure, settings.max_spread, cost) for figure in measured}
-
-    def is_open(arm: Arm, figure: Figure, undecided: int) -> bool:
-        references = [by_role["variant", arm.variant]] if arm.role == "without" else machine
-        margin, confidence = figure.margin_in(margins), stats.confidence_of(undecided, look=True)
-        difference = ratio(arm, references, figure, margin, noises[figure], confidence)
-        return difference.decision == "untrusted" or (difference.decision == "undecided" and difference.narrows)
-
-    def open_by(figure: Figure, undecided: int) -> set[str]:
-        return {arm.variant for arm in compared if is_open(arm, figure, undecided)}
-
-    compared = [arm for arm in arms if arm.variant != baseline]
-    variants = {arm.variant for arm in compared}
-    return {figure: open_by(figure, stats.step_down(partial(open_by, figure), len(variants))) for figure in measured}
 
 
 def heap_doubt(quantity: Figure, *arms: Arm) -> float:

@@ -31,8 +31,7 @@ from tqdm import tqdm
 
 from pipeline import environment
 from pipeline.data import LIMIT_BYTES, LISTING, DataError, arrays, text
-from pipeline.data.checksums import SHA256
-from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.data.decoded import AGAIN, SHA256, Chunk, Decoded, held_out, listed
 from pipeline.errors import first_line, printable
 from pipeline.files import open_regular, read_bytes
 from pipeline.params import Config, Synthetic

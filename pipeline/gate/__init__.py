@@ -53,7 +53,10 @@ def run(config: Config, against: str) -> int:
         raise
     except Exception as error:  # Python would exit with 1, which means that something got worse
         traceback.print_exc()
-        raise GateError(f"nothing was decided, because of the error above: {error!r}") from error
+        raise GateError(
+            f"nothing was decided, because of the error above: {error!r}. If one side is of another version of the "
+            "pipeline, compare this work tree with a newer commit."
+        ) from error
     write_text(MARKDOWN_FILE, text)
     say(text, end="")
     return gated.exit_code

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,6 +14,7 @@ from pipeline import environment, files
 from pipeline.comparison import stats, verdicts
 from pipeline.comparison.comparison_file import ByFigure, fields_of
 from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.sessions import Column, Rounds, column
 from pipeline.comparison.stats import Decision, Difference
 from pipeline.errors import PipelineError
 from pipeline.params import Compare, Margins
@@ -117,93 +119,83 @@ class Gated(Judged, Document, extra="allow"):
         return RoundCost(self.budget, len(self.base.arms[0].samples), self.seconds)
 
 
-class Samples(NamedTuple):
-    """What both sides measured. Samples with the same index belong to the same round, in all arms."""
-
-    control: Arm
-    """The base's baseline, measured a second time."""
-    base: Mapping[str, Arm]
-    """Variant -> arm, like ``head``, which has the same variants."""
-    head: Mapping[str, Arm]
-    accuracies: Mapping[str, Difference]
-    """Variant -> the head's test accuracy minus the base's."""
-    cost: RoundCost
-
-    @classmethod
-    def of(
-        cls, base: Sequence[Arm], head: Sequence[Arm], accuracies: Mapping[str, Difference], cost: RoundCost
-    ) -> Samples:
-        """``base``: the control first, as in ``Side.arms``."""
-        control, *others = base
-        of_base, of_head = ({arm.variant: arm for arm in arms} for arms in (others, head))
-        return cls(control, of_base, of_head, accuracies, cost)
+HEAD = "head"
+"""The role of the head's arms, beside the base's arms of the same variants."""
+TOGETHER = "all together"
+"""The name of the row that has the means over all variants."""
 
 
-def judge(samples: Samples, compare: Compare, must_see: float, *, look: bool = False) -> Judged:
+def rounds_of_sides(base: Sequence[Arm], head: Sequence[Arm], compare: Compare, cost: RoundCost) -> Rounds:
+    """Return the rounds of both sides: the base's arms, its control included, and the head's.
+
+    Raises ValueError if the two sides have different variants.
+    """
+    if {arm.variant for arm in base} != {arm.variant for arm in head}:
+        raise ValueError("base and head have different variants")
+    arms: dict[Column, Arm] = {arm.column: arm for arm in base}
+    arms |= {(HEAD, arm.variant, None): arm for arm in head}
+    return Rounds(arms, compare.baseline, cost, compare.max_spread)
+
+
+def judge(
+    rounds: Rounds, compared: Mapping[str, Difference], compare: Compare, must_see: float, *, look: bool = False
+) -> Judged:
     """Decide on all variants: the comparison with the pairs of head and base in place of variant and baseline.
 
-    ``compare``: the margins, the baseline and the largest spread of its noise. ``must_see``: a fraction, such as 0.1;
-    every interval must exclude that the head is worse by this fraction. ``look``: with the intervals of a look.
+    ``rounds``: those of ``rounds_of_sides``. ``compared``: variant -> the head's test accuracy minus the base's.
+    ``compare``: the margins. ``must_see``: a fraction, such as 0.1; every interval must exclude that the head is worse
+    by this fraction. ``look``: with the intervals of a look.
     """
-    margins, base, head = compare.margins, samples.base, samples.head
-    machine = base[compare.baseline], samples.control
-    noises = {
-        figure: verdicts.noise_between(*machine, figure, compare.max_spread, samples.cost)
-        for figure in ALWAYS_MEASURED
-        if figure.margin_in(margins)
-    }
-
-    pairs = {name: (head[name], base[name]) for name in base}
-    if len(base) > 1:
-        pairs["all together"] = _means([head[name] for name in base], list(base.values()))
+    margins, names = compare.margins, [variant for role, variant, _ in rounds.arms if role == HEAD]
+    pairs = {name: (rounds.arms[HEAD, name, None], rounds.arms[column(name)]) for name in names}
+    if len(names) > 1:
+        pairs[TOGETHER] = of_head, of_base = _means(*zip(*pairs.values(), strict=True))
+        rounds = replace(rounds, arms={**rounds.arms, (HEAD, TOGETHER, None): of_head, column(TOGETHER): of_base})
 
     def ratios_of(figure: Figure) -> dict[str, Difference]:
-        def ratio(of_head: Arm, of_base: Arm, confidence: float) -> Difference:
-            references = machine if of_base is machine[0] else (of_base,)
-            heap = verdicts.heap_share(of_base) if figure is MEMORY else 0.0
-            margin, noise = max(figure.margin_in(margins), heap), noises[figure]
-            return verdicts.ratio(of_head, references, figure, margin, noise, confidence, heaps_differ=False)
-
         def ratios(undecided: int) -> dict[str, Difference]:
             confidence = stats.confidence_of(undecided, look=look)
-            return {name: ratio(*pair, confidence) for name, pair in known.items()}
+            return {
+                name: rounds.ratio((HEAD, name, None), column(name), figure, margin, confidence, heaps_differ=False)
+                for name, margin in margin_of.items()
+            }
 
         # A speed that is unknown on both sides is untrusted, because without speeds nothing was measured.
-        known = {
-            name: pair
-            for name, pair in pairs.items()
-            if figure is THROUGHPUT or not verdicts.unmeasurable(pair, figure)
+        margin_of = {
+            name: max(figure.margin_in(margins), verdicts.heap_share(base) if figure is MEMORY else 0.0)
+            for name, (head, base) in pairs.items()
+            if figure is THROUGHPUT or not verdicts.unmeasurable((head, base), figure)
         }
-        return stats.decided_together(ratios, len(known))
+        return stats.decided_together(ratios, len(margin_of))
 
-    by_figure = {figure: ratios_of(figure) for figure in noises}
-    rows = [
+    figures = [figure for figure in ALWAYS_MEASURED if figure.margin_in(margins)]
+    by_figure = {figure: ratios_of(figure) for figure in figures}
+    held = [
         Held(
             variant=name,
-            accuracy=samples.accuracies.get(name),
+            accuracy=compared.get(name),
             **fields_of({figure: ratios[name] for figure, ratios in by_figure.items() if name in ratios}),
         )
         for name in pairs
     ]
-    variants, together = rows[: len(base)], rows[-1] if len(base) > 1 else None
     hidden = [
         f"{name}: most samples of the base have a {figure.noun}, but most samples of the head have none, so the "
         f"{figure.noun} may have got worse"
-        for name in base
-        for figure in noises
-        if not _mostly_known(head[name], figure) and _mostly_known(base[name], figure)
+        for name in names
+        for figure in figures
+        if [_mostly_known(arm, figure) for arm in pairs[name]] == [False, True]
     ]
     unseen = [
         f"{row.variant}: it is unclear whether {figure.noun} is worse by {must_see:.0%}"
-        for row in rows
+        for row in held
         for figure, ratio in row.ratios.items()
         if not _excludes(ratio, figure, must_see)
     ]
     return Judged(
-        outcome=_outcome(rows, bool(hidden), bool(unseen)),
-        **fields_of(noises, "noise_"),
-        variants=tuple(variants),
-        together=together,
+        outcome=_outcome(held, bool(hidden), bool(unseen)),
+        **fields_of({figure: rounds.noise(figure) for figure in figures}, "noise_"),
+        variants=tuple(held[: len(names)]),
+        together=held[-1] if len(names) > 1 else None,
         hidden=tuple(hidden),
         unseen=tuple(unseen),
     )
@@ -220,10 +212,11 @@ def supported(gated: Gated, compare: Compare, must_see: float) -> Outcome:
         gated.head.test_accuracies,
         gated.margins.accuracy,
     )
-    samples = Samples.of(gated.base.arms, gated.head.arms, compared, gated.cost)
-    if not set(samples.base) == set(samples.head) == {row.variant for row in gated.variants}:
-        raise ValueError("base, head and decisions have different variants")
-    return judge(samples, compare.model_copy(update={"margins": gated.margins}), must_see).outcome
+    if {arm.variant for arm in gated.head.arms} != {row.variant for row in gated.variants}:
+        raise ValueError("the decisions are of other variants than the samples")
+    settings = compare.model_copy(update={"margins": gated.margins})
+    rounds = rounds_of_sides(gated.base.arms, gated.head.arms, settings, gated.cost)
+    return judge(rounds, compared, settings, must_see).outcome
 
 
 def _mostly_known(arm: Arm, quantity: Figure) -> bool:
@@ -359,8 +352,6 @@ def unexplained(judged: Judged, base: Mapping[str, Any], head: Mapping[str, Any]
         stages = [fingerprint["stages"][stage] for stage in ("train", "bench")]
         return [environment.hash_of(fingerprint, "variants", name), fingerprint["variants"].get(name), *stages]
 
-    if not all("stages" in fingerprint for fingerprint in (base, head)):
-        return []
     remarks: list[str] = []
     for row in judged.variants:
         decisions = {noun: difference.decision for noun, difference in row.known.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.gate.decision import GateError, differing
+from pipeline.gate.decision import differing
 from pipeline.params import PARAMS_FILE, Config, parse
 from pipeline.params.loading import read_yaml
 from pipeline.results.figures import ALWAYS_MEASURED
@@ -44,15 +44,9 @@ STRICTER: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def stricter(base: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, for each key whose values differ, the value that counts. Raises GateError if a side lacks a key."""
-    try:
-        pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
-        return {key: STRICTER[key](*pair) for key, pair in pairs.items() if pair[0] != pair[1]}
-    except (KeyError, TypeError) as error:
-        raise GateError(
-            f"base and head have different settings ({error!r}), so one of them is of another version: compare this "
-            "work tree with a newer commit."
-        ) from None
+    """Return, for each key whose values differ, the value that counts."""
+    pairs = {key: (at(base, key), at(head, key)) for key in STRICTER}
+    return {key: STRICTER[key](*pair) for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def at(values: Mapping[str, Any], key: str) -> Any:

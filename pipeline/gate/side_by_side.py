@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from pipeline import environment, results
 from pipeline.benchmark import rounds
 from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
@@ -26,7 +24,6 @@ from pipeline.gate.decision import (
     Gated,
     GateError,
     Judged,
-    Samples,
     Side,
     accuracies,
     accuracy_of,
@@ -34,6 +31,7 @@ from pipeline.gate.decision import (
     differing,
     judge,
     memory_known,
+    rounds_of_sides,
     settled,
     unexplained,
     unshared,
@@ -88,7 +86,8 @@ def measured(config: Config, revision: str) -> Gated:
         check(base, head, effective, revision)
         names, unit = chosen(effective, base), Unit()
         if effective.gate.accuracy:
-            anew = trains_anew(base, head, remarks)
+            # DVC would reuse one side's training for the other side, because no fingerprint names all packages.
+            anew = ("--force", "--no-run-cache", "--single-item") if remarks else ()
             for side, described in zip(sides, (base, head), strict=True):
                 dvc(side, "repro", *anew, *trained_by(described, names))
             (of_base, _), (of_head, unit) = (accuracies_in(root, names) for root in roots)
@@ -175,16 +174,6 @@ def chosen(effective: Config, base: Described) -> list[str]:
     return [baseline, *(name for name in others if not wanted or name in wanted)]
 
 
-def trains_anew(base: Described, head: Described, packages: Sequence[str]) -> tuple[str, ...]:
-    """Return the options with which DVC trains both sides without what it trained before, if it must.
-
-    DVC does not see two kinds of differences: packages that no fingerprint names, and code of a version that computes
-    no digests of code. DVC would then reuse one side's training for the other side.
-    """
-    unseen = packages or any("stages" not in side.fingerprint for side in (base, head))
-    return ("--force", "--no-run-cache", "--single-item") if unseen else ()
-
-
 def trained_by(side: Described, names: Sequence[str]) -> list[str]:
     """Return the stages of DVC that train the variants on this side. The other side may train them by other stages."""
     return [results.stage_of(name, side.about["variants"][name]) for name in names]
@@ -202,8 +191,8 @@ def _budget(rounds: Rounds, config: Config) -> str:
 def _judged(rounds: Rounds, config: Config, compared: Mapping[str, Difference], *, look: bool = False) -> Judged:
     """Judge what was measured so far."""
     cost = RoundCost(_budget(rounds, config), len(rounds.arms[0].samples), rounds.seconds)
-    samples = Samples.of(*_by_side(rounds.arms), compared, cost)
-    return judge(samples, config.compare, config.gate.must_see, look=look)
+    of_sides = rounds_of_sides(*_by_side(rounds.arms), config.compare, cost)
+    return judge(of_sides, compared, config.compare, config.gate.must_see, look=look)
 
 
 def _by_side(arms: tuple[Arm, ...]) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
@@ -274,26 +263,20 @@ def check_samples(variant: str, base: Mapping[str, Any], head: Mapping[str, Any]
 def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mapping[str, Difference]) -> Rounds:
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = fewest_rounds(config.bench)
-    try:
-        steps, taken = steps_of(arms, config.bench.window_seconds)
-        said = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-        say(f"gate: {said}", file=sys.stderr)
-        return measure(
-            arms,
-            seconds=seconds,
-            max_rounds=max_rounds,
-            steps=steps,
-            turns=turns,
-            fewest=fewest,
-            leaves_open=lambda rounds: _judged(rounds, config, compared).outcome == "undecided",
-            decided=lambda rounds: settled(_judged(rounds, config, compared, look=True)),
-            memory_known=lambda rounds: memory_known(_judged(rounds, config, compared, look=True)),
-        )
-    except (ValidationError, KeyError, TypeError) as error:
-        raise GateError(
-            "base and head report their samples in different forms, so one of them is of another version: compare "
-            f"with a newer commit. ({error})"
-        ) from None
+    steps, taken = steps_of(arms, config.bench.window_seconds)
+    said = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+    say(f"gate: {said}", file=sys.stderr)
+    return measure(
+        arms,
+        seconds=seconds,
+        max_rounds=max_rounds,
+        steps=steps,
+        turns=turns,
+        fewest=fewest,
+        leaves_open=lambda rounds: _judged(rounds, config, compared).outcome == "undecided",
+        decided=lambda rounds: settled(_judged(rounds, config, compared, look=True)),
+        memory_known=lambda rounds: memory_known(_judged(rounds, config, compared, look=True)),
+    )
 
 
 def _other_code(base: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:

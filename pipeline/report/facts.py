@@ -12,7 +12,7 @@ from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
 from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
-from pipeline.results import Bench, Ledger, SameJob, ScoreName, rejections
+from pipeline.results import Bench, Ledger, ScoreName, rejections
 from pipeline.results.figures import QUANTITIES, THROUGHPUT
 
 FEW_TEST_SAMPLES = 2_000
@@ -233,19 +233,6 @@ def metric(comparison: Comparison) -> str:
     """Describe the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
     return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
-
-
-def same_job(same: SameJob) -> str:
-    """Say how a variant's parameters after some steps relate to the baseline's."""
-    if same.equal_bits:
-        return "equal the baseline's to the bit"
-    if same.difference is None:
-        return "cannot be compared with the baseline's"
-    size = f"by {float(f'{100 * same.difference:.2g}'):g}% of their update"
-    if same.difference <= same.rounding:
-        return f"differ from the baseline's {size}, which rounding can explain"
-    causes = "a lower precision, other data or random numbers, or another method"
-    return f"differ from the baseline's {size}, more than rounding explains: {causes}"
 
 
 def techniques(compared: Compared) -> str:

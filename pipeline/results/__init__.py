@@ -51,7 +51,6 @@ from pipeline.results.records import (
     DatasetFacts,
     Document,
     HistoryRow,
-    R,
     Record,
     Result,
     Run,

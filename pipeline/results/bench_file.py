@@ -78,6 +78,19 @@ class SameJob(Record):
     samples_per_step: int | None
     """None if unknown."""
 
+    @property
+    def in_words(self) -> str:
+        """How the variant's parameters relate to the baseline's. The bench prints it, so it is not in the report."""
+        if self.equal_bits:
+            return "equal the baseline's to the bit"
+        if self.difference is None:
+            return "cannot be compared with the baseline's"
+        size = f"by {float(f'{100 * self.difference:.2g}'):g}% of their update"
+        if self.difference <= self.rounding:
+            return f"differ from the baseline's {size}, which rounding can explain"
+        causes = "a lower precision, other data or random numbers, or another method"
+        return f"differ from the baseline's {size}, more than rounding explains: {causes}"
+
 
 class Arm(RunConditions):
     """One configuration that the bench measures, in fresh processes each round."""
@@ -94,6 +107,11 @@ class Arm(RunConditions):
     index were measured side by side."""
     settled: bool = False
     """True if the last rounds left the arm out, because ``benchmark.rounds`` found its ratios settled."""
+
+    @property
+    def column(self) -> tuple[str, str, str | None]:
+        """The role, variant and technique, by which a bench has the arm only once."""
+        return self.role, self.variant, self.technique
 
     def advising(self, values: Mapping[str, float]) -> Arm:
         """Return this arm with ``Rejection.advising`` applied to all its rejections."""
@@ -248,8 +266,7 @@ class Bench(Document):
 
     def arm(self, role: str, variant: str, technique: str | None = None) -> Arm | None:
         """Return the arm of this role, variant and technique; None if there is none."""
-        wanted = (role, variant, technique)
-        return next((arm for arm in self.arms if (arm.role, arm.variant, arm.technique) == wanted), None)
+        return next((arm for arm in self.arms if arm.column == (role, variant, technique)), None)
 
 
 def _between(start_utc: str, end_utc: str) -> float:

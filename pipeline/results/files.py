@@ -18,7 +18,7 @@ from pipeline.errors import PipelineError, say
 from pipeline.files import LIMIT_BYTES, differing, json_sha256, naming, read_bytes, read_json, read_text, write_text
 from pipeline.params import Config, Train, Variant, is_file
 from pipeline.results.bench_file import Bench
-from pipeline.results.records import Document, HistoryRow, Record, Result, Run, summarise
+from pipeline.results.records import Document, HistoryRow, Record, Result, Run
 
 RESULTS = Path("results")
 MODELS = Path("models")
@@ -242,11 +242,7 @@ def contradictions(result: Result, train: Train) -> list[str]:
         for equal in seeds.values()
         if len(equal) > 1
     ]
-    expected = summarise(result.runs)
-    wrong = [key for key in (result.summary | expected) if not _close(result.summary.get(key), expected.get(key))]
-    return problems + [
-        f"summary.{key} is {result.summary.get(key)}, but the runs give {expected.get(key)}" for key in wrong
-    ]
+    return problems
 
 
 def contradictions_of_history(result: Result, rows: Iterable[HistoryRow]) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import operator
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,8 +25,6 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
-
-R = TypeVar("R", bound=Record)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0, lt=1e15)]
@@ -265,8 +263,6 @@ class Result(RunConditions, VariantDocument):
     unit: Unit = Unit()
     directions: dict[str, Literal["higher is better", "lower is better"]] = {}
     """For each of the task's figures in the runs' ``findings``: whether higher or lower values are better."""
-    summary: dict[str, int | float | None]
-    """What ``summarise`` returns for the runs."""
     runs: tuple[Run, ...]
 
 

@@ -13,7 +13,7 @@ from pipeline import environment, files, report
 from pipeline.benchmark.rounds import Rounds, calibrate, fewest_rounds, measure, outlook, steps_of, turns_on
 from pipeline.benchmark.server import ArmSpec
 from pipeline.benchmark.stage import begin_session, file_name
-from pipeline.comparison import verdicts
+from pipeline.comparison import sessions
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.errors import ConfigError, count, first_line, say
@@ -21,7 +21,7 @@ from pipeline.params import Compare, Config, parse
 from pipeline.params.commands import commands_of
 from pipeline.params.loading import parse_yaml
 from pipeline.report import facts
-from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions, summarise
+from pipeline.results import Arm, Bench, Result, ScoreName, Unit, read_sessions
 from pipeline.script.arms import Scripts
 from pipeline.script.sameness import credits_of, lines, same_jobs
 
@@ -120,7 +120,7 @@ def run(
             **limits,
             steps=steps,
             turns=turns_on("cuda" if alone else "cpu", bench_settings),
-            settled=lambda so_far: verdicts.settled(so_far.arms, compared),
+            settled=lambda so_far: sessions.settled(so_far.arms, compared),
             keep=keep,
         )
     bench = bench_of(measured)
@@ -153,7 +153,7 @@ def result_of(arm: Arm, bench: Bench) -> Result:
     return Result(
         variant=arm.variant, environment=bench.environment, config={"train": bench.config["train"], "variant": {}},
         dataset=None, key=bench.keys[arm.variant], history_sha256="", score=ScoreName(name="accuracy"),
-        unit=Unit() if known else Unit(name="steps"), summary=summarise(()), runs=(), **dict(arm.conditions),
+        unit=Unit() if known else Unit(name="steps"), runs=(), **dict(arm.conditions),
     )  # fmt: skip
 
 

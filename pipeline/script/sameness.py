@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 from pipeline.measurement.updates import relative_difference
-from pipeline.report import facts
 from pipeline.results import SameJob
 from pipeline.script.arms import EXAMINED_STEPS, samples_of
 
@@ -80,7 +79,7 @@ def lines(jobs: Mapping[str, SameJob], answers: Answers, base: str) -> Iterator[
             yield f"{name}: {optimizers} optimizers take steps; only the steps of one count (--optimizer names another)"
         samples = "unknown samples" if job.samples_per_step is None else f"{job.samples_per_step:,} samples"
         who = "again, its parameters" if name == base else "its parameters"
-        yield f"{name}: {samples} a step; after {job.steps} steps, {who} {facts.same_job(job)}"
+        yield f"{name}: {samples} a step; after {job.steps} steps, {who} {job.in_words}"
     if not jobs[base].equal_bits:
         yield (
             f"{base} does not repeat itself, so small differences of the arms mean little; to see them, seed it before "

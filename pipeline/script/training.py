@@ -21,7 +21,7 @@ from pipeline.measurement.sampling import SystemSampler
 from pipeline.params import Config, Machine, Script
 from pipeline.params.commands import SEED
 from pipeline.plans import plan
-from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit, summarise
+from pipeline.results import HistoryRow, Result, Run, RunConditions, ScoreName, Unit
 from pipeline.results.figures import OUTSIDE, THROUGHPUT
 from pipeline.script.arms import OpenArm, samples_of
 from pipeline.script.inputs import (
@@ -89,7 +89,7 @@ def run(config: Config, name: str, machine: Machine) -> None:
         key=stages.key(content, "train", name), history_sha256=file_sha256(history),
         score=ScoreName(name=metric.name), unit=Unit() if kept[0]["counted"] else Unit(name="steps"),
         directions={} if metric.is_share else {metric.name: metric.direction},
-        summary=summarise(runs), runs=runs,
+        runs=runs,
     )  # fmt: skip
     results.write(result, results.result_file(name))
     for folder in folders.values():

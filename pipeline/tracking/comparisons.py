@@ -153,7 +153,7 @@ def child_of(config: Config, root: Path, result: Result, run: Run) -> Child:
     """Return the child that the store must hold for one seed of ``result``."""
     weights = results.model_file(result.variant, run.seed, root / results.MODELS)
     has_model = config.publish.models and weights.exists() and (root / PREPARED / "dataset.json").exists()
-    about = result.model_dump(mode="json", exclude={"runs", "summary"})
+    about = result.model_dump(mode="json", exclude={"runs"})
     return Child(
         key=json_sha256([LAYOUT, about, results.digest(run), has_model]),
         result=result,

@@ -40,7 +40,7 @@ NOTE_LIMIT = 7900
 
 def child_params(result: Result) -> dict[str, str]:
     """Return the configuration that the user asked for, and the configuration that ran on the machine."""
-    values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "summary", "runs"})
+    values = result.model_dump(mode="json", exclude={"schema_", "variant", "environment", "runs"})
     return flatten(values.pop("config") | values)
 
 

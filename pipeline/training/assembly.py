@@ -89,6 +89,9 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
             models.load(plan.applied.distillation.model)
         tasks.find(train.task)
         loss_and_metric.load(train)
+        wanted = next((used.placement for used in catalogue.in_effect(plan.applied) if used.placement), train.placement)
+        if wanted == "dataloader":
+            import pipeline.tasks.loader  # noqa: F401
     techniques = of_plan(plan)
     for technique in techniques:
         technique.prepare_process()
@@ -97,7 +100,6 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     task.check()
     with joined_world(plan.device, cores(), lambda: settings | _depends_on(plan, task)) as world:
         _make_exact()
-        wanted = next((used.placement for used in catalogue.in_effect(plan.applied) if used.placement), train.placement)
         chosen = choose_placement(task.dataset, world.device) if wanted == "auto" else wanted
         yield Assembly(plan, world, task.on(world.device), world.broadcast(chosen), techniques, check_followed)
 

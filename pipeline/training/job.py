@@ -28,7 +28,7 @@ from pipeline.params import Config, Machine, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import age_seconds, malloc
-from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit, summarise
+from pipeline.results import HistoryRow, Result, Run, ScoreName, Unit
 from pipeline.training import checkpoints
 from pipeline.training.assembly import assembled, forget_last_run, planned
 from pipeline.training.loop import Training
@@ -200,7 +200,6 @@ class Job:
             score=ScoreName(name=plan.train.metric),
             unit=Unit(name=self.assembly.task.unit, per_sample=self.assembly.task.units_per_sample),
             directions=dict(self.assembly.task.directions),
-            summary=summarise(runs),
             runs=tuple(runs),
         )
         results.write(result, results.result_file(plan.name))

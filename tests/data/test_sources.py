@@ -19,10 +19,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pipeline.data import DataError, downloads, sources
-from pipeline.data.checksums import SHA256
-from pipeline.data.downloads import Archive, Source, debian_package, gzipped_files, web_archive
-from pipeline.data.sources import ARCHIVES, SOURCES, fetch
+from pipeline.data import DataError, sources
+from pipeline.data.decoded import SHA256
+from pipeline.data.sources import ARCHIVES, SOURCES, Archive, Source, debian_package, fetch, gzipped_files, web_archive
 from pipeline.errors import printable
 from pipeline.params import Fetch
 from tests.commands import executable
@@ -91,8 +90,8 @@ Use = Callable[..., None]
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Return a function that sets the sources of ``mnist``, here a data set of two small files. Attempts follow without
     pauses."""
-    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(downloads, "LIMIT_BYTES", 400_000)
+    monkeypatch.setattr(sources, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(sources, "LIMIT_BYTES", 400_000)
     monkeypatch.setitem(SHA256, "mnist", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENTS.items()})
 
     def used(*sources: Source, archive: Archive | None = None) -> None:
@@ -196,7 +195,7 @@ def test_a_later_run_continues_an_unfinished_transfer(server: Server, raw: Path)
 def test_passing_faults_are_waited_out_with_growing_pauses(
     server: Server, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(sources, "PAUSE_SECONDS", 1.0)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     server.raw = iter(b"HTTP/1.1 %d Busy\r\n\r\n" % status for status in (503, 429, 500))

@@ -344,22 +344,19 @@ def gate() -> str:
     correct = {name: {seed: 0.9 + seed / 1000 for seed in range(3)} for name in ("baseline", "ddp")}
     reports = []
     for throughput, noise, lower in (({"ddp": 1.3}, 0.005, 0.05), ({}, 0.5, 0.0), ({"ddp": 1.58}, 0.02, 0.0)):
-        control, *base = sorted(
-            make_bench(measured, rejected={}, noise=noise).arms, key=lambda arm: arm.role != "aa_control"
-        )
+        base = sorted(make_bench(measured, rejected={}, noise=noise).arms, key=lambda arm: arm.role != "aa_control")
         head = [arm for arm in make_bench(measured, throughput=throughput, rejected={}).arms if arm.role == "variant"]
-        cost = RoundCost("bench.max_rounds", len(control.samples), 120.0)
+        cost = RoundCost("bench.max_rounds", len(base[0].samples), 120.0)
         lowered = correct | {"ddp": {seed: fraction - lower for seed, fraction in correct["ddp"].items()}}
-        of_base, of_head = ({arm.variant: arm for arm in arms} for arms in (base, head))
         accuracies = decision.accuracies(10_000, correct, lowered, 0.01)
-        samples = decision.Samples(control, of_base, of_head, accuracies, cost)
-        judged = decision.judge(samples, Compare(), must_see=0.1)
+        rounds = decision.rounds_of_sides(base, head, Compare(), cost)
+        judged = decision.judge(rounds, accuracies, Compare(), must_see=0.1)
         about = {"environment": "e", "made_of": "m"}
         reports.append(
             gate_page(
                 decision.Gated(
                     **dict(judged),
-                    base=decision.Side(commit="b" * 40, arms=(control, *base), test_accuracies=correct, **about),
+                    base=decision.Side(commit="b" * 40, arms=tuple(base), test_accuracies=correct, **about),
                     head=decision.Side(commit="h" * 40 + "+", arms=tuple(head), test_accuracies=lowered, **about),
                     against="main",
                     margins=Margins(),

@@ -14,7 +14,6 @@ from pipeline import results
 from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.params import Augment, Train, parse, techniques
-from pipeline.techniques import of_plan
 from pipeline.training import job
 from pipeline.training.checkpoints import checkpoint_file
 from pipeline.training.loop import Training
@@ -124,5 +123,4 @@ def test_the_workers_count_as_processes_of_the_job(digits: Dataset) -> None:
 
 def test_the_settings_of_the_loader_are_one_technique() -> None:
     variant = make_plan(data_loading="dataloader", loader_workers=3)
-    assert [technique.name for technique in of_plan(variant)] == ["dataloader"]
     assert techniques(variant.applied) == {"dataloader": ("data_loading", "loader_workers")}
