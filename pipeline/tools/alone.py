@@ -97,34 +97,36 @@ def check() -> None:
 
 @contextmanager
 def _lock() -> Iterator[None]:
-    """Hold the lock during the block. If the last holder ended on another host or boot, DVC's lock is removed: its
-    process ids mean nothing here."""
+    """Hold the lock during the block. DVC's lock is removed if its process ids mean nothing: after the end of a holder
+    on another host or boot, and at this holder's end, if these processes have ended."""
     JOBS.mkdir(parents=True, exist_ok=True)
     with LOCK.with_suffix(".lock").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)  # so that of two who find the lock of an ended job, one takes it
         check()
         this = _this_process()
         if not LOCK.exists():
-            _check_dvc()
+            for user in _users_of_dvc():  # which may be on any host
+                raise PipelineError(
+                    f"{_DVC_LOCK} says that process {user['pid']} ({user['cmd']}) works in this checkout, perhaps on "
+                    "another host: wait for its end; if it has ended, remove this file."
+                )
         elif read_json(LOCK)["boot"] != this["boot"]:
             _DVC_LOCK.unlink(missing_ok=True)
         write_text(LOCK, json.dumps(this))
     try:
         yield
     finally:
-        _DVC_LOCK.unlink(missing_ok=True)
+        if all(_started(user["pid"]) is None for user in _users_of_dvc()):
+            _DVC_LOCK.unlink(missing_ok=True)
         LOCK.unlink(missing_ok=True)
 
 
-def _check_dvc() -> None:
-    """Raise PipelineError if DVC's lock names a process, which may be on any host."""
-    with suppress(FileNotFoundError):
-        held = read_json(_DVC_LOCK)
-        for user in [*held["write"].values(), *itertools.chain(*held["read"].values())]:
-            raise PipelineError(
-                f"{_DVC_LOCK} says that process {user['pid']} ({user['cmd']}) works in this checkout, perhaps on "
-                "another host: wait for its end; if it has ended, remove this file."
-            )
+def _users_of_dvc() -> list[dict[str, Any]]:
+    """Return the processes in DVC's lock, each with its "pid" and "cmd"."""
+    if not _DVC_LOCK.exists():
+        return []
+    held = read_json(_DVC_LOCK)
+    return [*held["write"].values(), *itertools.chain(*held["read"].values())]
 
 
 def _this_process() -> dict[str, Any]:
