@@ -32,17 +32,9 @@ def slurm(config: Config, command: Sequence[str], *, dry_run: bool) -> int:
     The code is 1 if the job left none, or left 0 and failed by Slurm's account. ``dry_run``: only print the batch
     script. Raises PipelineError if Slurm refuses or does not answer. On Ctrl-C, the job goes on.
     """
-    name, own = _job_name(command), config.launch.slurm
-    path, joined = Path(sys.executable).parent, shlex.join(command)
-    script = pages.render(
-        "slurm.sh",
-        slurm=own,
-        name=name,
-        folder=JOBS,
-        path=path,
-        command=joined,
-        quoted=lambda text: shlex.quote(str(text)),
-    )
+    name = _job_name(command)
+    values = {"slurm": config.launch.slurm, "name": name, "folder": JOBS, "command": shlex.join(command)}
+    script = pages.render("slurm.sh", **values, path=str(Path(sys.executable).parent), quoted=shlex.quote)
     if dry_run:
         say(script, end="")
         return 0
