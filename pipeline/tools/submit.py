@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pipeline import environment, pages
 from pipeline.errors import ConfigError, PipelineError, say
@@ -33,7 +34,12 @@ def slurm(config: Config, command: Sequence[str], *, dry_run: bool) -> int:
     script. Raises PipelineError if Slurm refuses or does not answer. On Ctrl-C, the job goes on.
     """
     name = _job_name(command)
-    values = {"slurm": config.launch.slurm, "name": name, "folder": JOBS, "command": shlex.join(command)}
+    values: dict[str, Any] = {
+        "slurm": config.launch.slurm,
+        "name": name,
+        "folder": JOBS,
+        "command": shlex.join(command),
+    }
     script = pages.render("slurm.sh", **values, path=str(Path(sys.executable).parent), quoted=shlex.quote)
     if dry_run:
         say(script, end="")
