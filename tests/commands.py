@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,12 +16,22 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
+
 
 def executable(file: Path, text: str) -> None:
     """Write a script that can be run."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     file.chmod(0o755)
+
+
+def printed(program: str, *arguments: str, cwd: Path = ROOT, **variables: str) -> str:
+    """Run a program in a new Python; return what it prints. If the program fails, the test fails with its errors."""
+    command, everything = [sys.executable, "-c", program, *arguments], os.environ | variables
+    done = subprocess.run(command, cwd=cwd, env=everything, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 LIMIT_SECONDS = 5.0

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ from pipeline.results import (
 )
 from pipeline.results.figures import Figure
 from pipeline.results.rejections import Rejection, rejection
+
+Known = TypeVar("Known")
 
 ENVIRONMENT: dict[str, Any] = {
     "hash": None,
@@ -89,10 +91,10 @@ JOB: dict[str, Any] = {
 """Fields of a result that say how a variant trains the default job of params.yaml on one device."""
 
 
-def known(dataset: DatasetFacts | None) -> DatasetFacts:
-    """Return the facts of a data set that is known."""
-    assert dataset is not None
-    return dataset
+def known(value: Known | None) -> Known:
+    """Return ``value``; fail the test if it is None."""
+    assert value is not None
+    return value
 
 
 def setting_of(technique: Entry) -> dict[str, Any]:

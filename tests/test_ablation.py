@@ -10,7 +10,7 @@ from pipeline.comparison.sessions import table_of
 from pipeline.comparison.stats import Difference
 from pipeline.params import Margins
 from pipeline.results import Bench
-from tests.factories import make_accuracy, make_arm, make_bench, make_result, make_results
+from tests.factories import known, make_accuracy, make_arm, make_bench, make_result, make_results
 from tests.report.conftest import without_memory
 
 STACK: dict[str, Any] = {"channels_last": True, "gradient_accumulation": 4}
@@ -51,10 +51,9 @@ def test_a_share_is_told_alone_and_in_the_stack() -> None:
     share = shares_of(bench_of(variant=(2.0, 0.5), without=(1.6, 0.7), alone=(1.3, 0.9)))["channels_last"]
     ratios = (share.added_throughput, share.added_memory, share.stacked_throughput, share.stacked_memory)
     for ratio, expected in zip(ratios, (1.3, 0.9, 2.0 / 1.6, 0.5 / 0.7), strict=True):
-        assert ratio
-        low, high = ratio.bounds
+        low, high = known(ratio).bounds
         assert 0.97 * expected < low <= high < 1.03 * expected
-        assert (ratio.pairs, ratio.rejected, ratio.margin) == (12, 0, 0.03)
+        assert (known(ratio).pairs, known(ratio).rejected, known(ratio).margin) == (12, 0, 0.03)
     assert (share.variant, share.why_not) == ("stack", None)
 
 
@@ -76,9 +75,9 @@ def test_accuracy_is_of_a_trained_variant_that_applies_this() -> None:
     arms = [*bench_of(alone=(1.3, 1.0)).arms, make_arm("wide", applied={"channels_last": True})]
     bench = make_bench(measured, arms=tuple(arms))
     same, lost, unknown = (make_accuracy(differences) for differences in ([0.0] * 3, [-0.03] * 3, [0.0]))
-    for known, verdict in ((same, "pays"), (lost, "trades"), (unknown, "undecided")):
-        share = shares_of(bench, {"stack": lost, "wide": known})["channels_last"]
-        assert (share.accuracy_from, share.accuracy, share.verdict) == ("wide", known, verdict)
+    for accuracy, verdict in ((same, "pays"), (lost, "trades"), (unknown, "undecided")):
+        share = shares_of(bench, {"stack": lost, "wide": accuracy})["channels_last"]
+        assert (share.accuracy_from, share.accuracy, share.verdict) == ("wide", accuracy, verdict)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +117,17 @@ def test_one_half_of_a_share_stands_alone() -> None:
 
 def test_a_noisy_machine_leaves_no_share_to_trust() -> None:
     share = shares_of(bench_of(alone=(1.3, 1.0), variant=(0.5, 1.0)), max_spread=0.0001)["channels_last"]
-    assert share.added_throughput
-    assert (share.verdict, share.added_throughput.decision, share.interaction) == ("untrusted", "untrusted", None)
+    assert (share.verdict, known(share.added_throughput).decision, share.interaction) == (
+        "untrusted",
+        "untrusted",
+        None,
+    )
 
 
 def test_unknown_memory_leaves_the_rest_to_be_judged() -> None:
     bench = without_memory(bench_of(alone=(1.3, 1.0)))
     share = shares_of(bench)["channels_last"]
-    assert share.added_memory
-    assert (share.verdict, share.added_memory.decision) == ("pays", "untrusted")
+    assert (share.verdict, known(share.added_memory).decision) == ("pays", "untrusted")
 
 
 @pytest.mark.parametrize(
@@ -156,8 +157,6 @@ def test_intervals_that_overlap_are_no_interaction() -> None:
         make_arm("baseline", "aa_control", noise=0.3),
     ]
     share = shares_of(bench_of(arms=tuple(noisy)), max_spread=9.0)["channels_last"]
-    added, stacked = share.added_throughput, share.stacked_throughput
-    assert added
-    assert stacked
-    assert abs((added.estimate or 0.0) - (stacked.estimate or 0.0)) > 0.03
+    added, stacked = (known(ratio).estimate for ratio in (share.added_throughput, share.stacked_throughput))
+    assert abs(known(added) - known(stacked)) > 0.03
     assert share.interaction is None

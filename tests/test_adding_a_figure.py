@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import printed
 from tests.pages import ROOT
 from tests.report.conftest import plain
 
@@ -121,15 +120,7 @@ def with_added(folder: Path, places: list[tuple[str, str, str]], program: str) -
         text = (folder / file).read_text(encoding="utf-8")
         assert text.count(before) == 1, file
         (folder / file).write_text(text.replace(before, before + added), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(printed(program, cwd=folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"))
 
 
 def test_a_new_figure_is_an_entry_and_a_line(tmp_path: Path) -> None:

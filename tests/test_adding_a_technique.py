@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import yaml
 from pipeline.params import CATALOGUE, Variant, requested
 from pipeline.params.conditions import needs_gpu
 from pipeline.techniques import _own
+from tests.commands import printed
 from tests.pages import ROOT, add_technique
 from tests.rehearsal.jobs import SETS
 
@@ -41,15 +39,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(checkout: Path, *commands: str) -> str:
     """Run the commands one after the other in one process; return their output."""
     program = "import sys\nfrom pipeline.cli import main\nassert not any(main(each.split()) for each in sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *commands],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(program, *commands, cwd=checkout, PYTHONPATH=str(checkout))
 
 
 def test_the_added_technique_is_listed_everywhere(checkout: Path) -> None:

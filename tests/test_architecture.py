@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from pipeline import tasks
+from tests.commands import printed
 from tests.imports import imported, modules, own, tree
 
 ROOT = Path(__file__).parent.parent
@@ -127,11 +126,4 @@ def test_a_quick_command_loads_nothing_heavy(arguments: list[str], heavy: list[s
         "    pass\n"
         f"print(*(name for name in {never!r} if name in sys.modules), sep=', ')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == ""
+    assert printed(program, cwd=tmp_path, PYTHONPATH=str(ROOT)).splitlines()[-1] == ""

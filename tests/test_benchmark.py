@@ -465,9 +465,7 @@ def test_a_bench_measures_every_arm_every_round(capsys: pytest.CaptureFixture[st
             assert sample.measured_steps == bench.steps
             assert bool(sample.samples_per_second) is not bool(sample.rejections)
             assert sample.peak_memory_bytes
-    ddp, reduced = bench.arm("variant", "ddp"), bench.arm("without", "stack", "channels_last")
-    assert ddp
-    assert reduced
+    ddp, reduced = known(bench.arm("variant", "ddp")), known(bench.arm("without", "stack", "channels_last"))
     assert (ddp.world_size, ddp.backend, len(ddp.samples[0].peak_memory_rank_bytes)) == (2, "gloo", 2)
     assert (reduced.applied["channels_last"], reduced.applied["gradient_accumulation"]) == (False, 2)
     fingerprint = environment.read()
@@ -666,9 +664,7 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(sent: signal.Signal
     assert (further.rounds, further.interrupted, further.keys) == (5, False, bench.keys)
     assert [arm.samples[: bench.rounds] for arm in further.arms] == [arm.samples for arm in bench.arms]
     assert list(results.KEPT_BENCHES.glob("*.json")) == [file]
-    assert further.session.end_utc
-    assert bench.session.end_utc
-    assert further.session.end_utc > bench.session.end_utc
+    assert known(further.session.end_utc) > known(bench.session.end_utc)
 
 
 @pytest.mark.usefixtures("workspace")

@@ -15,7 +15,7 @@ from pipeline.files import file_sha256
 from pipeline.params import load, parse
 from pipeline.results import Result, contradictions, contradictions_of_history
 from pipeline.tracking import comparisons
-from tests.factories import DESCRIBED, make_history, make_result, make_run
+from tests.factories import DESCRIBED, known, make_history, make_result, make_run
 from tests.jobs import PARAMS, record, save
 
 RESULT, HISTORY, BENCH, DATA, HERE, PARAMETERS, REPORT = (
@@ -167,8 +167,7 @@ def test_files_that_fit_are_compared_and_published(capsys: pytest.CaptureFixture
     assert not capsys.readouterr().err
     assert comparisons.wanted(load(), Path())
     Path(BENCH).unlink()  # then the report is one of another bench
-    wanted = comparisons.wanted(load(), Path())
-    assert wanted
+    wanted = known(comparisons.wanted(load(), Path()))
     assert wanted.stale == [BENCH]
     assert wanted.comparison is None
     for path in (REPORT, HERE, DATA, "dvc.lock"):
@@ -235,8 +234,7 @@ def test_a_comparison_is_stale_after_another_setting() -> None:
     edit(PARAMETERS, at("compare", {"margins": {"throughput": 0.2}, "max_spread": 0.5}))
     changed = ["compare.margins.throughput in params.yaml", "compare.max_spread in params.yaml"]
     for file, stale in ((BENCH, changed), (REPORT, [*changed, BENCH]), (None, [])):
-        wanted = comparisons.wanted(load(), Path())
-        assert wanted
+        wanted = known(comparisons.wanted(load(), Path()))
         assert wanted.stale == stale
         if file:
             Path(file).unlink()

@@ -18,7 +18,16 @@ from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tracking import contents
 from pipeline.tracking.promoting import sessions_of
-from tests.factories import ENVIRONMENT, make_bench, make_histories, make_ratio, make_result, make_session, with_speeds
+from tests.factories import (
+    ENVIRONMENT,
+    known,
+    make_bench,
+    make_histories,
+    make_ratio,
+    make_result,
+    make_session,
+    with_speeds,
+)
 from tests.report.conftest import plain
 from tests.report.reader import Page
 
@@ -37,9 +46,7 @@ def over(*sessions: Bench) -> Comparison:
 
 
 def best(*sessions: Bench) -> Champion:
-    champion = over(*sessions).champion
-    assert champion
-    return champion
+    return known(over(*sessions).champion)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +67,8 @@ def test_it_is_what_pays_most_speed_then_memory(
 
 def test_one_that_pays_was_not_chosen() -> None:
     comparison = over(session(1, throughput={"one": 1.5}))
-    assert comparison.champion
-    assert (comparison.champion.among, comparison.champion.runner_up) == (1, None)
-    assert comparison.champion.ratio == comparison.variants[1].throughput
+    champion = known(comparison.champion)
+    assert (champion.among, champion.runner_up, champion.ratio) == (1, None, comparison.variants[1].throughput)
     nothing = over(session(1))
     assert nothing.champion is None
     assert "The best of the" not in markdown(comparison) + markdown(nothing)
@@ -70,8 +76,7 @@ def test_one_that_pays_was_not_chosen() -> None:
 
 def test_what_pays_by_its_accuracy_alone_has_no_gain() -> None:
     same = make_ratio(1.0, 0.99, 1.01, margin=0.03, decision="same")
-    champion = champion_of({"one": {THROUGHPUT: same, MEMORY: same}}, table_of([session(1)], 0.15, {}))
-    assert champion
+    champion = known(champion_of({"one": {THROUGHPUT: same, MEMORY: same}}, table_of([session(1)], 0.15, {})))
     assert (champion.variant, champion.quantity, champion.ratio) == ("one", None, None)
 
 
@@ -90,33 +95,27 @@ def test_over_sessions_each_tells_what_the_others_chose() -> None:
     """By the mean of all three sessions, ``one`` is the best. The best of each session would gain 1.5, 1.4 and 1.4."""
     faster = [{"one": 1.5, "two": 1.3}, {"one": 1.3, "two": 1.4}, {"one": 1.4, "two": 1.35}]
     comparison = over(*(session(day, throughput=speed) for day, speed in enumerate(faster, 1)))
-    champion, own = comparison.champion, comparison.variants[1].throughput
-    assert champion
-    assert own
+    champion, own = known(comparison.champion), known(comparison.variants[1].throughput)
     assert (champion.variant, champion.runner_up, champion.among) == ("one", "two", 2)
-    assert champion.ratio
+    gain, head_to_head = known(champion.ratio), known(champion.head_to_head)
     # Without the first session, ``two`` is better (1.374 against 1.349). Without the second or the third, ``one`` is.
-    assert champion.ratio.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
-    assert [start[8:10] for start in champion.ratio.parts] == ["01", "02", "03"]
-    expected = no_narrower(over_sessions(list(champion.ratio.parts.values())), own)
-    assert (champion.ratio.low, champion.ratio.high) == (expected.low, expected.high)
-    assert champion.head_to_head
-    assert (champion.head_to_head.session_count, champion.head_to_head.decision) == (3, "undecided")
-    assert champion.head_to_head.estimate == pytest.approx((1.5 / 1.3 * 1.3 / 1.4 * 1.4 / 1.35) ** (1 / 3), rel=0.005)
+    assert gain.estimate == pytest.approx((1.3 * 1.3 * 1.4) ** (1 / 3), rel=0.005)
+    assert [start[8:10] for start in gain.parts] == ["01", "02", "03"]
+    expected = no_narrower(over_sessions(list(gain.parts.values())), own)
+    assert (gain.low, gain.high) == (expected.low, expected.high)
+    assert (head_to_head.session_count, head_to_head.decision) == (3, "undecided")
+    assert head_to_head.estimate == pytest.approx((1.5 / 1.3 * 1.3 / 1.4 * 1.4 / 1.35) ** (1 / 3), rel=0.005)
 
 
 def test_within_a_session_its_rounds_choose_for_each_other() -> None:
     """The luckiest of three equally fast variants gains less in the rounds that were not used to choose it."""
     comparison = over(session(1, throughput=dict.fromkeys(NAMES[1:], 1.3), noise=0.02))
-    champion = comparison.champion
-    seen = [variant.throughput for variant in comparison.variants[1:] if variant.throughput]
-    assert champion
-    assert champion.ratio
-    assert champion.ratio.estimate
-    assert champion.ratio.estimate < max(ratio.estimate or 0 for ratio in seen)
-    assert (champion.ratio.pairs, champion.ratio.decision) == (12, "better")
-    assert champion.head_to_head
-    assert champion.head_to_head.decision in ("same", "undecided")
+    champion = known(comparison.champion)
+    seen = [known(known(variant.throughput).estimate) for variant in comparison.variants[1:]]
+    gain = known(champion.ratio)
+    assert known(gain.estimate) < max(seen)
+    assert (gain.pairs, gain.decision) == (12, "better")
+    assert known(champion.head_to_head).decision in ("same", "undecided")
 
 
 def test_settled_early_two_differ_by_equal_arms_until_then() -> None:
@@ -144,9 +143,7 @@ def test_one_session_s_gain_counts_for_itself_alone() -> None:
     sessions = [session(5, throughput=faster)]
     sessions += [session(day, throughput={"one": 1.5 + day / 100, "two": 1.3}, keys=before) for day in (1, 2, 3, 4)]
     comparison = over(*sessions)
-    throughput = comparison.variants[1].throughput
-    assert throughput
-    assert len(throughput.parts) == 5
+    assert len(known(comparison.variants[1].throughput).parts) == 5
     assert sessions_of(comparison, "one") == 1
 
 
@@ -154,8 +151,8 @@ def test_a_session_without_one_says_nothing_of_choices() -> None:
     before = dict.fromkeys(NAMES, "k") | {"two": "before"}
     faster = {"one": 1.3, "two": 1.5}
     champion = best(session(1, throughput=faster, keys=before), session(2, throughput=faster))
-    assert champion.ratio
-    assert (champion.variant, champion.ratio.session_count, champion.ratio.pairs) == ("two", 1, 12)
+    gain = known(champion.ratio)
+    assert (champion.variant, gain.session_count, gain.pairs) == ("two", 1, 12)
 
 
 def test_report_and_mlflow_say_if_it_is_ahead() -> None:

@@ -8,11 +8,8 @@ import io
 import itertools
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +19,8 @@ import pytest
 
 from pipeline.benchmark import stage as benchmark
 from pipeline.cli import main
-from pipeline.data import prepared
 from tests import chaos, workspaces
 from tests.commands import Command
-from tests.conftest import Clone
 from tests.factories import make_bench
 from tests.jobs import write_job
 from tests.workspaces import enter, fill, remount
@@ -213,48 +208,3 @@ def test_a_stage_that_cannot_write_loses_nothing(
     assert written or kind == "read-only"
     assert main(stage.command) == 0
     assert contents().keys() == before.keys()
-
-
-DVC = {"fetch.dataset": "digits", "train.device": "cpu"}
-
-
-@pytest.mark.slow
-def test_a_second_dvc_repro_is_refused(clone: Callable[..., Clone]) -> None:
-    shared = clone(DVC)
-    locks = shared.path / ".dvc/tmp/rwlock"
-    first = subprocess.Popen(
-        ["dvc", "repro", "prepare"], cwd=shared.path, env=shared.environment({}), start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    while not (locks.exists() and "write" in locks.read_text(encoding="utf-8")):
-        assert first.poll() is None
-        time.sleep(0.01)
-    os.killpg(first.pid, signal.SIGSTOP)  # in the middle of a stage
-    second = shared.run("dvc", "repro", "prepare", fails=True)
-    os.killpg(first.pid, signal.SIGCONT)
-    output, _ = first.communicate()
-    assert first.returncode == 0, output
-    assert str(first.pid) in second or "another DVC process" in second, second
-    assert "Traceback" not in second
-    assert "up to date" in shared.run("dvc", "status", "fetch", "prepare")
-    shared.run("dvc", "repro", "prepare")
-    assert len(prepared.read(shared.path / "data/prepared").train) == 1438
-
-
-@pytest.mark.slow
-def test_a_read_only_dvc_cache_is_named(clone: Callable[..., Clone]) -> None:
-    tried = clone(DVC)
-    cache = tried.path / ".dvc/cache"
-    cache.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(cache)], capture_output=True).returncode:
-        pytest.skip("root alone may mount a disk")
-    try:
-        output = tried.run("dvc", "repro", "prepare", fails=True)
-        assert "Read-only file system" in output
-        assert str(cache) in output
-        chaos.assert_whole(tried.path)
-        subprocess.run(["mount", "-o", "remount,rw", str(cache)], check=True)
-        tried.run("dvc", "repro", "prepare")
-        assert len(prepared.read(tried.path / "data/prepared").train) == 1438
-    finally:
-        subprocess.run(["umount", "--lazy", str(cache)], check=True)

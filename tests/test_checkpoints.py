@@ -11,14 +11,13 @@ import torch
 
 from pipeline.processes import randomness
 from pipeline.training import checkpoints
+from tests.factories import known
 
 
 def test_a_checkpoint_comes_back_for_the_same_job_alone(tmp_path: Path) -> None:
     path = checkpoints.checkpoint_file("ddp", 3, tmp_path)
     checkpoints.save({"identity": "job", "weights": torch.arange(3.0)}, path)
-    loaded = checkpoints.load(path, "job")
-    assert loaded is not None
-    state, file = loaded
+    state, file = known(checkpoints.load(path, "job"))
     assert (state["weights"].tolist(), file) == ([0.0, 1.0, 2.0], path)
     assert [file.name for file in path.parent.iterdir()] == ["seed-3.pt"]
     assert checkpoints.load(path, "another") is None
@@ -36,9 +35,7 @@ def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path: Path, capsys: pyte
     refused = 0
     for broken in (b"", b"garbage", written[:500], written[:-1], *flipped):
         path.write_bytes(broken)
-        loaded = checkpoints.load(path, "job")
-        assert loaded is not None
-        (state, file), said = loaded, capsys.readouterr().out
+        (state, file), said = known(checkpoints.load(path, "job")), capsys.readouterr().out
         refused += file != path
         steps = 3 if file == path else 2  # a flipped bit outside of the content is not noticed
         assert (state["steps"], state["weights"].tolist()) == (steps, [float(steps)] * 40)
@@ -53,9 +50,8 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     checkpoints.save({"identity": "job", "steps": 1}, path)
     with pytest.raises(Exception, match=r"pickle|local object"):
         checkpoints.save({"identity": "job", "steps": lambda: 2}, path)
-    loaded = checkpoints.load(path, "job")
-    assert loaded is not None
-    assert loaded[0]["steps"] == 1
+    state, _ = known(checkpoints.load(path, "job"))
+    assert state["steps"] == 1
 
 
 def test_the_random_state_comes_back_from_a_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from pipeline.distributed import WorkerError, World, forked, interruption, launch, launched_size, world
 from pipeline.distributed.worlds import STORE
 from pipeline.errors import PipelineError
+from tests.commands import printed
 from tests.ranks import run_ranks
 
 
@@ -279,9 +280,7 @@ def test_a_fork_scans_no_object_of_its_server(tmp_path: Path) -> None:  # the te
         "import counts; from pipeline.distributed import forked\n"
         "with forked(counts.of_fork, (), 1, preload=['numpy.random', 'counts']) as ask: print(*ask(None)[0])"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd())])}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    frozen, scanned = map(int, output.stdout.split())
+    frozen, scanned = map(int, printed(code, PYTHONPATH=str(tmp_path)).split())
     assert frozen > 10_000 > scanned
 
 

@@ -36,6 +36,7 @@ from pipeline.tracking.contents import _figures_of, compared_points
 from pipeline.training import job
 from tests.drivers import plug
 from tests.factories import (
+    known,
     make_bench,
     make_comparison,
     make_histories,
@@ -276,8 +277,7 @@ def test_energy_is_decided_only_with_a_margin(margin: float | None, decision: st
 
 def test_the_champion_may_save_most_energy() -> None:
     bench = with_energy(make_bench(throughput={}, memory={}, rejected={}), {"ddp": 0.8, "memory": 0.5})
-    chosen = make_comparison(bench=bench, margins=Margins(energy=0.05)).champion
-    assert chosen
+    chosen = known(make_comparison(bench=bench, margins=Margins(energy=0.05)).champion)
     assert (chosen.variant, chosen.quantity, chosen.runner_up) == ("memory", "energy a sample", "ddp")
     assert make_comparison(bench=bench).champion is None
     better = make_result("right", [make_run(seed, test_correct=9500 + 5 * seed) for seed in range(3)])
@@ -285,8 +285,7 @@ def test_the_champion_may_save_most_energy() -> None:
     saving = with_energy(make_bench(measured), {"right": 0.5})
     for margin, quantity in ((None, None), (0.05, "energy a sample")):
         champion = make_comparison(measured, saving, margins=Margins(energy=margin)).champion
-        assert champion
-        assert champion.quantity == quantity
+        assert known(champion).quantity == quantity
 
 
 def test_energy_is_untrusted_if_baselines_differ() -> None:
@@ -373,11 +372,11 @@ def test_inference_reports_joules_per_sample_or_why_not(
         return predict
 
     forms, images = {"slow": form(1 / 64), "fast": form(1 / 128)}, torch.zeros(8, 1, 2, 2, dtype=torch.uint8)
-    for seconds, known in ((0.0625, True), (0.01, False)):
+    for seconds, lasts in ((0.0625, True), (0.01, False)):
         times = timing.in_rounds(forms, images, [1], rounds=6, seconds=seconds, synchronise=lambda: None, devices=[CPU])
         noise = timing.noise_of(times["slow"], times["slow"], 0.15)
         (slow,), (fast,) = (timing.throughput_of(times[name], times["slow"], noise) for name in forms)
-        if known:
+        if lasts:
             assert (slow.joules_per_sample, fast.joules_per_sample) == pytest.approx((10 / 64, 10 / 128), rel=1e-5)
             assert slow.low_joules_per_sample == pytest.approx(slow.high_joules_per_sample, rel=1e-5)
             assert slow.why_no_energy is None

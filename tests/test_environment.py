@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +17,8 @@ from pipeline.environment import fingerprint, hardware, hash_of, machine, read, 
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.params import COMPILER, parse
 from pipeline.plans import plan
-from tests.commands import executable
+from tests.commands import executable, printed
 from tests.factories import PLANTED, SECRETS
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -124,8 +121,7 @@ def test_the_versions_are_those_that_import() -> None:
 
 def test_two_processes_agree() -> None:
     program = "import json; from pipeline.environment import fingerprint; print(json.dumps(fingerprint()))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == fingerprint()
+    assert json.loads(printed(program)) == fingerprint()
 
 
 def test_the_fingerprint_names_no_single_machine(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

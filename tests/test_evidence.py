@@ -26,8 +26,6 @@ from tests.conftest import ROOT
 from tests.factories import DESCRIBED, ENVIRONMENT
 from tests.jobs import MIRROR, SIGNATURE, write_sessions
 
-MNIST = DESCRIBED.model_copy(update={"name": "mnist"})
-ANOTHER = MNIST.model_copy(update={"sha256": MNIST.digest()}).model_dump_json().encode()
 Members = dict[str, bytes]
 Checked = Callable[[bytes], tuple[int, str]]
 Edit = Callable[[bytes], bytes]
@@ -221,7 +219,7 @@ def replaced(old: str, new: str) -> Edit:
 
 SPEED = "arms 1 samples 0 samples_per_second"  # of ddp
 BENCH, SESSION, METRICS = "bench.json", "sessions/20261121T080000.json", "reports/metrics/ddp.json"
-COMPARISON, MEMORY, DATASET = "reports/comparison.json", "results/memory.json", "data/prepared/dataset.json"
+COMPARISON = "reports/comparison.json"
 TWICE = replaced('"verdict": "trades",', '"verdict": "pays", "verdict": "trades",')
 FORGED: dict[str, tuple[dict[str, Edit], str]] = {
     "a round": (
@@ -243,17 +241,11 @@ FORGED: dict[str, tuple[dict[str, Edit], str]] = {
     "a sentence": ({"reports/comparison.md": replaced("**trades**", "**pays**")}, r"comparison\.md: line \d+"),
     "a row": ({"reports/ratios.csv": replaced("ddp,throughput,1.", "ddp,throughput,2.")}, r"ratios\.csv: line 2\[2\]"),
     "a metric": ({METRICS: put("verdict", "costs")}, r"reports/metrics/ddp\.json: verdict"),
-    "a score": (
-        {MEMORY: put("runs 0", lambda run: run | {"test_correct": 9900, "test_accuracy": 0.99})},
-        r"results/memory\.json holds impossible values: summary\.",
-    ),
     "an evaluation": (
         {"results/ddp/history.csv": lambda content: re.sub(rb"0\.8\r\n", b"0.89\r\n", content)},
         r"results/ddp/history\.csv is not the history that was written together with results/ddp\.json",
     ),
     "a margin": ({"params.yaml": replaced("throughput: 0.03", "throughput: 0.02")}, r"json: margins\.throughput"),
-    "the data set": ({DATASET: put("train_count", 60001)}, r"prepared/dataset\.json was changed after it was written"),
-    "another data set": ({DATASET: lambda _: ANOTHER}, r"baseline\.json was measured on .*, not on the data set of"),
     "a file that cannot be read": ({METRICS: lambda _: b"\xff{"}, r"reports/metrics/ddp\.json cannot be read"),
     "a lock too large": ({"dvc.lock": lambda _: b"#" * 2**21}, r"dvc\.lock cannot be read.*allowed: 1,048,576"),
     "a file without end": ({"results/ddp.json": lambda _: b"[" * 10**6}, r"results/ddp\.json"),

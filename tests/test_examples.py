@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -70,7 +71,7 @@ model = mlflow.pyfunc.load_model(f"models:/{{logged.model_id}}")
 """
 
 
-JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
+JOBS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "text": (
         {
             "fetch": {"dataset": "text_folder", "text_folder": "texts"},
@@ -83,10 +84,12 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "distillation": {"teacher": "baseline"},
             }},
         },
+        r"token accuracy .* tokens/s, perplexity \d(?s:.*)batch of 16 samples of 16 tokens:",
         ["mean of token accuracy", "Tokens (16 a sample) of the global batch", "Perplexity"],
     ),
     "table": (
         {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}, "train.task": "regression", "train.model": "mlp"},
+        r"test score within tolerance .* samples/s, explained variance fraction",
         ["mean of within tolerance", "Samples of the global batch", "Explained variance"],
     ),
     "own": (
@@ -96,9 +99,11 @@ JOBS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "train.task": "my_tasks:Autoencoding",
             "train.model": "my_tasks:net",
         },
+        r"test score .* samples/s\n",
         ["mean of score", "Samples of the global batch"],
     ),
 }  # fmt: skip
+"""Settings of a job, a pattern of what is printed of its training and its memory, and words of its report."""
 
 
 def by_hand(name: str, variant: str, checkout: Path) -> tuple[Any, Any]:
@@ -131,8 +136,10 @@ def by_hand(name: str, variant: str, checkout: Path) -> tuple[Any, Any]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.filterwarnings("ignore")  # warnings of MLflow
-def test_a_job_of_another_task_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, said = JOBS[name]
+def test_a_job_of_another_task_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    params, printed, said = JOBS[name]
     variant = "ddp" if name == "text" else "baseline"  # test_tasks trains each task with ddp
     variants: dict[str, Any] = {"baseline": {}} | ({"ddp": {"parallelism": "ddp"}} if name == "text" else {})
     infer = {"variants": ["baseline"], "forms": ["eager", "bf16", "exported"], "rounds": 1, "batch_sizes": [1, 4]}
@@ -151,9 +158,10 @@ def test_a_job_of_another_task_runs(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(checkout.path))))
     trained = (f"train {name_}" for name_ in (*variants, *params.get("students", {})))
-    measured = ("bench", "profile baseline", "infer baseline", "compare")
+    measured = ("predict-memory baseline", "bench", "profile baseline", "infer baseline", "compare")
     for command in ("environment", "fetch", "prepare", *trained, *measured):
         assert main(command.split()) == 0, command
+    assert re.search(printed, capfd.readouterr().out)
     checkout.run("python", "-m", "pipeline", "publish")
     reports = [checkout.path / "reports" / f"comparison.{kind}" for kind in ("md", "html")]
     texts = [report.read_text(encoding="utf-8").replace("\\", "").replace("_", " ") for report in reports]

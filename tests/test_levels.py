@@ -14,7 +14,7 @@ from benchmarks import machines
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gate import bounds, error_rates, gate_of_drawn_rounds
 from benchmarks.levels import components
-from benchmarks.simulations import best_of, equal_arms, kept, looking, over_many, recorded
+from benchmarks.simulations import best_of, equal_arms, kept, looking, recorded
 from pipeline import environment
 from tests.factories import ENVIRONMENT
 
@@ -30,13 +30,6 @@ def test_the_components_of_variance_are_those_that_were_drawn(servers: float, pr
         + random.normal(0, turns, shape)
     )
     assert components(logs) == pytest.approx({"servers": servers, "processes": processes, "turns": turns}, abs=0.012)
-
-
-@pytest.mark.slow
-def test_three_sessions_hold_the_truth_often_enough() -> None:
-    single, three = (over_many(sessions, between=0.1, within=0.05, trials=80)["coverage"] for sessions in (1, 3))
-    assert single < 0.6
-    assert three > 0.85
 
 
 def test_the_widened_interval_holds_an_unseen_bias() -> None:

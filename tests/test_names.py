@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +106,3 @@ def test_the_first_stage_refuses_a_misspelt_model(
     assert cli.main(["environment"]) == 2
     assert "train.model: found 'small_cn'. Did you mean small_cnn?" in capsys.readouterr().err
     assert not (tmp_path / "environment.json").exists()
-
-
-def test_no_torch_is_loaded_for_it() -> None:
-    program = (
-        "import sys; from pipeline.params import Train, check_names; check_names(Train(model='resnet18', "
-        "loss='torch.nn:CrossEntropyLoss')); print(*{'torch', 'torchvision'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Train, Variant, outside, parse
 from pipeline.techniques import of_plan
+from tests.commands import printed
 from tests.factories import SHIPPED
 from tests.nets import ALONE, make_plan
 from tests.outside import EXAMPLE, forget, on_path, write_example_metadata, write_metadata
@@ -110,7 +110,7 @@ def test_planning_loads_no_torch(tmp_path: Path) -> None:
             "assert 'gradient_clipping' in sys.modules\nassert 'torch' not in sys.modules\n"
         )
         path = os.pathsep.join(map(str, (ROOT, tmp_path / version, EXAMPLE)))
-        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True)
+        printed(program, cwd=tmp_path, PYTHONPATH=path)
         fingerprint = json.loads((tmp_path / "environment.json").read_text())
         assert fingerprint["relied_on"]["variants"] == {"baseline": {}, "clipped": {"gradient-clipping": version}}
         assert fingerprint["variants"]["clipped"]["code"].keys() >= {"gradient_clipping/technique.py"}

@@ -26,6 +26,7 @@ from pipeline.distributed.worlds import STORE
 from pipeline.params import Config
 from pipeline.training import job
 from tests.chaos import session
+from tests.commands import printed
 from tests.servers import LO
 from tests.workspaces import CPU_ONLY, PREPARED, enter
 
@@ -248,12 +249,7 @@ with importing():
     gc.disable()  # as a user's module can
 print(gc.get_threshold() == before, gc.isenabled(), any(each is brought for each in gc.get_objects()))
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split() == [
-        "0",
-        "True",
-        "False",
-        "False",
-    ]
+    assert printed(code).split() == ["0", "True", "False", "False"]
 
 
 def test_garbage_of_earlier_work_is_still_found() -> None:
@@ -338,8 +334,7 @@ print(psutil.Process().memory_info().rss - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
 def test_freed_memory_is_kept_or_returned() -> None:
     def resident(*how: str, mib: int = 24, then: str = "") -> int:
-        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING, str(mib), then, *how]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+        return int(printed(RESIDENT_AFTER_FREEING, str(mib), then, *how))
 
     assert resident("keep") > 20 * 2**20
     assert resident("keep", mib=40) > 36 * 2**20, "glibc's largest threshold is 32 MiB"

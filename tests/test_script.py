@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,21 +20,21 @@ import psutil
 import pytest
 import torch
 
-from pipeline import report
 from pipeline.benchmark.server import BenchError
 from pipeline.benchmark.stage import begin_session
 from pipeline.cli import main
 from pipeline.errors import ConfigError
-from pipeline.params import Bench, Command, Compare
+from pipeline.params import Bench, Command
 from pipeline.params.commands import commands_of
 from pipeline.results import SameJob, Window
 from pipeline.results.figures import OUTSIDE
 from pipeline.script import command, hook, jobs
 from pipeline.script.arms import OpenArm, Scripts
-from pipeline.script.command import compared_in, config_of, row_of, verdict_lines
+from pipeline.script.command import config_of
 from pipeline.script.jobs import Job, scratch_copy
 from pipeline.script.sameness import credits_of
-from tests.factories import ENVIRONMENT, make_arm, make_bench, make_window
+from tests.commands import printed
+from tests.factories import make_arm, make_window
 from tests.hooked import Bed, hooked
 
 MIB = 2**20
@@ -225,6 +224,11 @@ def net() -> torch.nn.Linear:
     return torch.nn.Linear(4, 2)
 
 
+def net_and_optimizer() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
 def step(model: torch.nn.Module, *optimizers_: torch.optim.Optimizer, samples: int = 8) -> None:
     model(torch.ones(samples, 4)).sum().backward()
     for optimizer in optimizers_:
@@ -233,8 +237,7 @@ def step(model: torch.nn.Module, *optimizers_: torch.optim.Optimizer, samples: i
 
 def test_a_rank_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
     serving = bed.requests(2, 3)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = net_and_optimizer()
     for _ in range(6):
         step(model, optimizer)
     serving.join()
@@ -295,8 +298,7 @@ def test_reading_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.Mon
     monkeypatch.setattr(hook, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(hook, "resident", lambda: iter([next(now), next(now)]))
     serving = bed.requests(2)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = net_and_optimizer()
     for _ in range(3):
         step(model, optimizer)
     serving.join()
@@ -305,8 +307,7 @@ def test_reading_memory_is_no_part_of_a_window(bed: Bed, monkeypatch: pytest.Mon
 
 def test_a_step_that_a_scaler_skips_did_not_happen(bed: Bed) -> None:
     serving = bed.requests(2)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = net_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for factor in (1.0, float("inf"), 1.0, 1.0):
         optimizer.zero_grad()
@@ -348,8 +349,7 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
 
 def test_a_training_is_answered_as_its_process_exits(bed: Bed) -> None:
     serving = bed.requests(None, examine=True)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = net_and_optimizer()
     for _ in range(9):
         step(model, optimizer)
     bed.rank.end()
@@ -375,8 +375,7 @@ def test_a_training_may_get_further_parameters_before_its_end(bed: Bed) -> None:
 
 def test_a_forked_worker_is_not_taken_for_a_rank(bed: Bed) -> None:
     serving = bed.requests(2)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = net_and_optimizer()
     step(model, optimizer)
     if not (child := os.fork()):
         step(model, optimizer)  # it neither speaks nor waits
@@ -393,12 +392,9 @@ def test_a_user_s_own_sitecustomize_keeps_running(tmp_path: Path) -> None:
         folder.mkdir()
     shutil.copy(hook.__file__, ours / "sitecustomize.py")
     (theirs / "sitecustomize.py").write_text("print('their own')", encoding="utf-8")
-    variables = {"PYTHONPATH": f"{ours}:{theirs}", hook.FOLDER: str(ours)}
+    variables: dict[str, Any] = {"PYTHONPATH": f"{ours}:{theirs}", hook.FOLDER: str(ours)}
     program = "import sys; print([path for path in sys.path if path.endswith('ours')])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == ["their own", "[]"]
+    assert printed(program, **variables).splitlines() == ["their own", "[]"]
 
 
 # The figures of an arm
@@ -502,68 +498,14 @@ def test_a_scratch_copy_has_only_the_script_s_files(tmp_path: Path) -> None:
     assert (copy / "link").readlink() == source / "data"
 
 
-# The report
-
-
-def test_arms_of_a_script_are_compared_without_accuracy(tmp_path: Path) -> None:
-    """An arm that is 10% slower and holds more memory costs; one that does nothing is neutral."""
-    shared: dict[str, Any] = {"placement": None, "micro_batches": None, "batch_size": 64, "rounds": 12}
-    columns = [
-        make_arm("base", changed="python train.py", **shared),
-        make_arm("slower", throughput=1 / 1.1, memory=1.5, changed="--sleep 0.044", **shared),
-        make_arm("nothing", changed="--nothing", **shared),
-        make_arm("base", "aa_control", changed="python train.py", **shared),
-    ]
-    differs = same_job(64).model_copy(update={"equal_bits": False, "difference": 0.4})
-    other = differs.model_copy(update={"difference": 1.1})
-    windows = {"input_wait_fraction": None, OUTSIDE.field: 0.1}
-    columns = [
-        arm.model_copy(update={"samples": tuple(sample.model_copy(update=windows) for sample in arm.samples)})
-        for arm in columns
-    ]
-    bench = make_bench().model_copy(
-        update={
-            "arms": tuple(columns),
-            "baseline": "base",
-            "dataset": None,
-            "config": {"train": {"command": "python train.py"}},
-            "ledgers": {},
-            "flops": {},
-            "keys": dict.fromkeys(("base", "slower", "nothing"), "k"),
-            "same_job": {"base": same_job(64), "slower": differs, "nothing": other},
-        }
-    )
-    comparison = compared_in([bench], Compare(baseline="base"), ENVIRONMENT)
-    base, slower, nothing = comparison.variants
-    assert (base.verdict, slower.verdict, nothing.verdict) == (None, "costs", "neutral")
-    assert slower.throughput
-    assert slower.throughput.bounds[0] < 1 / 1.1 < slower.throughput.bounds[1]
-    assert [compared.accuracy for compared in comparison.variants] == [None] * 3
-    report.write(comparison, {compared.variant: [] for compared in comparison.variants}, tmp_path)
-    for name in ("comparison.md", "comparison.html"):
-        text = html.unescape((tmp_path / name).read_text("utf-8"))
-        shown = re.sub("<style>.*</style>", "", text, flags=re.DOTALL)
-        assert not re.search(r"\bNone\b|Time to 85|Every training run", shown)
-        assert "python train.py: 3 variants compared" in shown
-        assert (
-            "differ from the baseline's by 40% of their update, more than rounding explains: a lower precision" in shown
-        )
-        assert "differ from the baseline's by 110% of their update" in shown
-        assert "Outside of steps" in shown
-        assert not re.search("Input wait|Cold start|Memory and arithmetic|Achieved", shown)  # nothing is known of these
-        assert "Accuracy: unknown" in shown
-    assert next(verdict_lines(comparison)).startswith("slower: costs: throughput 0.9")
-    assert row_of(comparison).startswith("script: round 12: slower 0.9")
-
-
 # The command, with arms whose figures are known
 
 
 class Played(AbstractContextManager["Played"]):
     """A server of arms whose speeds, memories and samples are known; with noise of 1%, the same in each session."""
 
-    known: ClassVar[dict[str, tuple[float, float, int]]] = {}
-    """What an arm changes -> its speed and memory relative to the base's, and its samples a step."""
+    known: ClassVar[dict[str, tuple[float, float, int, float]]] = {}
+    """What an arm changes -> its speed and memory relative to the base's, its samples a step, and its update."""
     interrupted_after, seed = 10**9, 0
 
     def __init__(self, _: Bench, **options: Any) -> None:
@@ -582,18 +524,19 @@ class Played(AbstractContextManager["Played"]):
         if self.closed > self.interrupted_after:
             raise KeyboardInterrupt
         plan = self.opened.pop(name)
-        speed, memory, samples = self.known.get(plan["changed"], (1.0, 1.0, 64))
+        speed, memory, samples, update = self.known.get(plan["changed"], (1.0, 1.0, 64, 1.0))
         credited = plan["samples"] or 1
+        outside: dict[str, Any] = {"input_wait_fraction": None, OUTSIDE.field: 0.1}
         window = make_window(
             samples_per_second=1e8 * speed * credited * math.exp(self.draw.gauss(0, 0.01)),
             peak_memory_bytes=round(200 * MIB * memory * math.exp(self.draw.gauss(0, 0.001))),
             measured_steps=plan["steps"], step_p50_ms=1e-5 / speed, step_p90_ms=1e-5 / speed, step_p99_ms=1e-5 / speed,
+            **outside,
         )  # fmt: skip
         conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=credited, rounds=1).conditions
         rank = {"python": "3.12", "torch": "2.11.0", "gpu": None}
-        update = [torch.ones(8) * (1 if samples == 64 else 2)]
-        examined = {"started": "s", "ended": str(samples), "update": update, "samples": [samples] * 3, "optimizers": 2,
-                    "sources": {"train.py": "0"}}  # fmt: skip
+        examined = {"started": "s", "ended": str(update), "update": [torch.full((8,), update)],
+                    "samples": [samples] * 3, "optimizers": 2, "sources": {"train.py": "0"}}  # fmt: skip
         values = conditions.model_dump(mode="json") | {"window": window.model_dump(mode="json")}
         return values | {"ranks": [rank], "examined": [examined], "workers": False}
 
@@ -605,7 +548,8 @@ def play(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:  # 
     """Run the command with a ``Played`` server; the arguments are further ones of the command line."""
     monkeypatch.setattr(command, "Scripts", Played)
     arms = ["--arm", "slower=--sleep 0.044", "--arm", "nothing=--nothing"]
-    Played.known = {"--sleep 0.044": (1 / 1.1, 1.5, 64), "--batch 32": (2.0, 0.5, 32)}
+    Played.known = {"--sleep 0.044": (1 / 1.1, 1.5, 64, 1.4), "--nothing": (1.0, 1.0, 64, 2.1)}
+    Played.known |= {"--batch 32": (2.0, 0.5, 32, 2.0)}
     few = ["--set", "bench.max_rounds=8", "--set", "bench.window_seconds=1.0e-6", "--set", "bench.turns=1"]
     return lambda *further: main(["script", "--base", "python train.py", *arms, *few, *further])
 
@@ -632,6 +576,21 @@ def test_the_command_adds_sessions_of_the_same_code(
     monkeypatch.setattr(Played, "seed", 1)  # other noise
     assert play() == 0
     assert len(compared_now()["sessions"]) == 2
+
+
+def test_the_report_has_what_is_known_of_a_script(play: Callable[..., int]) -> None:
+    assert play() == 0
+    assert [variant["accuracy"] for variant in compared_now()["variants"]] == [None] * 3
+    for name in ("comparison.md", "comparison.html"):
+        text = html.unescape(Path("script-report", name).read_text("utf-8"))
+        shown = re.sub("<style>.*</style>", "", text, flags=re.DOTALL)
+        assert not re.search(r"\bNone\b|Time to 85|Every training run", shown)
+        assert not re.search("Input wait|Cold start|Memory and arithmetic|Achieved", shown)
+        assert "python train.py: 3 variants compared" in shown
+        differs = "differ from the baseline's by 36% of their update, more than rounding explains: a lower precision"
+        for said in (differs, "differ from the baseline's by 100% of their update", "Outside of steps"):
+            assert said in shown
+        assert "Accuracy: unknown" in shown
 
 
 @pytest.mark.parametrize(

@@ -627,16 +627,6 @@ def gate(clone: Clone) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_gate_passes_an_equal_script(commit: Clone) -> None:
-    train = commit.path / "train.py"
-    train.write_text(f"# Another comment.\n{train.read_text('utf-8')}", encoding="utf-8")
-    code, output = gate(commit)
-    assert code == 0, output
-    assert json.loads((commit.path / "reports/gate.json").read_text("utf-8"))["sides_are_equal"] is True
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_gate_stops_a_slower_script(commit: Clone) -> None:
     train = commit.path / "train.py"
     text = train.read_text("utf-8").replace("time.sleep(", "time.sleep(0.0055 + ")
@@ -645,15 +635,6 @@ def test_the_gate_stops_a_slower_script(commit: Clone) -> None:
     assert (code, "Worse than the base: throughput (baseline)" in output) == (1, True), output
     row = json.loads((commit.path / "reports/gate.json").read_text("utf-8"))["variants"][0]["throughput"]
     assert row["estimate"] == pytest.approx(50 / 55.5, rel=0.03)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_gate_does_not_believe_another_count(commit: Clone) -> None:
-    commit.edit({"script.samples_per_step": 128})
-    code, output = gate(commit)
-    said = "baseline: a step of the base has 64 samples, a step of the head 128 samples, so"
-    assert (code, said in output) == (2, True), output
 
 
 @pytest.mark.slow

@@ -117,16 +117,14 @@ def over(*sessions: Bench) -> dict[str, Compared]:
 
 
 def throughput(compared: Compared) -> Difference:
-    assert compared.throughput
-    return compared.throughput
+    return known(compared.throughput)
 
 
 def test_a_comparison_is_over_the_pair_s_sessions() -> None:
     ratio_of_all = throughput(over(session(1, 1.5), session(2, 1.6), session(3, 1.7))["ddp"])
     assert ratio_of_all.estimate == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3), rel=0.01)
     assert ratio_of_all.session_count == len(ratio_of_all.parts) == 3
-    assert ratio_of_all.high is not None
-    assert ratio_of_all.high > 1.8
+    assert known(ratio_of_all.high) > 1.8
 
 
 def test_the_banner_speaks_if_no_session_is_trusted() -> None:
@@ -235,13 +233,6 @@ def test_rounds_of_a_session_are_pooled_first() -> None:
         (2, 9, ("baseline", "ddp", "memory"))
     ]
     assert pooled.noise_throughput.pairs == 9
-
-
-def test_more_rounds_narrow_their_session_s_ratio() -> None:
-    first, second = (bench_at(time, noise=0.03) for time in ("08:00", "08:30"))
-    others = with_samples(second, lambda arm: arm.samples[::-1])
-    alone, pooled = (throughput(over(*benches)["ddp"]) for benches in ([first], [first, others]))
-    assert pooled.spread < 0.8 * alone.spread
 
 
 def test_a_continued_bench_is_counted_once() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import os
-import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import plans, results, tasks
+from pipeline import plans, tasks
 from pipeline.data.prepared import Dataset, Split, Statistics, read
 from pipeline.distributed import World
 from pipeline.environment import code
@@ -33,18 +29,13 @@ from pipeline.models import ModelError
 from pipeline.params import Augment, Config, Machine, parse
 from pipeline.plans import plan
 from pipeline.profiling import flops
-from pipeline.results import Unit
 from pipeline.tasks import Task, TaskError
 from pipeline.tasks.base import Batch
 from pipeline.tasks.batches import TrainBatches, evaluation_batches
-from pipeline.tools import beforehand
 from pipeline.tools.verification import Verifier
-from pipeline.training import job
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.outcomes import Score
-from tests import chaos, trainings
-from tests.commands import Command
-from tests.conftest import ROOT
+from tests import trainings
 from tests.nets import ALONE, make_plan, stopped, task_of
 from tests.ranks import run_ranks
 from tests.trainings import (
@@ -370,10 +361,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "regression": {"fetch": {"dataset": "arrays", "arrays": "houses.npz"}},
     "my_tasks:Autoencoding": {"fetch": {"dataset": "digits"}, "prepare": {"train_limit": 400, "test_limit": 37}},
 }
-UNITS: dict[str, tuple[Unit, dict[str, str]]] = {
-    "language_model": (Unit(name="tokens", per_sample=16), {"perplexity": "lower is better"}),
-    "regression": (Unit(), {"explained_variance_fraction": "higher is better"}),
-}
 VARIANTS = {"baseline": {}, "stack": {"parallelism": "ddp", "gradient_accumulation": 2, "precision": "bf16"}}
 OF_GPT: dict[str, dict[str, Any]] = {
     "kernel": {"attention": "math"},
@@ -406,49 +393,6 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     variants = VARIANTS | (OF_GPT if name == "language_model" else {})
     sections = {"train": train | own, "publish": {"live": False}, "variants": variants}
     return enter(tmp_path, monkeypatch, JOBS[name] | sections)
-
-
-@pytest.mark.slow
-def test_a_job_of_each_task_writes_its_result(config: Config, capfd: pytest.CaptureFixture[str]) -> None:
-    for variant in VARIANTS:
-        job.run(config, variant, CPU_ONLY, PREPARED)
-        result = results.read(results.result_file(variant), config)
-        assert result.score.name == config.train.metric
-        (run,) = result.runs
-        assert run.test_count == (result.dataset and result.dataset.test_count)
-        assert (result.unit, result.directions) == UNITS.get(config.train.task, (Unit(), {}))
-        assert result.directions.keys() <= run.findings.keys()
-    assert 0 <= run.test_accuracy <= 1
-    if "perplexity" in run.findings:
-        assert run.findings["perplexity"] == pytest.approx(math.exp(run.test_loss or math.nan))
-    beforehand.show_memory(config, CPU_ONLY, ["baseline"], PREPARED)
-    said = capfd.readouterr().out
-    expected = {
-        "token_accuracy": r"token accuracy .* tokens/s, perplexity \d(?s:.*)batch of 16 samples of 16 tokens:",
-        "within_tolerance": r"test score within tolerance .* samples/s, explained variance fraction",
-        "score": r"test score .* samples/s\n",
-    }
-    assert re.search(expected[config.train.metric], said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["my_tasks:Autoencoding"], indirect=True)
-def test_a_killed_job_of_an_own_task_continues(config: Config) -> None:
-    """The job is killed when it would write its third checkpoint."""
-    paths = os.pathsep.join(map(str, (ROOT, Path.cwd())))
-    kill = chaos.Kill("launcher", "pipeline.training.checkpoints.keep", nth=3, rank="0", delay_seconds=0.0)
-    runs = list[results.Run]()
-    for first in (None, functools.partial(chaos.watch, kill), None):
-        command = Command("train", "baseline", variables=os.environ | {"PYTHONPATH": paths}, first=first)
-        output = command.communicate(chaos.JOB_SECONDS)
-        assert command.returncode == (-signal.SIGKILL if first else 0), output
-        if not first:
-            runs += results.read(results.result_file("baseline"), config).runs
-            results.result_file("baseline").unlink()
-    whole, resumed = runs
-    assert (whole.resumes, resumed.resumes) == (0, 1)
-    assert resumed.model_sha256 == whole.model_sha256
-    assert (resumed.test_loss, resumed.test_correct) == (whole.test_loss, whole.test_correct)
 
 
 @pytest.mark.slow

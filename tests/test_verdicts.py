@@ -24,6 +24,7 @@ from tests.factories import (
     CALM,
     TEN_IN_TEN_MINUTES,
     arm_with,
+    known,
     make_accuracy,
     make_arm,
     make_ratio,
@@ -104,13 +105,6 @@ def test_two_processes_may_differ_by_two_heaps() -> None:
     assert verdicts.heap_doubt(THROUGHPUT, two) == 0
 
 
-def test_more_memory_is_worse_and_more_throughput_better() -> None:
-    more, less = [1100.0 * 2**20] * 6, [1000.0 * 2**20] * 6
-    assert ratio_of(more, less, THROUGHPUT).decision == "better"
-    assert ratio_of(more, less, MEMORY).decision == "worse"
-    assert ratio_of(less, more, MEMORY).decision == "better"
-
-
 def test_most_rounds_rejected_is_untrusted() -> None:
     load = {"taken_seconds": 1.0, "due_seconds": 2.0, "share": 0.5, "limit": 0.1}
     bad = [
@@ -140,8 +134,8 @@ def steps_beside(share: float, speed: float, base: float = 0.19, control: float 
 def test_more_time_outside_of_steps_voids_a_speed() -> None:
     stalls = steps_beside(0.6, 990.0)
     assert stalls.decision == "untrusted"
-    assert stalls.why_untrusted
-    assert stalls.why_untrusted.startswith("throughput: 60% of its window is outside of steps, the base's 19%: ")
+    said = "throughput: 60% of its window is outside of steps, the base's 19%: "
+    assert known(stalls.why_untrusted).startswith(said)
     assert steps_beside(0.6, 1500.0).decision == "untrusted"
     assert steps_beside(0.6, 500.0).decision == "worse", "whole time is worse, too"
     assert [steps_beside(share, 1000.0).decision for share in (0.0, 0.19, 0.25, 0.27)] == ["same"] * 3 + ["untrusted"]
@@ -164,9 +158,8 @@ def test_what_no_round_knows_has_no_ratio() -> None:
     diff = ratio_of([None] * 8, [None] * 8, MEMORY)
     assert (diff.estimate, diff.low, diff.high, diff.pairs, diff.rejected) == (None, None, None, 0, 8)
     assert diff.decision == "untrusted"
-    assert diff.why_untrusted is not None
-    assert "peak memory: 8 of 8 rounds" in diff.why_untrusted
-    assert "this machine does not report the figure" in diff.why_untrusted
+    assert "peak memory: 8 of 8 rounds" in known(diff.why_untrusted)
+    assert "this machine does not report the figure" in known(diff.why_untrusted)
     assert ratio_of([], []).why_untrusted == "throughput: no round was measured"
 
 
@@ -188,11 +181,8 @@ STEADY = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8, 100.0, 100.7, 99.3]
 
 def test_a_calm_machine_is_trusted() -> None:
     between = noise(STEADY[::-1], STEADY)
-    assert between.why_untrusted is None
-    assert between.pairs == 10
-    assert between.low is not None
-    assert between.high is not None
-    assert between.low < 1 < between.high
+    assert (between.why_untrusted, between.pairs) == (None, 10)
+    assert known(between.low) < 1 < known(between.high)
     assert noise(STEADY, STEADY).why_untrusted is None  # no difference at all, as in a GPU's memory
 
 
@@ -242,9 +232,8 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
     control: list[Any], baseline: list[Any], why: str, remedy: str
 ) -> None:
     between = noise(control, baseline)
-    assert between.why_untrusted is not None
-    assert why in between.why_untrusted
-    assert between.why_untrusted.endswith(remedy)
+    assert why in known(between.why_untrusted)
+    assert known(between.why_untrusted).endswith(remedy)
     clear = verdicts.ratio(arm_with([20.0] * 10), [arm_with([10.0] * 10)], THROUGHPUT, 0.03, between)
     assert (clear.decision, clear.more_pairs) == ("untrusted", None)
     assert clear.why_untrusted == f"throughput: {between.why_untrusted}"
@@ -339,13 +328,13 @@ def test_rounds_without_a_measurement_of_memory_reject_nothing() -> None:
 
     machine = windows(1000.0, variant="b"), windows(1001.0, variant="b", role="aa_control")
     variant, settings = windows(1500.0, 100.0, variant="v"), Compare(baseline="b")
-    for peaks, known in ((2, False), (3, True), (10, True)):
+    for peaks, is_known in ((2, False), (3, True), (10, True)):
         arms = [first(arm, peaks) for arm in (*machine, variant)]
-        assert sessions.memory_known(arms, settings) is known
-        assert sessions.settled(arms, settings) == ({"v"} if known else set())
+        assert sessions.memory_known(arms, settings) is is_known
+        assert sessions.settled(arms, settings) == ({"v"} if is_known else set())
         noise = verdicts.noise_between(arms[0], arms[1], MEMORY, 0.15, RoundCost("bench.max_minutes", 10, 1.0))
         ratio = verdicts.ratio(arms[2], arms[:2], MEMORY, 0.03, noise)
-        assert (ratio.pairs, ratio.rejected, ratio.low is not None) == (peaks, 0, known)
+        assert (ratio.pairs, ratio.rejected, ratio.low is not None) == (peaks, 0, is_known)
     small = windows(1500.0, 206.5, variant="v")  # on the margin; more rounds would make the interval narrower
     scattered = [
         sample.model_copy(update={"peak_memory_bytes": round((203 + 3 * (number % 3)) * 2**20)})
@@ -369,7 +358,6 @@ def test_an_ablated_variant_is_settled_with_its_techniques(without: float, is_se
 figure = st.floats(10.0, 1000.0)
 rounds = st.lists(st.tuples(figure, figure), min_size=1, max_size=14)
 quantities = st.sampled_from([THROUGHPUT, MEMORY])
-MIRRORED: dict[Decision, Decision] = {"better": "worse", "worse": "better"}
 
 
 def of(drawn: Sequence[tuple[float, float]], quantity: Figure) -> Difference:

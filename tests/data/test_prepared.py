@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import environment
 from pipeline.data import DataError, packing, prepared
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Decoded
@@ -27,8 +24,8 @@ from pipeline.data.prepared import read
 from pipeline.data.sources import fetch
 from pipeline.files import file_sha256
 from pipeline.params import Config, parse
+from tests.commands import printed
 
-ROOT = Path(__file__).parent.parent.parent
 NAMES = ["dataset.json", "test_inputs.npy", "test_targets.npy", "train_inputs.npy", "train_targets.npy"]
 
 
@@ -166,17 +163,6 @@ def test_arrays_are_mapped_and_never_written_back(digits: Path) -> None:
     assert read(digits).train.inputs.float().mean() < 255
 
 
-def test_nothing_is_read_ahead_of_arrays_beyond_memory(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = []
-    for limit in (1 << 40, 150_000):
-        monkeypatch.setattr(environment, "memory_limits", lambda limit=limit: [limit])
-        kept = read(digits)
-        mapped = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
-        flags.append([" rr " in mapping for mapping in mapped if str(digits / "train_inputs.npy") in mapping])
-        del kept
-    assert flags == [[False], [True]], "92,032 bytes are more than half of 150,000; rr means random reads"
-
-
 def test_files_that_disagree_with_the_description_are_refused(digits: Path) -> None:
     images = np.load(digits / "train_inputs.npy")
     for wrong in (images[:-1], images.astype(np.int16), images[:, :, :4], np.asfortranarray(images)):
@@ -229,5 +215,4 @@ def test_neither_fetching_nor_packing_waits_for_torch() -> None:
         "import sys, pipeline.data.sources, pipeline.data.packing, pipeline.data.prepared;"
         "print(sorted({'torch', 'torchvision', 'sklearn', 'mlflow'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(code).strip() == "[]"

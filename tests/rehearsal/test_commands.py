@@ -17,8 +17,9 @@ from pipeline.measurement import energy
 from pipeline.params import Config
 from pipeline.plans import plan
 from pipeline.profiling import steps
-from pipeline.tools import beforehand, inference
+from pipeline.tools import beforehand
 from tests.as_if_cuda import NAME, Gpus, as_if_cuda
+from tests.factories import known
 from tests.rehearsal.jobs import READY_MADE, SETS, furnished, job_of, result_of, train
 from tests.workspaces import PREPARED
 
@@ -41,13 +42,11 @@ def configure(**variants: Any) -> Config:
     return furnished(Path.cwd(), variants=variants, **changes)
 
 
-def check(measured: Measured | None) -> Measured:
-    assert measured is not None
+def check(measured: Measured) -> Measured:
     assert measured.device == NAME
     assert measured.window.measured_steps == STEPS
     assert measured.window.peak_memory_bytes
-    assert measured.flops is not None
-    assert measured.flops.model_per_sample > 0
+    assert known(measured.flops).model_per_sample > 0
     return measured
 
 
@@ -57,7 +56,7 @@ def arm_of(config: Config, name: str) -> Measured:
     arm = _rank_of_arm(config, made, PREPARED, environment.read(), STEPS, True, False)  # memory is measured anyway
     next(arm)
     arm.send(STEPS)
-    measured = check(arm.send(None))
+    measured = check(known(arm.send(None)))
     assert next(arm, None) is None
     return measured
 
@@ -72,9 +71,9 @@ def test_an_arm_is_measured_with_its_ledger(name: str, variant: str) -> None:
     if measured.applied["cuda_graph"] or measured.applied["compile"] in ("reduce-overhead", "max-autotune"):
         assert measured.ledgers is None
     else:
-        assert measured.ledgers is not None
-        assert measured.ledgers.measured.peak_bytes == measured.window.peak_memory_bytes
-        assert (measured.ledgers.predicted is None) is (measured.ledgers.why_not_predicted is not None)
+        ledgers = known(measured.ledgers)
+        assert ledgers.measured.peak_bytes == measured.window.peak_memory_bytes
+        assert (ledgers.predicted is None) is (ledgers.why_not_predicted is not None)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -84,9 +83,8 @@ def test_an_arms_energy_is_its_gpus_power_over_windows(monkeypatch: pytest.Monke
     bench = config.bench.model_copy(update={"energy": True, "max_foreign_load": 1.0, "max_input_wait": 1.0})
     config = config.model_copy(update={"bench": bench})
     window = arm_of(config, "baseline").window
-    assert window.samples_per_second
-    assert window.joules_per_sample
-    assert window.joules_per_sample * window.samples_per_second == pytest.approx(100.0, rel=0.5)  # watts
+    watts = known(window.joules_per_sample) * known(window.samples_per_second)
+    assert watts == pytest.approx(100.0, rel=0.5)
 
 
 @pytest.mark.slow
@@ -99,22 +97,9 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     with forked(_rank_of_arm, arguments, 2, preload=PRELOAD) as ask:
         ask(None)
         ask(STEPS)
-        measured = check(ask(None)[0])
+        measured = check(known(ask(None)[0]))
     assert (measured.backend, measured.world_size) == ("nccl", 2)
     assert measured.ledgers is not None
-
-
-@pytest.mark.rehearsal
-@pytest.mark.usefixtures("gpus")
-def test_a_trained_model_is_measured_in_its_forms() -> None:
-    config, machine = configure(baseline={}), environment.machine()
-    train(config, "baseline", machine)
-    inference.run(config, "baseline", machine, PREPARED)
-    forms = json.loads(results.inference_file("baseline", "json").read_text(encoding="utf-8"))["forms"]
-    on_gpu = {form["name"]: form for form in forms if form["device_type"] == "cuda"}
-    assert {form["name"] for form in forms if form["device_type"] == "cpu"} == set(on_gpu)
-    for name in ("eager", "bf16", "fp16", "exported"):
-        assert on_gpu[name]["measured"], on_gpu[name]["why_not"]
 
 
 @pytest.mark.slow
@@ -135,18 +120,6 @@ def test_memory_is_foreseen_for_every_ready_made_variant(capsys: pytest.CaptureF
     beforehand.show_memory(configure(**variants), environment.machine(), [], PREPARED, memory="80GiB")
     said = capsys.readouterr().out
     assert all(name in said for name in variants)
-
-
-@pytest.mark.usefixtures("here")
-def test_as_many_micro_batches_as_the_memory_asks_for() -> None:
-    peaks = {}
-    for memory_bytes in (1 << 30, 500_000):
-        with as_if_cuda(memory_bytes=memory_bytes) as played:
-            config = configure(tried={"gradient_accumulation": "auto"})
-            train(config, "tried", environment.machine())
-            peaks[result_of(config, "tried").micro_batches or 0] = played.peaks[0]
-    assert min(peaks) == 1
-    assert peaks[1] > 500_000 >= peaks[max(peaks)]
 
 
 def test_gpus_that_throttle_are_refused(gpus: Gpus) -> None:

@@ -6,7 +6,7 @@ from pipeline.report import pictures
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.report.pictures import Scale
 from pipeline.results import HistoryRow
-from tests.factories import make_history, make_results
+from tests.factories import known, make_history, make_results
 from tests.report.conftest import REASON, Made, made
 
 
@@ -58,9 +58,8 @@ def test_every_arm_has_a_whisker_beside_the_margin(
     assert right - throughput.none == pytest.approx(throughput.none - left, abs=0.02)  # the scale is logarithmic
     for row in throughput.rows:
         (mark,) = row.marks
-        assert mark.at
         if mark.low is not None and mark.high is not None:
-            assert 0 <= mark.low <= mark.at <= mark.high <= 100
+            assert 0 <= mark.low <= known(mark.at) <= mark.high <= 100
             inside = left <= mark.low and mark.high <= right
             outside = mark.high < left or mark.low > right
             assert (inside, outside) == (mark.look in ("same", "noise"), mark.look in ("better", "worse"))
@@ -73,14 +72,12 @@ def test_an_unreported_figure_has_no_whisker(silent: Made) -> None:
 
 
 def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
-    drawn = pictures.bars(usual.comparison)
-    assert drawn
+    drawn = known(pictures.bars(usual.comparison))
     assert [variant for variant, _ in drawn.rows] == ["baseline", "ddp", "memory"]
     ledgers = usual.comparison.bench.ledgers
     largest = max(ledger.measured.peak_bytes for ledger in ledgers.values())
     for ledger_of, (_, bars) in zip(ledgers.values(), drawn.rows, strict=True):
-        assert ledger_of.predicted
-        for bar, ledger in zip(bars, (ledger_of.measured, ledger_of.predicted), strict=True):
+        for bar, ledger in zip(bars, (ledger_of.measured, known(ledger_of.predicted)), strict=True):
             ends = [round(segment.left + segment.width, 2) for segment in bar.segments]
             assert [segment.left for segment in bar.segments] == [0, *ends[:-1]]  # no gap, no overlap
             assert ends[-1] == pytest.approx(100 * ledger.peak_bytes / (1.02 * largest), abs=0.01)
@@ -93,18 +90,16 @@ def test_stacked_bars_add_up_to_the_peak(usual: Made) -> None:
 
 
 def test_the_front_goes_through_undominated_variants(usual: Made) -> None:
-    front = pictures.front(usual.comparison)
-    assert front
+    front = known(pictures.front(usual.comparison))
     baseline, ddp, memory = front.points
     assert (baseline.x, baseline.y) == front.baseline
     assert (baseline.across, baseline.along) == (None, None)
     assert ddp.x > baseline.x > memory.x
     assert memory.y > baseline.y > ddp.y  # y grows downwards, so less memory is lower
     for point in (ddp, memory):
-        assert point.across
-        assert point.along
-        assert point.across[0] < point.x < point.across[1]
-        assert point.along[0] > point.y > point.along[1]
+        (left, right), (bottom, top) = known(point.across), known(point.along)
+        assert left < point.x < right
+        assert bottom > point.y > top
     assert [point.on_front for point in front.points] == [variant.on_front for variant in usual.comparison.variants]
     assert front.steps == (  # from the left edge through memory, baseline and ddp to the top
         (0, memory.y, memory.x, memory.y), (memory.x, memory.y, memory.x, baseline.y),
@@ -140,8 +135,7 @@ def test_a_chart_has_a_line_per_seed_and_median(usual: Made) -> None:
     for index in (0, 1):
         assert together[index][0] == sorted(seed[index][0] for seed in seeds)[1], "the time is the seeds' median"
         assert together[index][1] == pytest.approx(sum(seed[index][1] for seed in seeds) / 3, abs=0.01)
-    assert accuracy.target
-    assert accuracy.target.label == "target 85%"
+    assert known(accuracy.target).label == "target 85%"
     assert loss.target is None
 
 

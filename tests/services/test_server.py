@@ -26,6 +26,7 @@ from pipeline.environment import stages
 from pipeline.tracking import stores
 from pipeline.tracking.comparisons import LIVE, PARENT
 from tests.conftest import ROOT, Clone
+from tests.factories import known
 from tests.pages import blocks
 from tests.servers import free_port
 from tests.test_gate import written_gate
@@ -150,8 +151,7 @@ def runs_of(client: MlflowClient) -> list[Run]:
 
 def forget(client: MlflowClient) -> None:
     """Empty the experiment, so that `publish` has everything to do."""
-    experiment = client.get_experiment_by_name(EXPERIMENT)
-    assert experiment
+    experiment = known(client.get_experiment_by_name(EXPERIMENT))
     client.rename_experiment(experiment.experiment_id, f"earlier {experiment.experiment_id}")  # frees the name
     client.delete_experiment(experiment.experiment_id)
 

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ from pipeline.data.prepared import Dataset
 from pipeline.distributed import World
 from pipeline.processes.malloc import keep_freed_memory
 from pipeline.techniques.allocators import ExpandableSegments, ReleaseCache
+from tests.commands import printed
 from tests.nets import ALONE, GPU, make_plan
 from tests.ranks import run_ranks
 from tests.trainings import make_training, weights
@@ -92,7 +90,7 @@ ExpandableSegments.prepare_process()
 kept = torch.ones(2**20, device="cuda")
 assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    printed(program)
 
 
 @pytest.mark.gpu("its allocator's cache")

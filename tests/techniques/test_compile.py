@@ -27,7 +27,6 @@ from tests.nets import ALONE, GPU, LooksAtValues, changed, conv_net, make_plan
 from tests.ranks import run_ranks
 from tests.trainings import TRAIN, make_training, rows_of
 
-ROOT = Path(__file__).parent.parent.parent
 HERE = environment.machine()
 
 builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_cpu_kernels))

@@ -54,20 +54,6 @@ def test_all_ways_to_load_data_give_equal_weights(digits: Dataset) -> None:
     assert len({*first, *second}) == 1
 
 
-def test_loading_resumes_in_the_middle_of_an_epoch(digits: Dataset) -> None:
-    whole = make(digits, ALONE, data_loading="dataloader")  # seeds the generators that all three share
-    whole.advance(60)
-    parted = make(digits, ALONE, data_loading="dataloader")
-    parted.advance(50)
-    state = parted.state()
-    resumed = make(digits, ALONE, data_loading="dataloader")
-    resumed.restore(state)
-    resumed.advance(10)
-    assert weights(resumed) == weights(whole)
-    for training in (whole, parted, resumed):
-        training.batches.close()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 def test_data_loading_overrides_train_placement() -> None:
