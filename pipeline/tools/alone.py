@@ -125,7 +125,7 @@ def _users_of_dvc() -> list[dict[str, Any]]:
     """Return the processes in DVC's lock, each with its "pid" and "cmd"."""
     if not _DVC_LOCK.exists():
         return []
-    held = read_json(_DVC_LOCK)
+    held = {"write": {}, "read": {}} | read_json(_DVC_LOCK)
     return [*held["write"].values(), *itertools.chain(*held["read"].values())]
 
 
