@@ -280,6 +280,16 @@ def test_dvc_s_lock_goes_with_a_holder_elsewhere(holder: dict[str, Any] | None, 
         assert f"process {os.getpid()} (dvc repro) works in this checkout, perhaps on another host" in done.stderr
 
 
+def test_dvc_s_lock_is_read_as_dvc_writes_it() -> None:
+    from dvc.fs import localfs
+    from dvc.rwlock import rwlock
+
+    Path(".dvc/tmp").mkdir(parents=True)
+    with rwlock(".dvc/tmp", localfs, "dvc repro", ["/data"], ["/models"], False):
+        assert alone._users_of_dvc() == 2 * [{"pid": os.getpid(), "cmd": "dvc repro"}]
+    assert alone._users_of_dvc() == []
+
+
 def test_dvc_s_lock_goes_with_its_processes() -> None:
     """SIGTERM ends DVC before it clears its lock, and the next start may be on another host."""
     entry = '{"write": {"/data": {"pid": %d, "cmd": "dvc"}}, "read": {}}'
