@@ -84,13 +84,10 @@ class Wanted:
     """Digest of the report's files, and of the JSON files of profiles and inference."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
-    profiles: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """Variant -> the files of its profile."""
-    inference: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    """Variant -> the files of its inference result: JSON and Markdown."""
-    records: Sequence[Path] = ()
-    """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show whether
-    something was measured anew."""
+    profiles: Mapping[str, Path] = field(default_factory=dict)
+    """Variant -> its profile.json."""
+    inference: Mapping[str, Path] = field(default_factory=dict)
+    """Variant -> the JSON file of its inference."""
     stale: Sequence[str] = ()
     """The files and settings that have changed since comparison.json was made from them."""
     comparison: Comparison | None = None
@@ -99,6 +96,12 @@ class Wanted:
     @property
     def name(self) -> str:
         return f"comparison-{self.key[:8]}"
+
+    @property
+    def records(self) -> list[Path]:
+        """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show
+        whether something was measured anew."""
+        return [*self.profiles.values(), *self.inference.values()]
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
@@ -115,9 +118,11 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     if problems := consistency.broken_links(measured, root, *reports):
         raise ResultError("\n".join(problems))
     children = [child_of(config, root, result, run) for result in measured for run in result.runs]
-    profiles, inference = _profiles(config, root), _inference(config, root)
-    records = [file for files in (*profiles.values(), *inference.values()) for file in files if file.suffix == ".json"]
-    shown = [*report_files(root), *records]
+    directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
+    profiles = _existing({name: directory / "profile.json" for name, directory in directories.items()})
+    folder = root / results.INFERENCE
+    inference = _existing({name: results.inference_file(name, "json", folder) for name in config.infer.variants})
+    shown = [*report_files(root), *profiles.values(), *inference.values()]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
     return Wanted(
@@ -126,7 +131,6 @@ def wanted(config: Config, root: Path) -> Wanted | None:
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
-        records=records,
         stale=stale,
         comparison=None if stale else comparison,
     )
@@ -174,18 +178,5 @@ def context_files(root: Path) -> list[Path]:
     return [file for file in (root / ENVIRONMENT_FILE, root / "params.yaml", root / "dvc.lock") if file.exists()]
 
 
-def _profiles(config: Config, root: Path) -> dict[str, list[Path]]:
-    directories = {name: results.profile_directory(name, root / results.PROFILES) for name in config.profile.variants}
-    return {
-        variant: [file for name in PROFILE if (file := directory / name).exists()]
-        for variant, directory in directories.items()
-        if (directory / "profile.json").exists()
-    }
-
-
-def _inference(config: Config, root: Path) -> dict[str, list[Path]]:
-    files = {
-        variant: [results.inference_file(variant, kind, root / results.INFERENCE) for kind in ("json", "md")]
-        for variant in config.infer.variants
-    }
-    return {variant: pair for variant, pair in files.items() if all(file.exists() for file in pair)}
+def _existing(files: Mapping[str, Path]) -> dict[str, Path]:
+    return {variant: file for variant, file in files.items() if file.exists()}

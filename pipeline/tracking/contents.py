@@ -83,8 +83,7 @@ def parent_tags(config: Config, wanted: Wanted, root: Path) -> dict[str, str]:
     tags |= flatten({"compare": config.compare.model_dump(mode="json")})
     if (note := root / results.REPORTS / "comparison.md").exists():  # MLflow shows it as the run's description
         tags[NOTE] = _cut(read_text(note))
-    for variant, files in wanted.profiles.items():
-        record = next(file for file in files if file.name == "profile.json")
+    for variant, record in wanted.profiles.items():
         findings = results.read_values(record, variant)["findings"]
         tags[f"{FINDING}.{variant}"] = _cut("\n".join(finding["text"] for finding in findings))
     if comparison := wanted.comparison:
@@ -306,9 +305,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
         for name, value in read_json(file).items()
         if isinstance(value, int | float)
     }
-    for variant, measured in (*wanted.profiles.items(), *wanted.inference.items()):
-        for file in (file for file in measured if file.suffix == ".json"):
-            figures |= _figures_of(variant, results.read_values(file, variant))
+    for variant, record in (*wanted.profiles.items(), *wanted.inference.items()):
+        figures |= _figures_of(variant, results.read_values(record, variant))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
 

@@ -14,7 +14,7 @@ from pipeline.params import Config
 from pipeline.processes import importing
 from pipeline.results import DatasetFacts
 from pipeline.tracking import comparisons, contents, stores
-from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, REPORT, RUN, Child, Wanted
+from pipeline.tracking.comparisons import COMPARISON, COMPLETE, LIVE, PARENT, PROFILE, REPORT, RUN, Child, Wanted
 from pipeline.tracking.stores import SQLITE, Store, StoredRun
 
 NO_HARM = (
@@ -187,11 +187,13 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
     folders: dict[str | None, Sequence[Path]] = {
         None: comparisons.report_files(root) + comparisons.context_files(root),
         "results": sorted({child.result_file for child in wanted.children.values()}),
-        **{f"profiles/{variant}": files for variant, files in wanted.profiles.items()},
-        "inference": [file for files in wanted.inference.values() for file in files],
+        **{
+            f"profiles/{name}": [record.with_name(file) for file in PROFILE] for name, record in wanted.profiles.items()
+        },
+        "inference": [file for record in wanted.inference.values() for file in (record, record.with_suffix(".md"))],
     }
     for folder, files in folders.items():
-        for file in files:
+        for file in filter(Path.exists, files):
             store.log_file(run_id, file, folder)
     client.set_terminated(run_id, "FINISHED", ended_ms)
     store.log(run_id, tags={REPORT: wanted.report, COMPLETE: "true"})
