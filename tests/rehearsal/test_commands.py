@@ -64,7 +64,7 @@ def arm_of(config: Config, name: str) -> Measured:
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [pytest.param(*job, marks=() if job[1] in ("stacked", "graphed") else pytest.mark.slow) for job in SINGLE],
+    [pytest.param(*job, marks=() if job[1] in ("stacked", "graphed") else pytest.mark.rehearsal) for job in SINGLE],
 )
 def test_an_arm_is_measured_with_its_ledger(name: str, variant: str) -> None:
     measured = arm_of(configure(**{variant: SETS[name][variant]}), variant)
