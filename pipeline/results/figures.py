@@ -23,8 +23,10 @@ class Figure:
     """One measured number, with its unit, the ways in which it is joined, and its texts in the report."""
 
     field: str
-    """Its key in ``Window`` or ``Run``, in comparison.json, in ``dvc metrics`` and in MLflow."""
+    """Its key in ``Window`` or ``Run``, in comparison.json, in ``dvc metrics`` and in MLflow. What a window measures
+    must not have the name of a field that only ``Run`` has."""
     noun: str
+    """Its name in sentences, such as "0.90 times the throughput"."""
     unit: Literal["samples/s", "bytes", "J", "FLOP/s", "s", "ms", "fraction", "count"]
     heading: str
     """The heading of its column. Figures with equal headings share a column."""
@@ -41,12 +43,14 @@ class Figure:
     over_seeds: Literal["median", "largest", "first"] | None = None
     """How the seeds' runs are joined; "first": only the first seed starts cold. None if runs are not summarised."""
     family: str = ""
-    """The compared figure (its ``margin``) with which this figure is rejected and untrusted; "": it is always shown."""
+    """The compared figure (its ``margin``) with which this figure is rejected and untrusted; for a compared figure its
+    own ``margin``. "": it is always shown."""
     optional: bool = False
-    """True if the figure is left out of tables, metrics and MLflow while no sample has it."""
+    """True if the figure is left out of tables, metrics and MLflow while no sample has it, and always of the gate."""
     margin: str = ""
     """For a compared figure: the key of its margin in ``compare.margins``, which also names its difference in the
-    records. Without such a setting, the figure is compared, but no verdict uses it. "": not compared."""
+    records; ``margin_in`` gives its value. If that is null, the figure is compared, but no verdict and no gate uses it.
+    "": not compared."""
     metric: str = ""
     """For a compared figure: the beginning of its ratio's names in ``dvc metrics``."""
     word: str = ""
