@@ -52,6 +52,7 @@ def judge(
     if accuracy:
         outcomes["accuracy"] = accuracy.outcomes()
     own = table.own.rounds(column(result.variant))
+    # The machine's noise is told once, among the reasons that all variants share.
     of_machine = [
         quantity
         for quantity, ratio in ratios.items()
