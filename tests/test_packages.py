@@ -34,6 +34,7 @@ TINY = {
     "bench": {"max_rounds": 1, "window_seconds": 0.05, "max_foreign_load": 1.0, "max_input_wait": 1.0},
     "profile": {"variants": []},
     "compare": {"max_spread": 1000.0},
+    "gate": {"accuracy": False},
     "publish": {"live": False},
     "variants": {"baseline": {}},
 }
@@ -128,6 +129,10 @@ def test_a_repository_measures_its_own_model(installed: str, tmp_path: Path) -> 
     inside.run("dvc", "repro", PYTHONPATH=installed)
     result = json.loads((folder / "results/baseline.json").read_text(encoding="utf-8"))
     assert result["runs"][0]["test_accuracy"] > 0.5
+    repository.commit()
     nets = repository.path / "models/nets.py"
     nets.write_text(NET.replace("Flatten()", "Flatten(), nn.Identity()"), "utf-8")
     assert "Running stage 'train@baseline'" in inside.run("dvc", "repro", "train@baseline", PYTHONPATH=installed)
+    values["bench"]["max_rounds"] = 6
+    (folder / "params.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    inside.run("sh", "-c", f"{' '.join(python)} gate --against HEAD; test -s reports/gate.json", PYTHONPATH=installed)
