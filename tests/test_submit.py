@@ -255,6 +255,10 @@ def test_the_lock_lasts_as_long_as_the_command() -> None:
     assert not alone.LOCK.exists()
 
 
+def test_a_job_inside_a_job_leaves_the_lock() -> None:
+    assert here(f"{sys.executable} -m pipeline submit here -- true && test -e {alone.LOCK}").returncode == 0
+
+
 def test_a_signal_is_left_to_the_command() -> None:
     command = [sys.executable, "-m", "pipeline", "submit", "here", "--", "bash", "-c", "touch ready; sleep 1; exit 6"]
     process = subprocess.Popen(command)

@@ -87,7 +87,9 @@ def run(command: Sequence[str]) -> int:
 
 def check() -> None:
     """Raise PipelineError if another job works in this checkout, or may do so."""
-    if _ALONE not in os.environ and LOCK.exists() and not _has_ended(holder := read_json(LOCK)):
+    with suppress(FileNotFoundError):  # there is no holder, or it has just ended
+        if _ALONE in os.environ or _has_ended(holder := read_json(LOCK)):
+            return
         who = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
         raise PipelineError(
             f"{who} on {holder['host']} works in this checkout: wait for its end, or use another clone; if it has "
@@ -99,6 +101,9 @@ def check() -> None:
 def _lock() -> Iterator[None]:
     """Hold the lock during the block. DVC's lock is removed if its process ids mean nothing: after the end of a holder
     on another host or boot, and at this holder's end, if these processes have ended."""
+    if _ALONE in os.environ:
+        yield
+        return
     JOBS.mkdir(parents=True, exist_ok=True)
     with LOCK.with_suffix(".lock").open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)  # so that of two who find the lock of an ended job, one takes it
