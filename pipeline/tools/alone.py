@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,10 +76,9 @@ def run(command: Sequence[str]) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        try:
-            code = subprocess.Popen(command, env=os.environ | {_ALONE: "1"}).wait()
-        except FileNotFoundError:
-            raise PipelineError(f"there is no command {command[0]!r} on {socket.gethostname()}.") from None
+        if shutil.which(command[0]) is None:
+            raise PipelineError(f"there is no command {command[0]!r} on {socket.gethostname()}.")
+        code = subprocess.Popen(command, env=os.environ | {_ALONE: "1"}).wait()
         with suppress(ChildProcessError):
             while True:
                 os.wait()

@@ -69,8 +69,7 @@ def _job_name(command: Sequence[str], length: int = 40) -> str:
     """Return a job's name, from the command and the commit: "dvc-repro-1a2b3c4d5e-9f3a". "+": files were changed."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(command)).strip("-")[:length]
     commit = environment.checked_out() or "no-commit"
-    changed = "+" if commit.endswith("+") else ""
-    return f"{words}-{commit.rstrip('+')[:10]}{changed}-{json_sha256([*command])[:4]}"
+    return f"{words}-{commit[:10]}{'+' * commit.endswith('+')}-{json_sha256([*command])[:4]}"
 
 
 def _submitted(script: str) -> str:
@@ -103,11 +102,10 @@ def _followed(job: str, log: Path, code: Path) -> int:
     while code not in code.parent.iterdir() and time.monotonic() < until:  # a listing makes NFS look anew
         time.sleep(min(POLL_SECONDS, 1.0))
     _printed(log, place, to_the_end=True)
-    try:
+    with suppress(OSError, ValueError):
         return int(code.read_text(encoding="ascii")) or int(not succeeded)
-    except (OSError, ValueError):
-        say(f"error: {shown}; it left no exit code.", file=sys.stderr)
-        return 1
+    say(f"error: {shown}; it left no exit code.", file=sys.stderr)
+    return 1
 
 
 def _printed(log: Path, place: int, *, to_the_end: bool = False) -> int:
