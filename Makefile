@@ -7,7 +7,7 @@ BIN := .venv/bin
 # dvc.yaml calls `python`, which must be the one of .venv.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro again test test-all test-failed rehearse coverage fuzz chaos lint docs ui bench peers gpu-check slurm-check packages image image-check docker-check services-check lock clean
+.PHONY: repro again test test-all test-failed rehearse coverage fuzz chaos lint docs ui bench peers gpu-check hosts-check slurm-check packages image image-check docker-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -82,6 +82,9 @@ peers: .peers/installed  # compares the pipeline with other people's loops; adds
 
 gpu-check: .venv/installed-dev  # accepts a new GPU machine, or refuses it; writes gpu-check.md
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+hosts-check: .venv/installed-dev  # trains over two network namespaces as two hosts, and cuts their link; needs root: tests/hosts_check.py
+	$(BIN)/python -m tests.hosts_check
 
 slurm-check: .venv/installed-dev  # submits jobs to a real Slurm, started here for the check; needs root: tests/slurm/check
 	tests/slurm/check

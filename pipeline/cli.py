@@ -36,7 +36,7 @@ COMMANDS = (
     *("init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
-STARTED_BY_OTHERS = ("follow", "arms")
+STARTED_BY_OTHERS = ("follow", "arms", "host")
 """Commands that other commands start, and that ``--help`` does not list."""
 
 
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _environment(_: argparse.Namespace) -> None:
     """Check params.yaml against this machine and write environment.json."""
-    from pipeline import environment, params, plans
+    from pipeline import environment, hosts, params, plans
     from pipeline.environment import stages
     from pipeline.tools import alone
 
@@ -202,10 +202,13 @@ def _environment(_: argparse.Namespace) -> None:
     if config.script:
         _check_nothing_is_lost()
     params.check_names(config.train, config.variants)
-    made = plans.plans(config, environment.machine())
+    made = plans.plans(config, environment.machine(None if config.script else config.launch))
     seen = _script_seen(config, before)
     described = stages.described(config, made, script=seen) | ({"script": seen} if seen else {})
-    written = environment.write(relied_on=plans.relied_on(config), described=described)
+    links = hosts.links()  # hosts that differ are refused here, before anything runs
+    written = environment.write(relied_on=plans.relied_on(config), described=described, links=links)
+    if links:
+        say(f"environment: {len(links)} hosts: {', '.join(hosts.names())}")
     say(f"environment {written[:12]}")
     for path in environment.changed_since(before):
         say(f"environment: changed since the last time: {path}")
@@ -235,7 +238,8 @@ def _ready() -> tuple[Config, Machine]:
     """
     from pipeline import environment, params
 
-    config, machine = params.load(), environment.machine()
+    config = params.load()
+    machine = environment.machine(config.launch)
     if not environment.ENVIRONMENT_FILE.exists() and processes.launched_size() is None:
         _environment(argparse.Namespace())
     return config, machine
@@ -368,7 +372,8 @@ def _arms(_: argparse.Namespace) -> Callable[[], object]:
     """Measure variants on request. Started by bench and gate."""
     from pipeline import environment, params
 
-    config, machine = params.load(), environment.machine()
+    config = params.load()
+    machine = environment.machine(config.launch)
     if config.script:
         return _arms_of_script(config)
     from pipeline.benchmark import arm
@@ -380,6 +385,13 @@ def _arms_of_script(config: Config) -> Callable[[], object]:
     from pipeline.script import serving
 
     return partial(serving.serve, config)
+
+
+def _host(_: argparse.Namespace) -> Callable[[], object]:
+    """Run ranks on this host. Started by a command on another host."""
+    from pipeline import hosts
+
+    return hosts.serve
 
 
 def _profile(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -442,14 +454,16 @@ def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline import environment, params
     from pipeline.tools import beforehand
 
-    return partial(beforehand.show_plan, params.load(), parsed.variant, environment.machine(), PREPARED)
+    config = params.load()
+    return partial(beforehand.show_plan, config, parsed.variant, environment.machine(config.launch), PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
     """Predict the peak memory of variants without running them."""
     from pipeline import environment, params
 
-    config, machine = params.load(), environment.machine()
+    config = params.load()
+    machine = environment.machine(config.launch)
     from pipeline.tools import beforehand
 
     asked = {"memory": parsed.memory, "device": parsed.device}
@@ -463,7 +477,8 @@ def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
     """
     from pipeline import environment, params
 
-    config, machine = params.load(), environment.machine()
+    config = params.load()
+    machine = environment.machine(config.launch)
     from pipeline.tools import verification
 
     return partial(verification.run, config, machine, parsed.variants, PREPARED, as_json=parsed.json)

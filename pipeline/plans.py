@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +15,9 @@ from pipeline.params.variants import ONE_BATCH, PARALLELISMS
 MICRO_BATCHES_A_STAGE = 4
 """Default number of micro-batches per pipeline stage. With four, stages are seldom idle. Source: Huang et al., "GPipe:
 Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3."""
+
+
+_WITHIN_A_HOST = "a model that is divided stays on one host, unless replicas is a multiple of the number of hosts"
 
 
 class WhyNot(NamedTuple):
@@ -43,13 +47,15 @@ class Plan(BaseModel):
     requested: Variant
     applied: Variant
     skipped: dict[str, str]
-    """Technique that is skipped, or GPUs that stay unused ("GPU" or "1 of 3 GPUs") -> the reason. Empty if everything
-    requested is applied."""
+    """Technique that is skipped, or GPUs or hosts that stay unused ("GPU" or "1 of 3 GPUs") -> the reason. Empty if
+    everything requested is applied."""
     decided: dict[str, str] = {}
     """Technique -> its automatic choice on this machine, and the reason. The key ``deterministic`` holds the reason why
     a deterministic run is impossible."""
     device: Literal["cpu", "cuda"]
     processes: int
+    hosts: int = 1
+    """Number of hosts among which the processes are divided equally."""
     model_processes: int = 1
     """Number of processes that hold one model together and take the same samples, with pipeline or tensor parallelism;
     otherwise 1."""
@@ -108,11 +114,16 @@ def plan(
     skipped: dict[str, str] = {}
     if train.device == "auto" and machine.why_no_gpu:
         skipped["GPU"] = machine.why_no_gpu
-    if on_gpu and launched is None and requested.parallelism in PARALLELISMS and requested.processes == "auto":
-        available = machine.gpus
-        processes, why_fewer = _most_processes(requested, processes, train.batch_size, micro_batches, why_not_held_by)
+    automatic = launched is None and requested.parallelism in PARALLELISMS and requested.processes == "auto"
+    if automatic and on_gpu:
+        available = machine.hosts * machine.gpus
+        numbers = _numbers_on_gpus(requested, machine)
+        processes, why_fewer = _most_processes(requested, numbers, train.batch_size, micro_batches, why_not_held_by)
         if processes < available:
             skipped[f"{available - processes} of {available} GPUs"] = why_fewer
+    hosts = 1 if launched else _hosts(requested, machine, on_gpu, processes) or 1
+    if automatic and not on_gpu and hosts < machine.hosts:
+        skipped[f"{machine.hosts - hosts} of {machine.hosts} hosts"] = _WITHIN_A_HOST
     devices_per_process = machine.gpus if requested.parallelism == "data_parallel" and on_gpu else 1
     without = _alone(requested, processes, on_gpu and devices_per_process == 1)
     without |= _emulated(requested, machine, train, on_gpu, where)
@@ -149,6 +160,7 @@ def plan(
         skipped=skipped,
         device="cuda" if on_gpu else "cpu",
         processes=processes,
+        hosts=hosts,
         model_processes=model_processes,
         devices_per_process=devices_per_process,
         scale=scale,
@@ -161,16 +173,19 @@ def plan(
 
 
 def _most_processes(
-    requested: Variant, processes: int, batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
+    requested: Variant, numbers: Sequence[int], batch_size: int, micro_batches: int, why_not_held_by: WhyNotHeldBy
 ) -> tuple[int, str]:
-    """Return the largest number of processes, up to ``processes``, that can run the variant, and why more processes
+    """Return the first of the ``numbers`` of processes, which fall, that can run the variant, and why more processes
     cannot. If no number can, return the smallest possible number; later checks of the plan report the problem."""
     why_fewer = f"each of the {requested.replicas} replicas must have the same number of GPUs"
+    if requested.replicas == 1:
+        why_fewer = _WITHIN_A_HOST
     fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
-    while why_not := _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by):
-        if processes - requested.replicas < fewest:
+    for processes, fewer in pairwise([*numbers, 0]):
+        why_not = _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by)
+        if why_not is None or fewer < fewest:
             break
-        processes, why_fewer = processes - requested.replicas, why_not.reason
+        why_fewer = why_not.reason
     return processes, why_fewer
 
 
@@ -252,14 +267,16 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
     elif variant.parallelism not in PARALLELISMS:
         processes = 1
     elif variant.processes == "auto":
-        equal = machine.gpus // variant.replicas * variant.replicas
-        processes = (equal or machine.gpus) if on_gpu else 2 * variant.replicas
+        on_cpus = variant.replicas * max(2, machine.hosts * (variant.parallelism not in ONE_BATCH))
+        processes = _numbers_on_gpus(variant, machine)[0] if on_gpu else on_cpus
     else:
         processes = variant.processes
-        if on_gpu and processes > machine.gpus:
+        if on_gpu and not _hosts(variant, machine, on_gpu, processes):
+            has = f"each of the {machine.hosts} hosts" if machine.hosts > 1 else "this machine"
+            more = f", an equal number on each of at most {machine.hosts} hosts" if machine.hosts > 1 else ""
             raise ConfigError(
-                f"{where}.processes: found {processes}, but this machine has {count(machine.gpus, 'GPU')}; "
-                f"allowed: 1 to {machine.gpus}, or 'auto'."
+                f"{where}.processes: found {processes}, but {has} has {count(machine.gpus, 'GPU')}; "
+                f"allowed: 1 to {machine.gpus}{more}, or 'auto'."
             )
     fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
     if variant.replicas not in fitting:
@@ -268,6 +285,25 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
             f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
         )
     return processes
+
+
+def _numbers_on_gpus(variant: Variant, machine: Machine) -> list[int]:
+    """Return the numbers of processes that use each GPU at most once, each replica on equally many; the largest first.
+    If no number can, return the number of GPUs; later checks of the plan report the problem."""
+    numbers = range(machine.hosts * machine.gpus, 0, -1)
+    fitting = (number for number in numbers if number % variant.replicas == 0)
+    return [number for number in fitting if _hosts(variant, machine, True, number)] or [machine.gpus]
+
+
+def _hosts(variant: Variant, machine: Machine, on_gpu: bool, processes: int) -> int | None:
+    """Return the number of hosts among which ``processes`` are divided equally: on GPUs, the fewest that have enough;
+    on CPUs, all hosts or one. None if they have not enough GPUs."""
+    numbers = [number for number in range(1, machine.hosts + 1) if processes % number == 0]
+    if variant.parallelism in ONE_BATCH:
+        numbers = [number for number in numbers if variant.replicas % number == 0]
+    if on_gpu:
+        return next((number for number in numbers if processes <= number * machine.gpus), None)
+    return machine.hosts if machine.hosts in numbers else 1
 
 
 def _why_not_among(

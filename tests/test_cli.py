@@ -45,7 +45,7 @@ def test_an_error_shows_no_secret_of_an_address(checkout: Path, capsys: pytest.C
 def test_environment_writes_the_fingerprint(
     checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
+    monkeypatch.setattr(environment, "machine", lambda *_: CPU_ONLY)
     assert cli.main(["environment"]) == 0
     assert (checkout / "environment.json").exists()
     out = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_environment_prints_what_changed(checkout: Path, capsys: pytest.CaptureF
 
 def test_environment_notices_versions_relied_on(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = CPU_ONLY.model_copy(update={"installed": frozenset({"bitsandbytes"})})
-    monkeypatch.setattr(environment, "machine", lambda: machine)
+    monkeypatch.setattr(environment, "machine", lambda *_: machine)
     params = {
         "train": {"optimizer": "adamw"},
         "infer": {"forms": ["bf16", "compiled", "int8"]},

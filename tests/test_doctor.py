@@ -88,7 +88,7 @@ BF16 = {"baseline": {"precision": "bf16"}}
 def test_the_variants_of_params_yaml(
     variants: dict[str, Any] | None, machine: Machine, said: str, monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
-    monkeypatch.setattr(environment, "machine", lambda: machine)
+    monkeypatch.setattr(environment, "machine", lambda *_: machine)
     if variants is not None:
         job(variants)
     printed = report("params.yaml")
@@ -235,7 +235,7 @@ def test_the_machine(
     usage = SimpleNamespace(total=1000 * 2**30, free=int(facts["disk"] * 2**30))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(environment, "cores", lambda: facts["cores"])
-    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
+    monkeypatch.setattr(environment, "machine", lambda *_: CPU_ONLY)
     monkeypatch.setattr(environment, "memory_limits", lambda: [int(facts["limit"] * 2**30)])
     monkeypatch.setattr(psutil, "getloadavg", lambda: (facts["load"], 0.0, 0.0))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))

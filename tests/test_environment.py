@@ -154,7 +154,7 @@ def test_of_secrets_only_names_are_recorded(tmp_path: Path, monkeypatch: pytest.
     ("name", "value"),
     [
         ("OMP_PLACES", "{0:4},{4:4}"),
-        ("NCCL_SOCKET_IFNAME", "^docker0,lo"),
+        ("NCCL_IB_HCA", "^mlx5_3,mlx5_5"),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native,garbage_collection_threshold:0.6,expandable_segments:True"),
         ("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
         ("NCCL_SOMETHING_NEW", "64K"),

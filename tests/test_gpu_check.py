@@ -63,7 +63,7 @@ def test_the_copy_is_a_repository_of_its_own(tmp_path: Path) -> None:
 def test_the_check_refuses_a_machine_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "machine", lambda: CPU_ONLY)
+    monkeypatch.setattr(environment, "machine", lambda *_: CPU_ONLY)
     assert gpu_check.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no GPU" in line

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.params import Machine
 from tests.factories import planned
 
@@ -66,6 +67,39 @@ def test_what_a_variant_becomes(count: int, tried: dict[str, Any], shape: tuple[
         assert made.devices_per_process == count
     if made.applied.parallelism == "pipeline":
         assert made.applied.gradient_accumulation == made.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("count", "hosts", "tried", "shape", "skipped"),
+    [
+        # GPUs of each host, hosts, variant, (processes, hosts, processes per model), skipped
+        (4, 2, {}, (1, 1, 1), []),
+        (4, 2, DDP, (8, 2, 1), []),
+        (4, 3, DDP, (8, 2, 1), ["4 of 12 GPUs"]),  # twelve, and nine on three hosts, cannot share 256 samples
+        (4, 2, DDP | {"processes": 4}, (4, 1, 1), []),
+        (4, 2, DDP | {"processes": 8}, (8, 2, 1), []),
+        (4, 2, TENSOR, (4, 1, 4), ["4 of 8 GPUs"]),
+        (4, 2, TENSOR | {"replicas": 2}, (8, 2, 4), []),
+        (0, 2, DDP, (2, 2, 1), []),
+        (0, 4, DDP, (4, 4, 1), []),
+        (0, 2, DDP | {"processes": 1}, (1, 1, 1), ["ddp"]),
+        (0, 2, FSDP | {"replicas": 2}, (4, 2, 1), []),
+        (0, 2, STAGES, (2, 1, 2), ["1 of 2 hosts"]),
+        (0, 2, STAGES | {"replicas": 2}, (4, 2, 2), []),
+    ],
+)
+def test_processes_are_divided_among_hosts(
+    count: int, hosts: int, tried: dict[str, Any], shape: tuple[int, ...], skipped: list[str]
+) -> None:
+    made = planned(gpus(count).model_copy(update={"hosts": hosts}), tried)
+    assert (made.processes, made.hosts, made.model_processes) == shape
+    assert sorted(made.skipped) == skipped
+
+
+def test_processes_that_hosts_cannot_share_are_refused() -> None:
+    two = gpus(4).model_copy(update={"hosts": 2})
+    with pytest.raises(ConfigError, match="found 7, but each of the 2 hosts has 4 GPUs; allowed: 1 to 4, an equal"):
+        planned(two, DDP | {"processes": 7})
 
 
 @pytest.mark.parametrize(

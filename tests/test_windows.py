@@ -230,6 +230,17 @@ def test_processes_of_one_cpu_share_its_memory() -> None:
     assert (sample.peak_memory_bytes, sample.peak_memory_rank_bytes) == (208 * MIB, (108 * MIB, 100 * MIB))
 
 
+def test_the_memory_of_the_fullest_host_counts() -> None:
+    ranks = [rank([0.1] * 4, peak=peak * MIB) for peak in (60, 60, 70, 40)]
+    assert window(*ranks, hosts=("one", "one", "two", "two")).peak_memory_bytes == 120 * MIB
+
+
+def test_a_rejection_names_its_host() -> None:
+    seen = rejection("energy_stands")
+    sample = window(rank([0.1] * 4), rank([0.1] * 4), seen=[seen], hosts=("one", "two"))
+    assert [found.happened for found in sample.rejections] == [f"rank 0 on one: {seen.happened}"]
+
+
 def test_input_and_memory_are_the_largest_rank_s() -> None:
     sample = window(
         rank([0.1] * 4, wait=0.1, peak=300 * MIB, retries=0), rank([0.2] * 4, wait=0.04, peak=200 * MIB, retries=0)

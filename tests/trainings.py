@@ -23,7 +23,7 @@ from pipeline.results.rejections import Rejection
 from pipeline.tasks.batches import Placement, TrainBatches
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
-from pipeline.training.measured import of_rank, window_of
+from pipeline.training.measured import OfRank, of_rank, window_of
 from pipeline.training.outcomes import DeviceLosses, NonFiniteLoss
 from tests.nets import ALONE, batches_of, conv_net, make_plan, task_of, training_of
 from tests.pages import ROOT, blocks
@@ -149,18 +149,23 @@ def window(
     batch_size: int = 256,
     max_input_wait: float | None = None,
     placement: str = "resident",
+    hosts: Sequence[str] = (),
 ) -> Window:
-    """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none."""
+    """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none.
+    ``hosts``: the host of each rank; empty if all are on one host."""
+    hosts = hosts or [""] * len(ranks)
 
     def of(clock: Clock, memory: Memory) -> Any:
-        return of_rank(clock, memory, batch_size), len(clock.step_seconds), clock.measured_seconds, []
+        figures = of_rank(clock, memory, batch_size)
+        return OfRank(figures, len(clock.step_seconds), clock.measured_seconds, [], hosts[0])
 
-    others = [of(*measurement) for measurement in ranks[1:]]
+    others = [of(*measurement)._replace(host=host) for measurement, host in zip(ranks[1:], hosts[1:], strict=True)]
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
         memory=ranks[0][1],
         detectors=[SimpleNamespace(rejections=lambda: list(seen))],
-        world=SimpleNamespace(gather=lambda mine: [mine, *others]),
+        world=SimpleNamespace(gather=lambda mine: [mine, *others], host=hosts[0]),
+        plan=SimpleNamespace(hosts=len(set(hosts))),
         train=SimpleNamespace(warmup_steps=10, batch_size=batch_size),
         batches=SimpleNamespace(placement=placement),
         work=lambda: None,

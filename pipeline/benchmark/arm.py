@@ -82,7 +82,8 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         made = Plan.model_validate(plan)
         arguments = (config, made, prepared, environment.read(), steps, ledgers, memory)
         with ExitStack() as processes:
-            ask = processes.enter_context(forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD))
+            ranks = forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD, on_hosts=made.hosts)
+            ask = processes.enter_context(ranks)
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())
         return {}
@@ -163,7 +164,7 @@ def _rank_of_arm(
         active_detectors = detectors(
             devices,
             root_pid=os.getppid(),
-            max_foreign_load=config.bench.max_foreign_load if world.is_main else None,
+            max_foreign_load=config.bench.max_foreign_load if world.local_rank == 0 else None,
         )
         with replace(assembly, plan=plan).training(seed, steady=True) as training:
             peaks = None
@@ -200,7 +201,9 @@ def _rank_of_arm(
                 window = window.model_copy(update={MEMORY.field: None, "peak_memory_rank_bytes": ()})
             if config.bench.energy and not window.rejections:  # equal on all ranks, so either all ranks gather or none
                 samples = window.measured_steps * training.train.batch_size
-                window = window.model_copy(update=per_sample(world.gather(training.energy.read()), samples))
+                joules, why_unknown = training.energy.read()
+                of_host = {f"{world.host}: {counter}": read for counter, read in joules.items()}
+                window = window.model_copy(update=per_sample(world.gather((of_host, why_unknown)), samples))
             device_name = device_name_of(world, fingerprint)
             made = _ledgers(training, window, peaks) if ledgers else None
             flops = _flops(training, device_name) if ledgers else None

@@ -179,7 +179,7 @@ def heap_share(arm: Arm) -> float:
     on a GPU, or if no peak is known."""
     peaks = [peak for peak in MEMORY.known(arm.samples) if peak]
     on_gpu = any(sample.peak_reserved_bytes is not None for sample in arm.samples)
-    return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / statistics.median(peaks)
+    return 0.0 if on_gpu or not peaks else HEAP_BYTES * arm.world_size / arm.hosts / statistics.median(peaks)
 
 
 def unmeasurable(arms: Sequence[Arm], quantity: Figure) -> bool:

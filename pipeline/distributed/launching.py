@@ -1,4 +1,4 @@
-"""Starts processes that train together on this host: ``launch`` waits for their end, ``forked`` sends them requests.
+"""Starts processes that train together: ``launch`` waits for their end, ``forked`` sends them requests.
 
 SIGINT and SIGTERM make all ranks of a training end after the same step (``Interruption``).
 """
@@ -11,18 +11,19 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from pipeline import hosts
 from pipeline.distributed.worlds import STORE, World
 from pipeline.errors import PipelineError, said
 from pipeline.processes import end_with_parent, launched_size
@@ -36,41 +37,43 @@ DEATH_SECONDS = 0.5
 """How long to wait for more failures after the first failure. If a rank dies, another rank may report its lost
 connection before the launcher notices the death."""
 
+DEATH_ELSEWHERE_SECONDS = 5.0
+"""The same if ranks are on several hosts: a prefix such as srun's takes a moment to report that a helper has ended."""
+
 
 class WorkerError(PipelineError):
     """A worker process failed. The message names the first rank that died, or, if none died, the first that failed."""
 
 
-def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
-    """Run ``worker(*arguments)`` in ``processes`` processes of this host. Return when all processes have ended.
+def launch(worker: Callable[..., None], arguments: tuple[Any, ...], processes: int, on_hosts: int = 1) -> None:
+    """Run ``worker(*arguments)`` in ``processes`` processes. Return when all processes have ended.
 
     With one process, or in a process that a launcher started, ``worker`` runs in this process. Otherwise ``forked``
-    starts the processes. The first SIGINT or SIGTERM is passed on to the processes. When they have ended, this process
-    exits with the code that shells use for the signal (130 or 143, by SystemExit). A second signal kills the processes.
-    Processes that still run ``PATIENCE_SECONDS`` after the first signal are killed too. Works only in the main thread.
-    If a rank fails, the other ranks are killed, and WorkerError is raised.
+    starts the processes, on ``on_hosts`` hosts. The first SIGINT or SIGTERM is passed on to the processes. When they
+    have ended, this process exits with the code that shells use for the signal (130 or 143, by SystemExit). A second
+    signal kills the processes. Processes that still run ``PATIENCE_SECONDS`` after the first signal are killed too.
+    Works only in the main thread. If a rank fails, the other ranks are killed, and WorkerError is raised.
     """
     if processes == 1 or launched_size() is not None:
         worker(*arguments)
         return
-    with (
-        forked(_launched, (worker, arguments), processes, preload=[worker.__module__]) as ask,
-        _passed_on_to(ask(None)) as heard,
-    ):
-        try:
-            code = max(ask(None))
-        except WorkerError:
-            if heard:  # the signal ended a rank before the rank could handle signals
-                sys.exit(128 + heard[0])
-            raise
+    with forked(_launched, (worker, arguments), processes, preload=[worker.__module__], on_hosts=on_hosts) as ask:
+        ask(None)
+        with _passed_on_to(ask) as heard:
+            try:
+                code = max(ask(None))
+            except WorkerError:
+                if heard:  # the signal ended a rank before the rank could handle signals
+                    sys.exit(128 + heard[0])
+                raise
     if heard or code:
         sys.exit(128 + heard[0] if heard else code)
 
 
 def _launched(worker: Callable[..., None], arguments: tuple[Any, ...]) -> Generator[int, None, None]:
-    """Yield this process's id, then run ``worker`` and yield its exit code: 0 unless a signal ended it."""
+    """Yield 0 when signals may come, then run ``worker`` and yield its exit code: 0 unless a signal ended it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    yield os.getpid()
+    yield 0
     code = 0
     try:
         worker(*arguments)
@@ -82,8 +85,8 @@ def _launched(worker: Callable[..., None], arguments: tuple[Any, ...]) -> Genera
 
 
 @contextmanager
-def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
-    """While the block runs, pass on the first SIGINT or SIGTERM to ``pids``; yield the list of signals received."""
+def _passed_on_to(ranks: Ranks) -> Iterator[list[int]]:
+    """While the block runs, pass on the first SIGINT or SIGTERM to ``ranks``; yield the list of signals received."""
     heard: list[int] = []
 
     def hear(number: int, _: FrameType | None) -> None:
@@ -91,9 +94,7 @@ def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
         if len(heard) > 1:  # a second signal, or the alarm
             sys.exit(128 + heard[0])
         signal.alarm(PATIENCE_SECONDS)
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        ranks.signal(number)
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
@@ -104,6 +105,60 @@ def _passed_on_to(pids: Sequence[int]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+class Ranks:
+    """The ranks that ``forked`` started. Calling it sends a request to all of them, and returns their answers in rank
+    order."""
+
+    def __init__(self, host_names: Sequence[str] = ()) -> None:
+        self._host_names = host_names
+        """The host's name of each rank; empty if all are on this host."""
+        self.ranks: list[tuple[Any, Any]] = []
+        """The process of each rank, and the connection to it."""
+
+    def __call__(self, request: Any) -> list[Any]:
+        values: dict[int, Any] = {}
+        failures: list[tuple[bool, str]] = []
+        with suppress(BrokenPipeError):  # the rank is dead; its missing answer is noticed below
+            for _, pipe in self.ranks:
+                pipe.send(request)
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self.ranks)}
+        death_seconds = DEATH_ELSEWHERE_SECONDS if self._host_names else DEATH_SECONDS
+        while waiting and (ready := wait(list(waiting), death_seconds if failures else None)):
+            for pipe in cast("list[Connection]", ready):
+                rank, died = waiting.pop(pipe), False
+                try:
+                    values[rank], failure = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    failure, died = _end_of(self.ranks[rank][0]), True
+                if failure:
+                    place = f" on {self._host_names[rank]}" if self._host_names else ""
+                    failures.append((not died, f"rank {rank}{place}: {failure}"))
+        if failures:
+            raise WorkerError(min(failures, key=lambda failure: failure[0])[1])
+        return [values[rank] for rank in range(len(self.ranks))]
+
+    def signal(self, number: int) -> None:
+        """Send the signal ``number`` to all ranks."""
+        for process, _ in self.ranks:
+            if isinstance(process, hosts.Rank):
+                process.signal(number)
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def close(self) -> None:
+        """Let the ranks that are still alive run to their end, and wait until all ranks have ended."""
+        for _, pipe in self.ranks:
+            pipe.close()
+        for process, _ in self.ranks:
+            process.join()
+
+    def kill(self) -> None:
+        for process, _ in self.ranks:
+            process.kill()
+        self.close()
+
+
 @contextmanager
 def forked(
     worker: Callable[..., Generator[T, Any, None]],
@@ -111,73 +166,75 @@ def forked(
     processes: int,
     *,
     preload: Sequence[str],
-) -> Iterator[Callable[[Any], list[T]]]:
-    """Run ``worker(*arguments)`` in ``processes`` fresh processes of this host, which live as long as the block.
+    on_hosts: int = 1,
+) -> Iterator[Ranks]:
+    """Run ``worker(*arguments)`` in ``processes`` fresh processes, which live as long as the block.
 
-    ``worker`` is a generator function. The block gets the function ``ask``, which sends a request to every rank's
+    ``worker`` is a generator function. The block gets the object ``ask``; calling it sends a request to every rank's
     generator and returns the values that the generators yield, in rank order. The first request, which starts the
     generators, is None. When the block ends, the generators run to their end, and each further ``yield`` gives None.
 
-    Each process is a fork of a server that has only imported the modules ``preload``. So each process is like a new
-    interpreter that has imported these modules. The first call of ``forked`` starts the server. ``worker``, its
-    arguments, the requests and the answers must be picklable. The processes find each other through a file that other
-    users cannot open; no port is opened. The processes end when this process ends, even if this process is killed. If a
-    rank fails, the other ranks are killed, and WorkerError is raised with the message of the failed rank.
+    The processes are divided equally among the first ``on_hosts`` hosts (``hosts.names``), and the ranks of a host are
+    consecutive. Each process is a fork of a server that has only imported the modules ``preload``. So each process is
+    like a new interpreter that has imported these modules. The first call of ``forked`` starts the server. ``worker``,
+    its arguments, the requests and the answers must be picklable. On one host, the processes find each other through a
+    file that other users cannot open; no port is opened. The processes end when this process ends, even if this process
+    is killed. If a rank fails, the other ranks are killed, and WorkerError is raised with the message of the failed
+    rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
-    ranks: list[tuple[Any, Connection]] = []
-    with tempfile.TemporaryDirectory() as private:
-        variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), STORE: f"{private}/store"}
+    here, elsewhere = hosts.names()[0], hosts.others()[: on_hosts - 1] if on_hosts > 1 else []
+    of_host = processes // on_hosts
+    host_names = [here, *(host.name for host in elsewhere)]
+    ranks = Ranks([name for name in host_names for _ in range(of_host)] if elsewhere else ())
+    with _meeting_place(alone=not elsewhere) as place:
+        variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(of_host), STORE: place}
+
+        def own(rank: int, host: str) -> dict[str, str]:
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank % of_host)}
+            return variables | of_rank | ({hosts.NAME: host} if elsewhere else {}) if processes > 1 else {}
+
         try:
-            for rank in range(processes):
+            for rank in range(of_host, processes):
+                host = elsewhere[rank // of_host - 1]
+                remote = hosts.Rank(host, preload, own(rank, host.name), _forked, worker, arguments)
+                ranks.ranks.append((remote, remote))
+            for rank in range(of_host):
                 ours, there = context.Pipe()
-                own = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if processes > 1 else {}
-                process = context.Process(target=_forked, args=(there, own, worker, arguments))
+                process = context.Process(target=_forked, args=(there, own(rank, here), worker, arguments))
                 process.start()
                 there.close()
-                ranks.append((process, ours))
-            yield partial(_ask, ranks)
-            _close(ranks)
+                ranks.ranks.insert(rank, (process, ours))
+            yield ranks
+            ranks.close()
         except BaseException:  # a signal's handler may raise it, even while the ranks run to their end
-            for process, _ in ranks:
-                process.kill()
-            _close(ranks)
+            ranks.kill()
             raise
 
 
-def _close(ranks: Sequence[tuple[Any, Connection]]) -> None:
-    """Let the ranks that are still alive run to their end, and wait until all ranks have ended."""
-    for _, pipe in ranks:
-        pipe.close()
-    for process, _ in ranks:
-        process.join()
-
-
-def _ask(ranks: Sequence[tuple[Any, Connection]], request: Any) -> list[Any]:
-    values: dict[int, Any] = {}
-    failures: list[tuple[bool, str]] = []
-    with suppress(BrokenPipeError):  # the rank is dead; its missing answer is noticed below
-        for _, pipe in ranks:
-            pipe.send(request)
-    waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
-    while waiting and (ready := wait(list(waiting), DEATH_SECONDS if failures else None)):
-        for pipe in cast("list[Connection]", ready):
-            rank, died = waiting.pop(pipe), False
-            try:
-                values[rank], failure = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                failure, died = _end_of(ranks[rank][0]), True
-            if failure:
-                failures.append((not died, f"rank {rank}: {failure}"))
-    if failures:
-        raise WorkerError(min(failures, key=lambda failure: failure[0])[1])
-    return [values[rank] for rank in range(len(ranks))]
+@contextmanager
+def _meeting_place(*, alone: bool) -> Iterator[str]:
+    """Yield where the ranks find each other: a private file or, if they are not ``alone`` on this host, the address and
+    port of a store, which listens on this one address. It asks for no password, but holds no pickles."""
+    if alone:
+        with tempfile.TemporaryDirectory() as private:
+            yield f"{private}/store"
+        return
+    listener = socket.create_server((hosts.address(), 0))
+    name, port = listener.getsockname()[:2]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        name, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    yield f"{name}:{port}"
+    del store
 
 
 def _end_of(process: Any) -> str:
     """Describe how a process that no longer answers has ended."""
     process.join(PATIENCE_SECONDS)
+    if isinstance(process, hosts.Rank) and process.host.why_lost:
+        return process.host.why_lost
     if process.exitcode == -signal.SIGKILL:
         return (
             "the process was killed, most likely because this machine or its container ran out of memory. Give it more "

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.errors import PipelineError, count
+from pipeline.errors import PipelineError
 from pipeline.files import json_sha256
+from pipeline.hosts import refuse_differences
 from pipeline.processes import launched_size
 
 TIMEOUT = timedelta(minutes=5)
@@ -28,11 +29,6 @@ TIMEOUT = timedelta(minutes=5)
 disk. A launcher notices a dead rank earlier."""
 LOST_SECONDS = 20
 """A rank that has not been heard for so long before it joined has failed, or was killed."""
-MOST_DIFFERENCES = 8
-"""Number of differing fields that a message names."""
-
-Records = Sequence[tuple[str, Mapping[str, Any]]]
-"""For each rank, its host's name and its record of plain values."""
 
 
 @cache
@@ -65,7 +61,7 @@ def met(record: Mapping[str, Any]) -> Any:
     """
     store, own, ranks = _store(), os.environ["RANK"], range(launched_size() or 1)
     try:
-        store.set(f"record/{own}", json.dumps([platform.node(), record]))
+        store.set(f"record/{own}", json.dumps([f"{platform.node()} (rank {own})", record]))
         store.set(f"digest/{own}", json_sha256(record))
         _wait(store, ranks)
         if len({store.get(f"digest/{rank}") for rank in ranks}) > 1:
@@ -93,31 +89,3 @@ def _wait(store: Any, ranks: Sequence[int]) -> None:
                 how = "ended before it joined the others; its output says why" if signs else "has not started"
                 raise PipelineError(f"rank {rank}{host} {how}. Start the job again on all hosts.")
         time.sleep(0.1)
-
-
-def refuse_differences(records: Records) -> None:
-    """Raise PipelineError if the ranks' records differ; name the fields, and each value's first rank."""
-    if all(record == records[0][1] for _, record in records):
-        return
-    flat, lines = [dict(_fields(record)) for _, record in records], []
-    for field in sorted(set().union(*flat)):
-        places: dict[str, str] = {}
-        for rank, (host, _) in enumerate(records):
-            places.setdefault(flat[rank].get(field, "nothing"), f"{host} (rank {rank})")
-        if len(places) > 1:
-            lines.append(f"{field}: {', '.join(f'{value[:100]} on {place}' for value, place in places.items())}")
-    raise PipelineError(
-        f"the ranks of this job differ in {count(len(lines), 'value')} on which its numbers depend. Give all hosts the "
-        "same checkout, data, image and number of threads, on equal machines:\n" + "\n".join(lines[:MOST_DIFFERENCES])
-    )
-
-
-def _fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each value inside nested mappings and lists."""
-    if isinstance(value, list):
-        value = {str(index): item for index, item in enumerate(value)}
-    if isinstance(value, Mapping) and value:
-        for name, inside in value.items():
-            yield from _fields(inside, f"{path}.{name}" if path else name)
-    else:
-        yield path, json.dumps(value)

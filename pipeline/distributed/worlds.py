@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from pipeline.distributed.meeting import TIMEOUT, met, refuse_differences
+from pipeline import hosts
+from pipeline.distributed.meeting import TIMEOUT, met
 from pipeline.errors import PipelineError
 from pipeline.processes import default_environment, launched_size
 
@@ -26,8 +27,9 @@ T = TypeVar("T")
 A_GPU_EACH = "Start one process per GPU."
 
 STORE = "PIPELINE_STORE"
-"""The environment variable that names the file through which ranks of ``forked`` find each other. Ranks that another
-launcher started use MASTER_ADDR and a port, which is open on all network interfaces."""
+"""The environment variable that names the file through which ranks of ``forked`` find each other or, if they are on
+several hosts, the address and port of their store. Ranks that another launcher started use MASTER_ADDR and a port,
+which is open on all network interfaces."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class World:
     device: torch.device
     backend: str | None
     """nccl or gloo; None for a process that no launcher started, which needs no process group."""
+    host: str = platform.node()
+    """The name of this process's host."""
+    local_rank: int = 0
+    """The rank among the processes of this host."""
 
     @property
     def is_main(self) -> bool:
@@ -131,7 +137,7 @@ class World:
 
     def check_same(self, **record: Any) -> None:
         """Raise PipelineError, on every rank, if the ranks' records of plain values differ."""
-        refuse_differences(self.gather((platform.node(), record)))
+        hosts.refuse_differences(self.gather((f"{self.host} (rank {self.rank})", record)))
 
     def barrier(self) -> None:
         """Wait until all ranks have called ``barrier``."""
@@ -207,8 +213,8 @@ def world(
     A process that no launcher started is a world of one process, without a process group. On CUDA, the backend is NCCL,
     and the local rank selects the GPU unless only one GPU is visible. On the CPU, the backend is gloo, and the
     number of threads of each rank is an equal share of ``cores`` unless OMP_NUM_THREADS is set. If all ranks
-    are on one host, they use the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Raises
-    PipelineError if there is no GPU for this rank.
+    are on one host, they use the loopback interface, else the interface of the route to the host of rank 0, unless
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Raises PipelineError if there is no GPU for this rank.
     """
     size = launched_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -219,19 +225,22 @@ def world(
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without this, cuBLAS may vary the order of sums
     else:
         own_device = torch.device("cpu")
-    if size == local_size and (loopback := _loopback()):
-        variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    meeting_place, host = os.environ.get(STORE), os.environ.get(hosts.NAME, platform.node())
+    if size is not None:
+        main_address = (meeting_place or os.environ.get("MASTER_ADDR", "")).partition(":")[0]
+        interface = _loopback() if size == local_size else hosts.interface_to(main_address)
+        if interface:
+            variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     with default_environment(variables), share_of(cores, local_size) if device == "cpu" else nullcontext():
         if size is None:
             yield World(rank=0, size=1, device=own_device, backend=None)
             return
         backend = "nccl" if device == "cuda" else "gloo"
-        private = dist.FileStore(os.environ[STORE]) if STORE in os.environ else None  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
                 backend,
                 timeout=TIMEOUT,
-                store=private or met({**record(), "threads": torch.get_num_threads()}),
+                store=_store_of_forked(meeting_place) or met({**record(), "threads": torch.get_num_threads()}),
                 rank=int(os.environ["RANK"]),
                 world_size=size,
                 device_id=own_device if device == "cuda" else None,
@@ -243,10 +252,21 @@ def world(
                 f"rank {os.environ['RANK']} and another rank of this host were given the same GPU. {A_GPU_EACH}"
             ) from None
         _mesh.cache_clear()
-        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=own_device, backend=backend)
+        joined = World(dist.get_rank(), dist.get_world_size(), own_device, backend, host, local_rank)
+        if meeting_place and size != local_size:  # the hosts have compared the rest (``hosts.others``)
+            joined.check_same(threads=torch.get_num_threads())
+        yield joined
         # Skipped after an error: the ranks may then be at different steps, and destroying the group may wait for them
         # forever. The launcher ends the processes.
         dist.destroy_process_group()
+
+
+def _store_of_forked(meeting_place: str | None) -> Any:
+    """Return the store through which ranks of ``forked`` find each other; None for ranks of another launcher."""
+    if meeting_place is None or "/" in meeting_place:
+        return meeting_place and dist.FileStore(meeting_place)  # type: ignore[attr-defined]
+    address, _, port = meeting_place.partition(":")
+    return dist.TCPStore(address, int(port), is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
 
 
 @contextmanager

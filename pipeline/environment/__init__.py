@@ -15,17 +15,18 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline import hosts
 from pipeline.environment import hardware, software
 from pipeline.environment.hardware import cores
 from pipeline.environment.hardware import memory_limits as memory_limits
 from pipeline.errors import PipelineError, redacted
 from pipeline.files import differing, json_sha256, read_json, read_text, write_text
-from pipeline.params import CATALOGUE, COMPILER, Machine
+from pipeline.params import CATALOGUE, COMPILER, Launch, Machine
 
 ENVIRONMENT_FILE = Path("environment.json")
 
@@ -37,15 +38,15 @@ ReliedOn = Mapping[str, Mapping[str, AbstractSet[str]]]
 packages, or ``COMPILER``."""
 
 
-def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
+def fingerprint(relied_on: ReliedOn | None = None, links: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return ``{"hash", "hardware", "software", "settings", "relied_on"}``; the hash (SHA-256, hexadecimal) covers
     hardware, software and settings, which every number depends on.
 
     Sizes are in whole GiB, power limits in watts. ``None`` means an unknown value; for a setting, it means that the
     value may be a secret (``variables``). The argument ``relied_on`` (``plans.relied_on``) names the optional packages
     that each variant and form uses. The hash does not cover the versions of optional packages, because most numbers do
-    not depend on these versions. Call this in the process that a person started, because launchers set variables such
-    as OMP_NUM_THREADS in their workers.
+    not depend on these versions. ``links``: the link of each host (``hosts.links``); empty with one host. Call this in
+    the process that a person started, because launchers set variables such as OMP_NUM_THREADS in their workers.
     """
     shown, driver, _ = hardware.visible_gpus()
     cpu = hardware.cpu_facts()
@@ -70,6 +71,8 @@ def fingerprint(relied_on: ReliedOn | None = None) -> dict[str, Any]:
         },
         "settings": software.variables(),
     }
+    if links:  # the hosts are alike in all else
+        content["hardware"]["hosts"] = links
     if shown:  # without a GPU, these libraries are not used even if they are installed
         content["software"] |= {"driver": driver, "cuda": software.torch_build()["cuda"], **software.cuda_libraries()}
     version = functools.cache(software.version_of_optional)
@@ -110,11 +113,14 @@ def without_stages(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    path: Path = ENVIRONMENT_FILE, relied_on: ReliedOn | None = None, described: Mapping[str, Any] | None = None
+    path: Path = ENVIRONMENT_FILE,
+    relied_on: ReliedOn | None = None,
+    described: Mapping[str, Any] | None = None,
+    links: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Write the fingerprint and the values in ``described`` (``stages.described``) to ``path``; return the
     fingerprint's hash. A file with the same content is not rewritten."""
-    content = fingerprint(relied_on) | dict(described or {})
+    content = fingerprint(relied_on, links) | dict(described or {})
     text = json.dumps(content, indent=2) + "\n"
     if not path.exists() or read_text(path) != text:
         write_text(path, text)
@@ -169,12 +175,19 @@ def checked_out() -> str | None:
         return None
 
 
-def machine() -> Machine:
-    """Describe this machine's hardware and software, for the planning of variants."""
+def machine(launch: Launch | None = None) -> Machine:
+    """Describe this machine's hardware and software, for the planning of variants.
+
+    With ``launch``, the machine has all hosts that ``launch`` names, and processes that are started later are divided
+    among them. All hosts have the same hardware and software, or ``hosts.others`` refuses them.
+    """
+    from pipeline.environment import alike  # imported here, because it imports this module
+
     shown, _, why_none = hardware.visible_gpus()
     least = min((tuple(map(int, gpu["compute_capability"].split("."))) for gpu in shown), default=(0, 0))
     extras = {name for technique in CATALOGUE for name in technique.relies_on} - {COMPILER}
     return Machine(
+        hosts=hosts.use(launch, alike.record) if launch else 1,
         gpus=len(shown),
         why_no_gpu=why_none,
         gpu_native_bf16=least >= _AMPERE,

@@ -98,7 +98,7 @@ def confirm(config: Config) -> None:
 def check_current(config: Config) -> None:
     """Raise GateError unless the comparison was made from the present code, settings and files. `dvc status` says
     whether files changed."""
-    recorded, present = environment.read(), stages.described(config, plans(config, environment.machine()))
+    recorded, present = environment.read(), stages.described(config, plans(config, environment.machine(config.launch)))
     entries = [("stages", stage) for stage in STAGES]
     entries += [(section, variant) for section in ("variants", "teachers") for variant in config.variants]
     changed = [

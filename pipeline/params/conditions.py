@@ -17,6 +17,8 @@ class Machine(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    hosts: int = 1
+    """Number of hosts among which processes can be divided. The other fields hold for each of them."""
     gpus: int
     why_no_gpu: str | None = None
     """The reason why no GPU can be used although the machine may have one; otherwise None."""

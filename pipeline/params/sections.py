@@ -427,7 +427,7 @@ class Launch(Section):
     hosts: Literal["auto"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = "auto"
     """The hosts among which processes are divided, the one that runs the commands first. auto: the nodes of the Slurm
     allocation in whose batch script a command runs; elsewhere this host alone."""
-    on_host: str = "srun --overlap -N1 -n1 --cpu-bind=none -w {host}"
+    on_host: str = "srun --overlap -N1 -n1 -w {host}"
     """The words that run a command on another host, in the same directory: {host} and {directory} are filled in. With
     ssh: "ssh {host} env -C {directory}"."""
     address: str | None = None

@@ -91,7 +91,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     Raises PipelineError.
     """
     plan = planned(config, name, machine, prepared)
-    launch(_work, (config, plan, prepared, environment.read()), plan.processes)
+    launch(_work, (config, plan, prepared, environment.read()), plan.processes, plan.hosts)
 
 
 def annotated(step: TrainingStep) -> AbstractContextManager[None]:

@@ -223,6 +223,8 @@ class RunConditions(Record):
     backend: str | None
     """nccl or gloo; None for a single process."""
     world_size: int
+    hosts: int = Field(1, exclude_if=(1).__eq__)
+    """Number of hosts among which the processes were divided."""
     threads_per_process: int
     """Intra-operation CPU threads of each process."""
     placement: Literal["resident", "streamed", "dataloader"] | None

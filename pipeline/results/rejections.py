@@ -158,11 +158,14 @@ class Rejection(BaseModel):
         kind, advice = KINDS[self.code], ""
         if self.advice:
             advice = kind.advice.format(setting=self.advice.setting, value=self.advice.value)
-        rank = f"rank {self.facts['rank']}: " if "rank" in self.facts else ""
+        host = f" on {self.facts['host']}" if "host" in self.facts else ""
+        rank = f"rank {self.facts['rank']}{host}: " if "rank" in self.facts else ""
         return rank + _COUNTING.vformat(kind.sentence, (), self.facts | {"advice": advice}).rstrip(".")
 
-    def of_rank(self, rank: int) -> Rejection:
-        return self.model_copy(update={"facts": {**self.facts, "rank": rank}})
+    def of_rank(self, rank: int, host: str = "") -> Rejection:
+        """Return this rejection as that of a rank. ``host``: the name of its host, if there are several."""
+        place = {"rank": rank, "host": host} if host else {"rank": rank}
+        return self.model_copy(update={"facts": {**self.facts, **place}})
 
     def advising(self, values: Mapping[str, float | str]) -> Rejection:
         """Return this rejection with the value that ``values`` has for its setting, if any."""

@@ -57,7 +57,8 @@ def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path
     plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} samples a process"
-    say(f"{name}: {count(plan.processes, 'process')} on {plan.device.upper()}, {samples}")
+    hosts = f" on {plan.hosts} hosts" if plan.hosts > 1 else ""
+    say(f"{name}: {count(plan.processes, 'process')}{hosts} on {plan.device.upper()}, {samples}")
     say(
         f"job: {train.model}, {train.optimizer} at a learning rate of {train.learning_rate:g}, "
         f"{train.batch_size} samples a step, {count(train.epochs, 'epoch')}, {count(len(train.seeds), 'seed')}"
@@ -68,7 +69,7 @@ def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path
         say("\n".join(_lines(plan, (), {})))
         say("After `dvc repro prepare`, this command also prints which parts of the training each technique changes.")
         return
-    with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
+    with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD, on_hosts=plan.hosts) as ask:
         say("\n".join(ask(None)[0]))
 
 

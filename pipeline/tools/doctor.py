@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipeline import environment, params, plans
+from pipeline import environment, hosts, params, plans
 from pipeline.environment import hardware
 from pipeline.errors import ConfigError, count, hanging, printable, redacted, said, say
 from pipeline.files import PREPARED
@@ -73,6 +73,7 @@ REMEDIES = {
     "params.yaml:": "correct params.yaml (params.schema.json lists all keys), or use a machine that can run the job",
     "model, data:": "correct params.yaml, or your module that the message names",
     "GPUs:": f"run nvidia-smi and `dmesg | grep -i nvrm` on the host: a GPU that hangs needs a reset; {DRIVER}",
+    "hosts:": "correct launch in params.yaml: docs/several-hosts.md shows what a host needs",
     "git:": "install or repair git: DVC and the gate need it",
     "DVC:": "see `dvc doctor`, the finding about git, .dvc/config and .dvc/config.local",
     "tracking:": "check the address in MLFLOW_TRACKING_URI, and the name server",
@@ -99,7 +100,8 @@ def enough(holds: bool, fact: str, wants: str, remedy: str, *, needed: bool = Fa
 
 
 def params_file() -> Iterator[Finding]:
-    made = plans.plans(params.load(), environment.machine())
+    config = params.load()
+    made = plans.plans(config, environment.machine(config.launch))
     kinds = {"cuda": "GPU", "cpu": "CPU process"}
     placed = [f"{name} on {count(plan.processes, kinds[plan.device])}" for name, plan in made.items()]
     yield ok(f"all variants run here: {', '.join(placed)}")
@@ -214,6 +216,16 @@ def shared_memory() -> Iterator[Finding]:
     yield enough(usage.free >= SHARED_MEMORY_BYTES, fact, wants, remedy, needed=needed)
 
 
+def other_hosts() -> Iterator[Finding]:
+    config = _config()
+    if config is None or environment.machine(config.launch).hosts == 1:
+        yield not_applicable("processes run on this host alone")
+        return
+    kinds = dict.fromkeys(str(link["link"] or "unknown") for link in hosts.links())
+    names = f"{', '.join(hosts.names())} have the same settings, code, data, hardware and software"
+    yield ok(f"{names}; the link is {', '.join(kinds)}")
+
+
 def work_tree() -> Iterator[Finding]:
     folder = Path.cwd()
     if shut := [name for name in OURS if Path(name).exists() and not os.access(name, os.W_OK)]:
@@ -267,13 +279,14 @@ def _config() -> params.Config | None:
 
 
 def _processes() -> int:
-    """Return the largest number of processes of a variant; 1 if the variants cannot be planned."""
-    return max((plan.processes for plan in _plans()), default=1)
+    """Return the largest number of processes of a variant on a host; 1 if the variants cannot be planned."""
+    return max((plan.processes // plan.hosts for plan in _plans()), default=1)
 
 
 def _plans() -> list[plans.Plan]:
     with suppress(Exception):  # the check of params.yaml reports the error
-        return [*plans.plans(params.load(), environment.machine()).values()]
+        config = params.load()
+        return [*plans.plans(config, environment.machine(config.launch)).values()]
     return []
 
 
@@ -288,6 +301,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "CPU": cpu,
     "memory": memory,
     "shared memory": shared_memory,
+    "hosts": other_hosts,
     "work tree": work_tree,
     "git": git,
     "DVC": dvc,

@@ -46,7 +46,7 @@ from pipeline.training.outcomes import (
     without_weights,
 )
 
-_OF_A_RANK = ("_SOCKET_IFNAME", "_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
+_OF_A_RANK = ("_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
 """Ends of the names of variables that bind a rank to cores and cards."""
 DETERMINISTIC = "deterministic"
 """The key in ``Plan.decided`` for the reason why ``train.deterministic`` is not possible."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -55,7 +54,7 @@ def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
     # launcher, so its plan is made without the launcher's number of processes.
     depends_on, fingerprint = stages.training(plan), environment.read()
     key = stages.key(fingerprint | stages.described(config, {name: plan_of(config, name, machine)}), "train", name)
-    launch(Job.work, (Job(config, plan, prepared, fingerprint, depends_on, key, started),), plan.processes)
+    launch(Job.work, (Job(config, plan, prepared, fingerprint, depends_on, key, started),), plan.processes, plan.hosts)
 
 
 @dataclass
@@ -95,9 +94,10 @@ class Job:
             if world.is_main:
                 _announce(self.plan, world, self.device_name)
             live = _live_mirror(name) if world.is_main and self.config.publish.live else nullcontext()
-            host = platform.node()
-            everywhere = world.gather((host, world.devices(self.plan.devices_per_process)))
-            host_devices = dict.fromkeys(device for node, devices in everywhere if node == host for device in devices)
+            everywhere = world.gather((world.host, world.devices(self.plan.devices_per_process)))
+            host_devices = dict.fromkeys(
+                device for host, devices in everywhere if host == world.host for device in devices
+            )
             self.sampler = SystemSampler(results.system_file(name), host_devices) if world.is_main else None
             max_step_skew = max((entry.max_step_skew for entry in catalogue.in_effect(self.plan.applied)), default=0)
             with live, self.sampler or nullcontext(), interruption(world, max_step_skew) as self.interruption:

@@ -49,6 +49,7 @@ def conditions_of(training: Training, device_name: str) -> RunConditions:
         device=device_name,
         backend=world.backend,
         world_size=world.size,
+        hosts=plan.hosts,
         threads_per_process=torch.get_num_threads(),
         placement=training.batches.placement,
         parameter_count=training.parameter_count,
@@ -80,6 +81,8 @@ class OfRank(NamedTuple):
     steps: int
     seconds: float
     rejections: list[Rejection]
+    host: str = ""
+    """The name of the process's host; empty if all processes are on one host."""
 
 
 def window_of(
@@ -102,7 +105,8 @@ def window_of(
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident")
     mine += of_memory(memory)
     figures = of_rank(clock, memory, training.train.batch_size)
-    ranks = world.gather(OfRank(figures, len(clock.step_seconds), clock.measured_seconds, mine))
+    host = world.host if training.plan.hosts > 1 else ""
+    ranks = world.gather(OfRank(figures, len(clock.step_seconds), clock.measured_seconds, mine, host))
     more = [work.rejection] if (work := training.work()) and work.missing else []
     warmup = training.train.warmup_steps
     return joined(ranks, more, requested_steps=requested_steps, warmup=warmup, on_cpu=memory.reserved_bytes is None)
@@ -112,10 +116,11 @@ def joined(
     ranks: Sequence[OfRank], more: Iterable[Rejection] = (), *, requested_steps: int, warmup: int, on_cpu: bool
 ) -> Window:
     """Combine what the ranks measured into one record. ``more``: reasons to reject it that concern no single rank."""
-    figures, steps, seconds, of_ranks = zip(*ranks, strict=True)
+    figures, steps, seconds, of_ranks, hosts = zip(*ranks, strict=True)
     rejected = [*of_steps(steps, requested=requested_steps, warmup=warmup)]
     for rank, rejections in enumerate(of_ranks):
-        rejected += [rejection.of_rank(rank) for rejection in rejections] if len(ranks) > 1 else rejections
+        of_rank = [rejection.of_rank(rank, hosts[rank]) for rejection in rejections]
+        rejected += of_rank if len(ranks) > 1 else rejections
     rejected += more
     void = {figure.margin: bool(rejected) for figure in QUANTITIES}
     void["memory"] = any(rejection.voids_memory for rejection in rejected)  # noise in time does not change a peak
@@ -123,7 +128,7 @@ def joined(
     joined = {
         figure.field: None
         if void.get(figure.family)
-        else _over_ranks(figure, [values[figure.field] for values in figures], slowest, on_cpu=on_cpu)
+        else _over_ranks(figure, [values[figure.field] for values in figures], slowest, hosts, on_cpu=on_cpu)
         for figure in FIGURES
         if figure.over_ranks and figure.field in figures[0]
     }
@@ -137,11 +142,13 @@ def joined(
     )
 
 
-def _over_ranks(figure: Figure, values: Sequence[Any], slowest: int, *, on_cpu: bool) -> Any:
-    """Join the values of all ranks, of which ``slowest`` is the slowest. Return None if a value is unknown."""
+def _over_ranks(figure: Figure, values: Sequence[Any], slowest: int, hosts: Sequence[str], *, on_cpu: bool) -> Any:
+    """Join the values of all ranks, of which ``slowest`` is the slowest. Return None if a value is unknown.
+    ``hosts``: the host of each rank."""
     if None in values:
         return None
     if figure.over_ranks == "slowest":
         return values[slowest]
-    adds = figure.over_ranks == "sum" or (figure.over_ranks == "sum on a CPU" and on_cpu)
-    return sum(values) if adds else max(values)
+    if figure.over_ranks == "sum on a CPU" and on_cpu:  # a host's ranks share its memory
+        return max(sum(value for value, of in zip(values, hosts, strict=True) if of == host) for host in set(hosts))
+    return sum(values) if figure.over_ranks == "sum" else max(values)

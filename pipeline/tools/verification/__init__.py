@@ -41,7 +41,8 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
     started = time.monotonic()
     claims: list[Claim] = []
     width = max(map(len, [*names, "variant"]))
-    with tempfile.TemporaryDirectory() as folder:
+    shared = Path.cwd() if machine.hosts > 1 else None  # a directory that all hosts see
+    with tempfile.TemporaryDirectory(dir=shared, prefix="verify-") as folder:
         with redirect_stdout(sys.stderr):  # a user's model may print; stdout is for the table
             task = tasks.of_job(config.train, read_dataset(prepared))
             check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))

@@ -127,7 +127,7 @@ class Observed:
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Trial, str], Observed]]:
     """Start the variant in fresh processes. Yields the function ``observe(trial, name)``, which runs a trial and writes
     its file to ``folder/name``."""
-    with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD) as ask:
+    with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD, on_hosts=plan.hosts) as ask:
         ask(None)
         yield lambda trial, name: ask((trial, folder / name))[0]
 

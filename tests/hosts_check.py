@@ -1,0 +1,130 @@
+"""Two network namespaces as two hosts, joined by a link that can be shaped and cut. Needs root, and `ip` and `tc`.
+
+    python -m tests.hosts_check
+
+Checks that a training over both gives the weights of one host, without any variable about interfaces; that a slow link
+shows as a lower throughput; and that a link that is cut ends the training within a minute, with the host's name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import results
+from pipeline.params import Config, parse
+from tests.workspaces import furnish
+
+ROOT = Path(__file__).parent.parent
+FIRST, SECOND = HOSTS = [f"hosts-check-{number}" for number in (1, 2)]
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0], "epochs": 4, "batch_size": 32, "learning_rate": 0.05},
+    "publish": {"live": False},
+    "launch": {"hosts": HOSTS, "on_host": "ip netns exec {host}", "address": "10.77.0.1"},
+    "variants": {"baseline": {}, "ddp": {"parallelism": "ddp", "processes": 2}},
+}
+MOST_SECONDS = 60.0
+"""How long a training may take to notice that its link is cut."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def namespaces() -> Iterator[None]:
+    """Make both namespaces and the link between them, while the block runs."""
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        ip("link", "add", "hv1", "netns", FIRST, "type", "veth", "peer", "name", "hv2", "netns", SECOND)
+        for number, host in enumerate(HOSTS, 1):
+            ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", f"hv{number}")
+            ip("-n", host, "link", "set", f"hv{number}", "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], stderr=subprocess.DEVNULL)
+
+
+def shape(rate: str) -> None:
+    """Limit the link in both directions to ``rate``, such as 20mbit."""
+    for number, host in enumerate(HOSTS, 1):
+        words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+        subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", f"hv{number}", *words], check=True)
+
+
+def training(**changes: Any) -> tuple[Config, subprocess.Popen[str]]:
+    """Begin a training in the first namespace, with ``changes`` of the section train."""
+    params = PARAMS | {"train": PARAMS["train"] | changes}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    command = ["ip", "netns", "exec", FIRST, sys.executable, "-m", "pipeline", "train", "ddp"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in variables.items() if not name.endswith("_SOCKET_IFNAME")}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return parse(params), subprocess.Popen(command, env=variables, text=True, **pipes)
+
+
+def trained(**changes: Any) -> results.Run:
+    """Return the record of a whole training."""
+    shutil.rmtree("models", ignore_errors=True)
+    config, process = training(**changes)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return results.read(results.result_file("ddp"), config).runs[0]
+
+
+def check() -> None:
+    furnish(parse(PARAMS))
+    fast = trained()
+    shape("20mbit")
+    slow = trained()
+    launch, PARAMS["launch"] = PARAMS["launch"], {}
+    alone = trained()
+    PARAMS["launch"] = launch
+    assert fast.model_sha256 == slow.model_sha256 == alone.model_sha256, "weights differ from those of one host"
+    print("equal weights on one host, on two, and over a slow link")
+    speeds = [run.samples_per_second or 0.0 for run in (alone, fast, slow)]
+    print("samples/s on one host, on two, over 20 Mbit/s:", *(f"{speed:,.0f}" for speed in speeds))
+    assert speeds[2] < 0.8 * speeds[1], "the slow link does not show"
+    shutil.rmtree("models")
+    _, process = training(epochs=2000)
+    history = results.history_file("ddp")
+    history.unlink()
+    while not (history.exists() and len(history.read_text(encoding="utf-8").splitlines()) > 2):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    ip("-n", SECOND, "link", "set", "hv2", "down")
+    cut = time.monotonic()
+    output, _ = process.communicate(timeout=600)
+    print(f"after {time.monotonic() - cut:.0f} s without a link: {output.splitlines()[-1]}")
+    assert time.monotonic() - cut < MOST_SECONDS
+    assert process.returncode == 2
+    assert f"rank 1 on {SECOND}: it is silent for 30 s" in output
+
+
+def main() -> int:
+    there = {"root": os.geteuid() == 0, "ip": shutil.which("ip"), "tc": shutil.which("tc")}
+    missing = [what for what, found in there.items() if not found]
+    if missing:
+        print(f"hosts-check needs {', '.join(missing)}; on Debian and Ubuntu: sudo apt-get install iproute2")
+        return 2
+    with namespaces(), tempfile.TemporaryDirectory() as folder, chdir(folder):
+        check()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

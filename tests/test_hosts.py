@@ -1,0 +1,255 @@
+"""Several hosts, each a helper in the same directory that the prefix ``env`` starts, as if on another machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import yaml
+
+from pipeline import hosts, results
+from pipeline.distributed import WorkerError, forked, world
+from pipeline.errors import PipelineError
+from pipeline.params import Config, Launch, parse
+from pipeline.training import job
+from tests.commands import Command
+from tests.workspaces import CPU_ONLY, PREPARED, enter, variables
+
+T = TypeVar("T")
+LAUNCH = {"hosts": ["one", "two"], "on_host": "env", "address": "127.0.0.1"}
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0], "epochs": 2, "batch_size": 32, "learning_rate": 0.05},
+    "bench": {"max_minutes": 0.01, "window_seconds": 0.1, "max_foreign_load": 1.0},
+    "publish": {"live": False},
+    "launch": LAUNCH,
+    "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+}
+PRELOAD = ["pipeline.training.loop"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    return enter(tmp_path, monkeypatch, PARAMS)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hosts.Host]]:
+    """Let ``forked`` use two hosts; return the other one."""
+    monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_launch", None)
+    monkeypatch.setattr(hosts, "_record", None)
+    hosts.use(Launch.model_validate(LAUNCH), dict)
+    hosts.others.cache_clear()
+    yield (others := hosts.others())
+    hosts.others.cache_clear()
+    for host in others:
+        host._process.kill()
+
+
+def ended(*processes: psutil.Process) -> bool:
+    """Wait for at most a minute until the processes have ended."""
+    return not psutil.wait_procs(processes, timeout=60)[1]
+
+
+def until(found: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 100
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+def ranks_elsewhere(command: Command) -> list[psutil.Process]:
+    """Return the helper that the command has started, and its descendants, as soon as a rank is among them."""
+
+    def seen() -> list[psutil.Process]:
+        with suppress(psutil.Error):  # one has just ended
+            for child in psutil.Process(command.pid).children():
+                if child.cmdline()[-1:] == ["host"] and len(below := child.children(recursive=True)) > 2:
+                    return [child, *below]
+        return []
+
+    return until(seen)
+
+
+def _about(request: str) -> Generator[Any, Any, None]:
+    with world("cpu") as joined:
+        number = joined.size
+        while number:
+            number = yield joined.host, joined.rank, joined.local_rank, joined.gather(request * number)
+
+
+def test_ranks_of_two_hosts_form_one_world(two_hosts: list[hosts.Host]) -> None:
+    with forked(_about, ("x",), 4, preload=PRELOAD, on_hosts=2) as ask:
+        places = [("one", 0, 0), ("one", 1, 1), ("two", 2, 0), ("two", 3, 1)]
+        assert ask(None) == [(*place, ["xxxx"] * 4) for place in places]
+        assert ask(1) == [(*place, ["x"] * 4) for place in places]
+    assert not two_hosts[0].ranks
+    with forked(_about, ("y",), 2, preload=PRELOAD, on_hosts=2) as ask:  # by the same helper
+        assert [place for place, *_ in ask(None)] == ["one", "two"]
+
+
+def _wait_for_the_other(how: str) -> Generator[int, Any, None]:
+    yield os.getpid()
+    if os.environ["RANK"] == "1":
+        if how == "fails":
+            raise PipelineError("a planted failure")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("fails", "^rank 1 on two: a planted failure$"),
+        ("is killed", "^rank 1 on two: the process was killed, most likely because"),
+    ],
+)
+def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.Host], how: str, says: str) -> None:
+    with (  # noqa: PT012
+        pytest.raises(WorkerError, match=says),
+        forked(_wait_for_the_other, (how,), 2, preload=PRELOAD, on_hosts=2) as ask,
+    ):
+        ranks = [psutil.Process(pid) for pid in ask(None)]
+        ask(1)
+    assert ended(*ranks)
+    assert not two_hosts[0].ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGKILL, "^rank 1 on two: its helper has ended with exit code -9"),
+        (signal.SIGSTOP, "^rank 1 on two: it is silent for 5 s: it hangs, or the network to it is broken"),
+    ],
+)
+def test_a_helper_that_is_lost_ends_all(
+    monkeypatch: pytest.MonkeyPatch, two_hosts: list[hosts.Host], number: int, says: str
+) -> None:
+    monkeypatch.setattr(hosts, "LOST_SECONDS", 5.0)
+    with (  # noqa: PT012
+        pytest.raises(WorkerError, match=says),
+        forked(_wait_for_the_other, ("is killed",), 2, preload=PRELOAD, on_hosts=2) as ask,
+    ):
+        ranks = [psutil.Process(pid) for pid in ask(None)]
+        ask.ranks[1][0].join(2 * hosts.BEAT_SECONDS)  # a beat comes after the answer
+        two_hosts[0]._process.send_signal(number)
+        until(lambda: two_hosts[0].why_lost)
+        ask(1)
+    assert ended(*ranks)
+
+
+def test_two_hosts_train_as_one_host_does(config: Config) -> None:
+    apart = Command("train", "ddp", variables=variables())
+    output = apart.communicate(100)
+    assert apart.returncode == 0, output
+    result = results.read(results.result_file("ddp"), config)
+    assert (result.hosts, result.world_size) == (2, 2)
+    job.run(config, "ddp", CPU_ONLY, PREPARED)
+    alone = results.read(results.result_file("ddp"), config)
+    assert (alone.hosts, alone.world_size) == (1, 2)
+    assert alone.runs[0].model_sha256 == result.runs[0].model_sha256
+
+
+def longer(**changes: Any) -> Config:
+    """Let trainings last until they are stopped."""
+    params = PARAMS | {"train": PARAMS["train"] | {"epochs": 2000} | changes}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    return parse(params)
+
+
+@pytest.mark.usefixtures("config")
+def test_a_killed_command_leaves_nothing_on_other_hosts() -> None:
+    longer()
+    command = Command("train", "ddp", variables=variables())
+    processes = ranks_elsewhere(command)
+    os.kill(command.pid, signal.SIGKILL)
+    command.communicate(100)
+    assert ended(*processes)
+
+
+@pytest.mark.usefixtures("config")
+def test_an_interrupt_saves_and_the_training_resumes() -> None:
+    longer(epochs=40)
+    command = Command("train", "ddp", variables=variables())
+    processes = ranks_elsewhere(command)
+    history = results.history_file("ddp")
+    until(lambda: history.exists() and len(history.read_text(encoding="utf-8").splitlines()) > 2)
+    os.killpg(command.pid, signal.SIGINT)
+    output = command.communicate(100)
+    assert command.returncode == 130, output
+    assert re.search("interrupted after step [0-9]+; run the same command", output)
+    assert ended(*processes)
+    again = Command("train", "ddp", variables=variables())
+    assert "resuming after step" in again.communicate(100)
+    config = longer(epochs=40)
+    assert (resumed := results.read(results.result_file("ddp"), config).runs[0]).resumes == 1
+    shutil.rmtree("models")
+    job.run(config, "ddp", CPU_ONLY, PREPARED)
+    assert results.read(results.result_file("ddp"), config).runs[0].model_sha256 == resumed.model_sha256
+
+
+def test_a_host_with_other_settings_or_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    params = PARAMS | {"launch": LAUNCH | {"on_host": f"env -C {tmp_path}/{{host}} OMP_NUM_THREADS=2"}}
+    params["train"] = params["train"] | {"model": "own:net"}
+    (first / "own.py").write_text("from tests.nets import normed_net as net\n", encoding="utf-8")
+    enter(first, monkeypatch, params)
+    shutil.copytree(first, second)
+    (second / "own.py").write_text("from tests.nets import normed_net as net\n\nMORE = 1\n", encoding="utf-8")
+    params["train"] = params["train"] | {"learning_rate": 0.1}
+    (second / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    for words in (["environment"], ["train", "ddp"]):
+        command = Command(*words, variables=variables())
+        output = command.communicate(100)
+        assert command.returncode == 2
+        assert "differ in 3 values on which its numbers depend" in output
+        assert "\ntrain.learning_rate: 0.05 on one, 0.1 on two" in output
+        assert '\nenvironment.OMP_NUM_THREADS: "1" on one, "2" on two' in output
+        assert re.search(r'\ncode.own.py: "\w+" on one, "\w+" on two', output)
+    assert not results.result_file("ddp").exists()
+
+
+@pytest.mark.usefixtures("config")
+def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(tmp_path, other := tmp_path / "other")
+    launch = LAUNCH | {"on_host": f"env -C {other}"}
+    for place in (tmp_path, other):
+        (place / "params.yaml").write_text(yaml.safe_dump(PARAMS | {"launch": launch}), encoding="utf-8")
+    command = Command("train", "ddp", variables=variables())
+    assert f"error: a file in {tmp_path} of one is not in the directory of two" in command.communicate(100)
+    assert command.returncode == 2
+
+
+@pytest.mark.usefixtures("config")
+def test_a_prefix_that_fails_names_the_host() -> None:
+    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"launch": LAUNCH | {"on_host": "false"}}), encoding="utf-8")
+    command = Command("train", "ddp", variables=variables())
+    assert "error: host two: its helper has ended with exit code 1" in command.communicate(100)
+    assert command.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("config")
+def test_the_bench_gives_a_verdict_over_two_hosts() -> None:
+    for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
+        command = Command(*words, variables=variables())
+        output = command.communicate(300)
+        assert command.returncode == 0, output
+    bench = results.read_bench()
+    assert {arm.name: arm.hosts for arm in bench.arms} == {"baseline": 1, "ddp": 2, "baseline, A/A control": 1}
+    ddp = bench.arm("variant", "ddp")
+    assert ddp
+    assert all(sample.samples_per_second for sample in ddp.samples)
+    assert "2 processes on 2 hosts over gloo" in (results.REPORTS / "comparison.html").read_text(encoding="utf-8")
