@@ -84,7 +84,13 @@ def names() -> list[str]:
 
 @cache
 def _scontrol(*arguments: str) -> str:
-    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
+    try:
+        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise PipelineError(
+            f"launch.hosts: found 'auto' in a Slurm job of several nodes, but scontrol does not answer ({error}); list "
+            f"the nodes there, this one first, or this one alone: [{socket.gethostname()}]."
+        ) from None
 
 
 def address() -> str:

@@ -167,6 +167,19 @@ def test_a_setting_is_recorded_with_its_value(name: str, value: str, monkeypatch
     assert software.variables()[name] == value
 
 
+@pytest.mark.parametrize("library", ["GLOO", "NCCL"])
+def test_an_interface_is_no_setting(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()["hash"]
+    monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "eth7")
+    assert fingerprint()["hash"] == before
+
+
+def test_the_hash_covers_each_host_and_its_link() -> None:
+    ethernet, infiniband = ({"link": link, "megabit_per_second": 100_000} for link in ("ethernet", "infiniband"))
+    links = [[], [ethernet] * 2, [ethernet] * 3, [infiniband] * 2]
+    assert len({fingerprint(links=of_hosts)["hash"] for of_hosts in links}) == 4
+
+
 @pytest.mark.parametrize(("spins", "is_recorded"), [("1000", False), ("300000", False), ("7", True)])
 def test_chosen_spins_are_no_part_of_the_environment(
     spins: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch

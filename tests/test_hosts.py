@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import signal
@@ -21,7 +22,7 @@ from pipeline.distributed import WorkerError, forked, world
 from pipeline.errors import PipelineError
 from pipeline.params import Config, Launch, parse
 from pipeline.training import job
-from tests.commands import Command
+from tests.commands import Command, executable
 from tests.workspaces import CPU_ONLY, PREPARED, enter, variables
 
 T = TypeVar("T")
@@ -80,6 +81,29 @@ def ranks_elsewhere(command: Command) -> list[psutil.Process]:
         return []
 
     return until(seen)
+
+
+@pytest.mark.parametrize(("of_step", "found"), [({}, ["n2", "n1", "n3"]), ({"SLURM_STEP_ID": "0"}, [platform.node()])])
+def test_the_nodes_of_a_batch_script_are_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_step: dict[str, str], found: list[str]
+) -> None:
+    executable(tmp_path / "scontrol", "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
+    of_job = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+    for name, value in (of_job | of_step | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "_launch", Launch())
+    hosts._scontrol.cache_clear()
+    assert hosts.names() == found
+    hosts._scontrol.cache_clear()
+
+
+def test_a_job_without_scontrol_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_job = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "PATH": ""}
+    for name, value in of_job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "_launch", Launch())
+    with pytest.raises(PipelineError, match=r"scontrol does not answer .* list the nodes there, this one first"):
+        hosts.names()
 
 
 def _about(request: str) -> Generator[Any, Any, None]:
