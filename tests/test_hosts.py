@@ -257,6 +257,13 @@ def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("config")
+def test_the_doctor_tries_the_hosts() -> None:
+    assert re.search(
+        "ok +hosts +one, two have the same settings", Command("doctor", variables=variables()).communicate(100)
+    )
+
+
+@pytest.mark.usefixtures("config")
 def test_a_prefix_that_fails_names_the_host() -> None:
     Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"launch": LAUNCH | {"on_host": "false"}}), encoding="utf-8")
     command = Command("train", "ddp", variables=variables())
