@@ -627,6 +627,16 @@ def gate(clone: Clone) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_the_gate_passes_an_equal_script(commit: Clone) -> None:
+    train = commit.path / "train.py"
+    train.write_text(f"# Another comment.\n{train.read_text('utf-8')}", encoding="utf-8")
+    code, output = gate(commit)
+    assert code == 0, output
+    assert json.loads((commit.path / "reports/gate.json").read_text("utf-8"))["sides_are_equal"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_gate_stops_a_slower_script(commit: Clone) -> None:
     train = commit.path / "train.py"
     text = train.read_text("utf-8").replace("time.sleep(", "time.sleep(0.0055 + ")

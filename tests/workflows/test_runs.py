@@ -185,12 +185,18 @@ def test_ci_makes_what_a_laptop_makes(runner: Runner) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs the .venv of make")
-def test_ci_runs_the_real_make(runner: Runner) -> None:
+@pytest.mark.parametrize(
+    ("job", "options", "said"),
+    [
+        ("test", [f"--matrix=python:{sys.version_info.major}.{sys.version_info.minor}"], r"=+ \d+ passed in "),
+        ("lint", [], "Success: no issues found in "),
+    ],
+)
+def test_ci_runs_the_real_make(job: str, options: list[str], said: str, runner: Runner) -> None:
     runner.variables = {"PYTEST_ADDOPTS": "--color=no tests/test_files.py"}  # in place of all tests
-    matrix = f"--matrix=python:{sys.version_info.major}.{sys.version_info.minor}"
-    ran = runner.run("ci", "push", {}, "--job=test", matrix)
-    assert ran.jobs == {"test": "success"}, ran.output
-    assert re.search(r"=+ \d+ passed in ", ran.output)
+    ran = runner.run("ci", "push", {}, f"--job={job}", *options)
+    assert ran.jobs == {job: "success"}, ran.output
+    assert re.search(said, ran.output)
 
 
 def test_the_weekly_run_makes_the_larger_checks(runner: Runner) -> None:
