@@ -209,6 +209,8 @@ def _environment(_: argparse.Namespace) -> None:
     written = environment.write(relied_on=plans.relied_on(config), described=described, links=links)
     if links:
         say(f"environment: {len(links)} hosts: {', '.join(hosts.names())}")
+    if idle := hosts.idle_nodes():
+        say(f"environment: {idle}: docs/several-hosts.md")
     say(f"environment {written[:12]}")
     for path in environment.changed_since(before):
         say(f"environment: changed since the last time: {path}")

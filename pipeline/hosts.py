@@ -82,6 +82,14 @@ def names() -> list[str]:
     return sorted(nodes, key=lambda node: node != here)
 
 
+def idle_nodes() -> str | None:
+    """Say that a Slurm job has nodes that stay idle, because this is not its batch script; None if there are none."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if nodes == "1" or len(names()) > 1 or _launch is None or _launch.hosts != "auto" or launched_size() is not None:
+        return None
+    return f"this Slurm job has {nodes} nodes, but only this one is used, because this is not the job's batch script"
+
+
 @cache
 def _scontrol(*arguments: str) -> str:
     try:

@@ -83,9 +83,16 @@ def ranks_elsewhere(command: Command) -> list[psutil.Process]:
     return until(seen)
 
 
-@pytest.mark.parametrize(("of_step", "found"), [({}, ["n2", "n1", "n3"]), ({"SLURM_STEP_ID": "0"}, [platform.node()])])
+@pytest.mark.parametrize(
+    ("of_step", "found", "idle"),
+    [
+        ({}, ["n2", "n1", "n3"], None),
+        ({"SLURM_STEP_ID": "0"}, [platform.node()], "has 3 nodes, but only this one is used"),
+    ],
+    ids=["batch script", "step"],
+)
 def test_the_nodes_of_a_batch_script_are_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_step: dict[str, str], found: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_step: dict[str, str], found: list[str], idle: str | None
 ) -> None:
     executable(tmp_path / "scontrol", "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
     of_job = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -94,6 +101,7 @@ def test_the_nodes_of_a_batch_script_are_the_hosts(
     monkeypatch.setattr(hosts, "_launch", Launch())
     hosts._scontrol.cache_clear()
     assert hosts.names() == found
+    assert hosts.idle_nodes() is None if idle is None else idle in str(hosts.idle_nodes())
     hosts._scontrol.cache_clear()
 
 

@@ -219,7 +219,9 @@ def shared_memory() -> Iterator[Finding]:
 def other_hosts() -> Iterator[Finding]:
     config = _config()
     if config is None or environment.machine(config.launch).hosts == 1:
-        yield not_applicable("processes run on this host alone")
+        idle = hosts.idle_nodes()
+        remedy = "start the command by sbatch, or list the nodes in launch.hosts, this one first"
+        yield warning(idle, remedy) if idle else not_applicable("processes run on this host alone")
         return
     kinds = dict.fromkeys(str(link["link"] or "unknown") for link in hosts.links())
     names = f"{', '.join(hosts.names())} have the same settings, code, data, hardware and software"
