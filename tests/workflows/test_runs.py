@@ -201,10 +201,12 @@ def test_ci_runs_the_real_make(job: str, options: list[str], said: str, runner: 
 
 def test_the_weekly_run_makes_the_larger_checks(runner: Runner) -> None:
     runner.tool("make", '[ -z "$ARGS" ] || echo "make $1 with $ARGS"')
+    runner.tool("sudo", '"$@"')
     ran = runner.run("weekly", "schedule")
     assert set(ran.jobs.values()) == {"success"}
-    targets = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image-check"}
+    targets = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image-check", "hosts-check", "slurm-check"}
     assert {call[1] for call in ran.called("make")} == targets
+    assert {call[-1] for call in ran.called("sudo")} == {"hosts-check", "slurm-check"}
     assert "make peers with --job step --minutes 1" in ran.output
 
 
