@@ -89,7 +89,7 @@ def test_the_number_of_processes_is_known_first(
     started: list[int] = []
     monkeypatch.setattr(
         f"{start.__module__}.launch",
-        lambda worker, arguments, processes: started.append(processes),  # noqa: ARG005
+        lambda worker, arguments, processes, hosts: started.append(processes),  # noqa: ARG005
     )
     start(configured(READY_MADE), "tensor", gpus(8), PREPARED)
     with pytest.raises(ConfigError):
