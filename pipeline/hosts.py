@@ -9,6 +9,7 @@ noticed, and ends the ranks at both ends.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import multiprocessing
@@ -36,6 +37,7 @@ from threading import Event, Thread
 from typing import Any
 
 from pipeline.errors import PipelineError, count, said, say
+from pipeline.files import PREPARED
 from pipeline.params import Launch
 from pipeline.processes import end_with_parent, launched_size
 
@@ -49,7 +51,7 @@ START_SECONDS = 120.0
 """How long a helper may take to say its first word: the prefix may wait, and Python's first start may be slow."""
 MOST_DIFFERENCES = 8
 """Number of differing fields that a message names."""
-_MARK = b"pipeline:"
+_MARK = b"\x1epipeline:"
 """How a line of a helper begins; a prefix may print lines of its own."""
 _INTERACTIVE_STEP = "4294967290"
 """The id of the step in which `salloc` may run a shell on the first node (SLURM_INTERACTIVE_STEP in slurm.h)."""
@@ -154,8 +156,12 @@ def others() -> list[Host]:
     does not see this directory, or differs in a value on which numbers depend."""
     first, *rest = names()
     started = [Host(name) for name in rest]
+    spins = {name: value for name, value in os.environ.items() if name == "GOMP_SPINCOUNT"}
     for host in started:
+        host.ask(_set_variables, spins)  # before it starts ranks; a prefix such as ssh's passes no variables
         host.ask(_record)
+    for host in started:
+        host.value()
     records = [(first, _record()), *((host.name, host.value()) for host in started)]
     refuse_differences(records)
     with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".hosts-") as shared:
@@ -166,14 +172,36 @@ def others() -> list[Host]:
                 f"a file in {Path.cwd()} of {first} is not in the directory of {', '.join(blind)}: run in a directory "
                 "that all hosts see, or correct launch.on_host."
             )
+    for host in started:
+        host.ask(_arrays)
+    refuse_differences([(first, _arrays()), *((host.name, host.value()) for host in started)])
     key, by_name = secrets.token_bytes(32), {host.name: host for host in started}
-    listener = Listener((address(), 0), backlog=len(started), authkey=key)
+    try:
+        listener = Listener((address(), 0), backlog=len(started), authkey=key)
+    except OSError as error:
+        raise PipelineError(
+            f"launch.address: {address()} is no address of this host ({error}); set the one at which the other hosts "
+            "reach it."
+        ) from None
     Thread(target=_accept, args=(listener, by_name), daemon=True).start()
     for host in started:
         host.ask(_beat_to, listener.address, key, host.name)
     for host in started:
         host.value()
     return started
+
+
+def _set_variables(values: Mapping[str, str]) -> None:
+    os.environ.update(values)
+
+
+def _arrays() -> dict[str, dict[str, str]]:
+    """Return the identity of each prepared array, which a local copy of the folder does not have."""
+    stats = {file.name: file.stat() for file in PREPARED.glob("*.npy")}
+    identities = {
+        name: f"file {of.st_ino}, {of.st_size} bytes, changed at {of.st_mtime_ns} ns" for name, of in stats.items()
+    }
+    return {"arrays": identities}
 
 
 def _accept(listener: Listener, expected: dict[str, Host]) -> None:
@@ -231,13 +259,13 @@ class Link:
 
     def __init__(self, incoming: int, outgoing: int) -> None:
         self._incoming = incoming
-        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._writer = Thread(target=self._write, args=(outgoing,), daemon=True)
         self._writer.start()
 
     def say(self, *message: Any) -> None:
         """Send a message. Never waits, so that a signal's handler may call it."""
-        self._messages.put(message)
+        self._messages.put(pickle.dumps(message))
 
     def end(self) -> None:
         """Wait until nothing more is written."""
@@ -251,7 +279,7 @@ class Link:
                 with suppress(Empty):
                     if (message := self._messages.get(timeout=BEAT_SECONDS)) is None:
                         return
-                    text = b64encode(pickle.dumps(message))
+                    text = b64encode(message)
                 line = memoryview(_MARK + text + b"\n")
                 while line:
                     line = line[os.write(outgoing, line) :]
@@ -259,7 +287,8 @@ class Link:
     def heard(self) -> Iterator[Any]:
         """Yield the other end's messages until it ends. Raises TimeoutError if it is lost."""
         patience, begun = START_SECONDS, list[bytes]()
-        while wait([self._incoming], patience):
+        deadline = time.monotonic() + patience
+        while wait([self._incoming], max(0.0, deadline - time.monotonic())):
             got = os.read(self._incoming, 1 << 16)
             if not got:
                 return
@@ -269,12 +298,15 @@ class Link:
                 begun.clear()
             begun.append(rest)
             for line in lines:
-                if not line.startswith(_MARK):
+                if line.startswith(_MARK):
+                    patience = LOST_SECONDS
+                    deadline = time.monotonic() + patience
+                    if text := line.removeprefix(_MARK):
+                        yield pickle.loads(b64decode(text))
+                elif line:
                     say(line.decode(errors="replace"), file=sys.stderr)
-                    continue
-                patience = LOST_SECONDS
-                if text := line.removeprefix(_MARK):
-                    yield pickle.loads(b64decode(text))
+            if time.monotonic() > deadline:  # the prefix only prints lines of its own
+                break
         raise TimeoutError(f"{patience:.0f} s")
 
 
@@ -287,15 +319,23 @@ class Host:
         self.why_lost: str | None = None
         """Why the helper no longer answers; None while it does."""
         self.ranks: dict[int, Rank] = {}
-        words = [word.format(host=name, directory=Path.cwd()) for word in shlex.split(_launch.on_host)]
+        self._answered = False
         # Python is named by its path, because a prefix such as ssh's finds another first. In a session of its own, the
         # prefix gets no Ctrl-C, which would make srun end the ranks before they have saved a checkpoint.
-        self._process = subprocess.Popen(
-            [*words, sys.executable, "-m", "pipeline", "host"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            words = [word.format(host=name, directory=Path.cwd()) for word in shlex.split(_launch.on_host)]
+            self._process = subprocess.Popen(
+                [*words, sys.executable, "-m", "pipeline", "host"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError, LookupError) as error:
+            raise PipelineError(
+                f"launch.on_host: found {_launch.on_host!r}, which cannot be run ({error!r}); expected words that run "
+                "a command on another host, in which only {host} and {directory} are filled in."
+            ) from None
+        atexit.register(self._abandon)
         assert self._process.stdin
         assert self._process.stdout
         self._link = Link(self._process.stdout.fileno(), self._process.stdin.fileno())
@@ -316,12 +356,22 @@ class Host:
 
     def lose(self, silent: str) -> None:
         """Give up the host, which has been silent for that time."""
-        self.why_lost = self.why_lost or f"it is silent for {silent}: it hangs, or the network to it is broken"
-        self._process.kill()
+        self._kill(f"it is silent for {silent}: it hangs, or the network to it is broken")
+
+    def _kill(self, why: str) -> None:
+        self.why_lost = self.why_lost or why
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _abandon(self) -> None:
+        """End a prefix that still waits for its host. A helper that has answered ends by itself."""
+        if not self._answered and self._process.poll() is None:
+            self._kill("the command has ended")
 
     def _listen(self) -> None:
         try:
             for kind, *rest in self._link.heard():
+                self._answered = True
                 if kind == "value":
                     self._values.put((rest[0], rest[1]))
                 else:
@@ -329,6 +379,8 @@ class Host:
                     self.ranks[number].hear(kind, content)
         except TimeoutError as error:
             self.lose(str(error))
+        except Exception as error:  # something else wrote into the pipe
+            self._kill(f"its helper's output cannot be read ({error!r})")
         code = self._process.wait()
         self.why_lost = self.why_lost or f"its helper has ended with exit code {code}; the output above says why"
         for rank in list(self.ranks.values()):
@@ -390,9 +442,12 @@ def serve() -> None:
     """Be the helper of this host: answer the messages of the process that started it, and end with that process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which a scheduler sends to all; the other process decides
         signal.signal(number, lambda *_: None)
-    outgoing = os.dup(1)
+    incoming, outgoing = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # a user's model may print
-    link, messages = Link(0, outgoing), SimpleQueue[Any]()
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # or start a program that reads its input
+    os.write(outgoing, b"\n")  # ends a line that the prefix has begun
+    link, messages = Link(incoming, outgoing), SimpleQueue[Any]()
 
     def listen() -> None:
         code = 1

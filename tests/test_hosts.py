@@ -7,9 +7,10 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,11 +46,17 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hosts.Host]]:
-    """Let ``forked`` use two hosts; return the other one."""
+    with started_by("env", monkeypatch) as others:
+        yield others
+
+
+@contextmanager
+def started_by(on_host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hosts.Host]]:
+    """Let ``forked`` use two hosts; yield the other one."""
     monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(hosts, "_launch", None)
     monkeypatch.setattr(hosts, "_record", None)
-    hosts.use(Launch.model_validate(LAUNCH), dict)
+    hosts.use(Launch.model_validate(LAUNCH | {"on_host": on_host}), dict)
     hosts.others.cache_clear()
     yield (others := hosts.others())
     hosts.others.cache_clear()
@@ -262,6 +269,53 @@ def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
     command = Command("train", "ddp", variables=variables())
     assert f"error: a file in {tmp_path} of one is not in the directory of two" in command.communicate(100)
     assert command.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("on_host", "says"),
+    [
+        ("no-such-program {host}", "launch.on_host: found 'no-such-program {host}', which cannot be run"),
+        ("ssh {user}@{host}", "launch.on_host: found"),
+        ("ssh '{host}", "launch.on_host: found"),
+        ("sh -c 'while echo waiting; do sleep 0.1; done'", "host two: it is silent for 1 s"),
+        ("sh -c 'echo \x1epipeline:nonsense; cat'", "host two: its helper's output cannot be read"),
+    ],
+    ids=["no program", "unknown word", "open quote", "prints for ever", "prints the mark"],
+)
+def test_a_prefix_that_starts_no_helper_is_refused(on_host: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "START_SECONDS", 1.0)
+    with pytest.raises(PipelineError, match=f"^{re.escape(says)}"), started_by(on_host, monkeypatch):
+        pass
+
+
+@pytest.mark.parametrize("printed", ["no end of line", "pipeline: welcome\\n"])
+def test_a_prefix_may_print(printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started_by(f'sh -c \'printf "{printed}"; exec "$@"\' sh', monkeypatch) as others:
+        assert [host.name for host in others] == ["two"]
+
+
+def _input_and_spins() -> Generator[Any, Any, None]:
+    yield subprocess.run(["cat"], capture_output=True, check=True).stdout, os.environ.get("GOMP_SPINCOUNT")
+
+
+def test_ranks_elsewhere_have_no_input_and_the_same_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    with (
+        started_by("env -u GOMP_SPINCOUNT", monkeypatch),
+        forked(_input_and_spins, (), 2, preload=PRELOAD, on_hosts=2) as ask,
+    ):
+        assert ask(None)[1] == (b"", "7")
+
+
+@pytest.mark.usefixtures("config")
+def test_a_host_with_a_copy_of_the_arrays_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path("data/prepared"), copy := tmp_path / "copy")
+    monkeypatch.setattr(hosts, "PREPARED", copy)
+    with (
+        pytest.raises(PipelineError, match=r"arrays\.train_targets\.npy: .+ on one, .+ on two"),
+        started_by("env", monkeypatch),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("config")

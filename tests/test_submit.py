@@ -219,6 +219,7 @@ ELSEWHERE = {"host": "n9", "boot": "another", "job": "7"}
         ({}, {}, "process {pid} on "),
         ({"boot": "another"}, {}, None),
         ({"started": "1"}, {}, None),  # a later process got the id
+        ({"started": "1", "processes": "pid:[1]"}, {}, "process {pid} on "),  # of another container on this host
     ],
 )
 def test_a_lock_holds_until_its_holder_has_ended(
@@ -231,6 +232,14 @@ def test_a_lock_holds_until_its_holder_has_ended(
         alone.check()
         return
     with pytest.raises(PipelineError, match=refused.format(pid=os.getpid())):
+        alone.check()
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", '{"host": "n9"}'])
+def test_a_lock_that_cannot_be_read_is_refused(written: str) -> None:
+    hold()
+    alone.LOCK.write_text(written)
+    with pytest.raises(PipelineError, match=r"an unknown process works in this checkout: .* remove "):
         alone.check()
 
 

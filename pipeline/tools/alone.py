@@ -87,14 +87,21 @@ def run(command: Sequence[str]) -> int:
 
 def check() -> None:
     """Raise PipelineError if another job works in this checkout, or may do so."""
-    with suppress(FileNotFoundError):  # there is no holder, or it has just ended
+    try:
         if _ALONE in os.environ or _has_ended(holder := read_json(LOCK)):
             return
-        who = f"job {holder['job']}" if holder["job"] else f"process {holder['pid']}"
-        raise PipelineError(
-            f"{who} on {holder['host']} works in this checkout: wait for its end, or use another clone; if it has "
-            f"ended, remove {LOCK}."
+        who = (
+            f"job {holder['job']} on {holder['host']}"
+            if holder["job"]
+            else f"process {holder['pid']} on {holder['host']}"
         )
+    except FileNotFoundError:  # there is no holder, or it has just ended
+        return
+    except (ValueError, LookupError, TypeError):
+        who = "an unknown process"
+    raise PipelineError(
+        f"{who} works in this checkout: wait for its end, or use another clone; if it has ended, remove {LOCK}."
+    )
 
 
 @contextmanager
@@ -139,6 +146,7 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": _BOOT_ID.read_text(encoding="ascii").strip(),
         "job": os.environ.get("SLURM_JOB_ID"),
+        "processes": str(Path("/proc/self/ns/pid").readlink()),
         "pid": os.getpid(),
         "started": _started(os.getpid()),
     }
@@ -154,7 +162,7 @@ def _started(pid: int) -> str | None:
 def _has_ended(holder: Mapping[str, Any]) -> bool:
     """Return True if the lock's holder has certainly ended."""
     this, job = _this_process(), holder["job"]
-    if holder["host"] == this["host"]:
+    if [holder[key] for key in ("host", "processes")] == [this[key] for key in ("host", "processes")]:
         return (holder["boot"], holder["started"]) != (this["boot"], _started(holder["pid"]))
     with suppress(NoAnswer):  # the same job: it was put back into the queue, and has started here
         return job is not None and (job == this["job"] or all(other.state in ENDED for other in jobs(f"--job={job}")))
