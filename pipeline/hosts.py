@@ -360,7 +360,7 @@ class Host:
 
     def _kill(self, why: str) -> None:
         self.why_lost = self.why_lost or why
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended, or belongs to another user
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _abandon(self) -> None:

@@ -277,13 +277,13 @@ def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
         ("no-such-program {host}", "launch.on_host: found 'no-such-program {host}', which cannot be run"),
         ("ssh {user}@{host}", "launch.on_host: found"),
         ("ssh '{host}", "launch.on_host: found"),
-        ("sh -c 'while echo waiting; do sleep 0.1; done'", "host two: it is silent for 1 s"),
+        ("sh -c 'while echo waiting; do sleep 0.1; done'", "host two: it is silent for 4 s"),
         ("sh -c 'echo \x1epipeline:nonsense; cat'", "host two: its helper's output cannot be read"),
     ],
     ids=["no program", "unknown word", "open quote", "prints for ever", "prints the mark"],
 )
 def test_a_prefix_that_starts_no_helper_is_refused(on_host: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "START_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "START_SECONDS", 4.0)
     with pytest.raises(PipelineError, match=f"^{re.escape(says)}"), started_by(on_host, monkeypatch):
         pass
 
