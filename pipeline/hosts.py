@@ -157,24 +157,19 @@ def others() -> list[Host]:
     first, *rest = names()
     started = [Host(name) for name in rest]
     spins = {name: value for name, value in os.environ.items() if name == "GOMP_SPINCOUNT"}
+    _answers(started, _set_variables, spins)  # before ranks start; a prefix such as ssh's passes no variables
     for host in started:
-        host.ask(_set_variables, spins)  # before it starts ranks; a prefix such as ssh's passes no variables
         host.ask(_record)
-    for host in started:
-        host.value()
     records = [(first, _record()), *((host.name, host.value()) for host in started)]
     refuse_differences(records)
     with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".hosts-") as shared:
-        for host in started:
-            host.ask(os.path.exists, Path(shared.name).name)
-        if blind := [host.name for host in started if not host.value()]:
+        seen = _answers(started, os.path.exists, Path(shared.name).name)
+        if blind := [host.name for host, sees in zip(started, seen, strict=True) if not sees]:
             raise PipelineError(
                 f"a file in {Path.cwd()} of {first} is not in the directory of {', '.join(blind)}: run in a directory "
                 "that all hosts see, or correct launch.on_host."
             )
-    for host in started:
-        host.ask(_arrays)
-    refuse_differences([(first, _arrays()), *((host.name, host.value()) for host in started)])
+    refuse_differences([*zip(names(), [_arrays(), *_answers(started, _arrays)], strict=True)])
     key, by_name = secrets.token_bytes(32), {host.name: host for host in started}
     try:
         listener = Listener((address(), 0), backlog=len(started), authkey=key)
@@ -189,6 +184,13 @@ def others() -> list[Host]:
     for host in started:
         host.value()
     return started
+
+
+def _answers(asked: Sequence[Host], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Let all hosts call ``function`` at once; return their values."""
+    for host in asked:
+        host.ask(function, *arguments)
+    return [host.value() for host in asked]
 
 
 def _set_variables(values: Mapping[str, str]) -> None:
@@ -248,9 +250,7 @@ def links() -> list[dict[str, str | int | None]]:
     if len(names()) == 1:
         return []
     here = address()
-    for host in others():
-        host.ask(link_to, here)
-    return [link_to(here), *(host.value() for host in others())]
+    return [link_to(here), *_answers(others(), link_to, here)]
 
 
 class Link:

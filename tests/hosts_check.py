@@ -117,7 +117,7 @@ def check() -> None:
 
 def main() -> int:
     there = {"root": os.geteuid() == 0, "ip": shutil.which("ip"), "tc": shutil.which("tc")}
-    missing = [what for what, found in there.items() if not found]
+    missing = [part for part, installed in there.items() if not installed]
     if missing:
         print(f"hosts-check needs {', '.join(missing)}; on Debian and Ubuntu: sudo apt-get install iproute2")
         return 2

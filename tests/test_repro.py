@@ -154,5 +154,5 @@ def test_repro_again_after_changes_and_without_store(clone: Callable[..., Clone]
     # A margin that is changed after the measurement decides anew from the same bench, and the report says so.
     assert trained(changed := checkout.run("dvc", "exp", "run", "-S", "compare.margins.throughput=0.07")) == []
     assert "'bench'" not in "".join(re.findall(r"^Running stage .+$", changed, re.MULTILINE))
-    told = r"margins were changed after the measurement: compare\.margins\.throughput from 0\.\d+ to 0\.07"
-    assert re.search(told, (checkout.path / "reports" / "comparison.md").read_text())
+    remark = r"margins were changed after the measurement: compare\.margins\.throughput from 0\.\d+ to 0\.07"
+    assert re.search(remark, (checkout.path / "reports" / "comparison.md").read_text())

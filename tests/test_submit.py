@@ -188,7 +188,7 @@ def test_a_container_reaches_one_node_only() -> None:
 
 def test_no_stage_depends_on_where_it_runs() -> None:
     plain, launched = parse({"variants": {"baseline": {}}}), config(nodes=2, account="me")
-    described = [stages.described(each, plans.plans(each, CPU_ONLY)) for each in (plain, launched)]
+    described = [stages.described(config, plans.plans(config, CPU_ONLY)) for config in (plain, launched)]
     assert described[0] == described[1]
 
 
