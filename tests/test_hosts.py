@@ -21,6 +21,7 @@ import yaml
 from pipeline import hosts, results
 from pipeline.distributed import WorkerError, forked, world
 from pipeline.errors import PipelineError
+from pipeline.hosts import agreement, allocation, link
 from pipeline.params import Config, Launch, parse
 from pipeline.training import job
 from tests.commands import Command, executable
@@ -53,9 +54,9 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hosts.Host]]:
 @contextmanager
 def started_by(on_host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hosts.Host]]:
     """Let ``forked`` use two hosts; yield the other one."""
-    monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(hosts, "_launch", None)
-    monkeypatch.setattr(hosts, "_record", None)
+    monkeypatch.setattr(link, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(allocation, "_launch", None)
+    monkeypatch.setattr(allocation, "_record", None)
     hosts.use(Launch.model_validate(LAUNCH | {"on_host": on_host}), dict)
     hosts.others.cache_clear()
     yield (others := hosts.others())
@@ -105,18 +106,18 @@ def test_the_nodes_of_a_batch_script_are_the_hosts(
     of_job = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
     for name, value in (of_job | of_step | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "_launch", Launch())
-    hosts._scontrol.cache_clear()
+    monkeypatch.setattr(allocation, "_launch", Launch())
+    allocation._scontrol.cache_clear()
     assert hosts.names() == found
     assert hosts.idle_nodes() is None if idle is None else idle in str(hosts.idle_nodes())
-    hosts._scontrol.cache_clear()
+    allocation._scontrol.cache_clear()
 
 
 def test_a_job_without_scontrol_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     of_job = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "PATH": ""}
     for name, value in of_job.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "_launch", Launch())
+    monkeypatch.setattr(allocation, "_launch", Launch())
     with pytest.raises(PipelineError, match=r"scontrol does not answer .* list the nodes there, this one first"):
         hosts.names()
 
@@ -175,13 +176,13 @@ def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.H
 def test_a_helper_that_is_lost_ends_all(
     monkeypatch: pytest.MonkeyPatch, two_hosts: list[hosts.Host], number: int, says: str
 ) -> None:
-    monkeypatch.setattr(hosts, "LOST_SECONDS", 5.0)
+    monkeypatch.setattr(link, "LOST_SECONDS", 5.0)
     with (  # noqa: PT012
         pytest.raises(WorkerError, match=says),
         forked(_wait_for_the_other, ("is killed",), 2, preload=PRELOAD, on_hosts=2) as ask,
     ):
         ranks = [psutil.Process(pid) for pid in ask(None)]
-        ask.ranks[1][0].join(2 * hosts.BEAT_SECONDS)  # a beat comes after the answer
+        ask.ranks[1][0].join(2 * link.BEAT_SECONDS)  # a beat comes after the answer
         two_hosts[0]._process.send_signal(number)
         until(lambda: two_hosts[0].why_lost)
         ask(1)
@@ -283,7 +284,7 @@ def test_a_host_that_sees_another_directory_is_refused(tmp_path: Path) -> None:
     ids=["no program", "unknown word", "open quote", "prints for ever", "prints the mark"],
 )
 def test_a_prefix_that_starts_no_helper_is_refused(on_host: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "START_SECONDS", 4.0)
+    monkeypatch.setattr(link, "START_SECONDS", 4.0)
     with pytest.raises(PipelineError, match=f"^{re.escape(says)}"), started_by(on_host, monkeypatch):
         pass
 
@@ -310,7 +311,7 @@ def test_ranks_elsewhere_have_no_input_and_the_same_spins(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("config")
 def test_a_host_with_a_copy_of_the_arrays_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(Path("data/prepared"), copy := tmp_path / "copy")
-    monkeypatch.setattr(hosts, "PREPARED", copy)
+    monkeypatch.setattr(agreement, "PREPARED", copy)
     with (
         pytest.raises(PipelineError, match=r"arrays\.train_targets\.npy: .+ on one, .+ on two"),
         started_by("env", monkeypatch),

@@ -1,0 +1,20 @@
+"""The hosts among which processes are divided: this one, and others that a command prefix such as srun's reaches."""
+
+from pipeline.hosts.agreement import links, others, refuse_differences
+from pipeline.hosts.allocation import NAME, address, idle_nodes, interface_to, names, use
+from pipeline.hosts.helper import Host, Rank, serve
+
+__all__ = [
+    "NAME",
+    "Host",
+    "Rank",
+    "address",
+    "idle_nodes",
+    "interface_to",
+    "links",
+    "names",
+    "others",
+    "refuse_differences",
+    "serve",
+    "use",
+]

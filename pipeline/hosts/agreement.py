@@ -1,0 +1,119 @@
+"""What all hosts must have in common: they are asked before they train, and hosts that differ are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Listener
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from pipeline.errors import PipelineError, count
+from pipeline.files import PREPARED
+from pipeline.hosts.allocation import address, in_use, link_to, names
+from pipeline.hosts.helper import Host
+from pipeline.hosts.link import accept, beat_to
+
+MOST_DIFFERENCES = 8
+"""Number of differing fields that a message names."""
+
+
+@cache
+def others() -> list[Host]:
+    """Return the other hosts. The first call starts their helpers. Raises PipelineError if a host cannot be reached,
+    does not see this directory, or differs in a value on which numbers depend."""
+    first, *rest = names()
+    launch, record = in_use()
+    started = [Host(name, launch.on_host) for name in rest]
+    spins = {name: value for name, value in os.environ.items() if name == "GOMP_SPINCOUNT"}
+    _answers(started, _set_variables, spins)  # before ranks start; a prefix such as ssh's passes no variables
+    for host in started:
+        host.ask(record)
+    records = [(first, record()), *((host.name, host.value()) for host in started)]
+    refuse_differences(records)
+    with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".hosts-") as shared:
+        seen = _answers(started, os.path.exists, Path(shared.name).name)
+        if blind := [host.name for host, sees in zip(started, seen, strict=True) if not sees]:
+            raise PipelineError(
+                f"a file in {Path.cwd()} of {first} is not in the directory of {', '.join(blind)}: run in a directory "
+                "that all hosts see, or correct launch.on_host."
+            )
+    refuse_differences([*zip(names(), [_arrays(), *_answers(started, _arrays)], strict=True)])
+    key, by_name = secrets.token_bytes(32), {host.name: host.lose for host in started}
+    try:
+        listener = Listener((address(), 0), backlog=len(started), authkey=key)
+    except OSError as error:
+        raise PipelineError(
+            f"launch.address: {address()} is no address of this host ({error}); set the one at which the other hosts "
+            "reach it."
+        ) from None
+    Thread(target=accept, args=(listener, by_name), daemon=True).start()
+    for host in started:
+        host.ask(beat_to, listener.address, key, host.name)
+    for host in started:
+        host.value()
+    return started
+
+
+def _answers(asked: Sequence[Host], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Let all hosts call ``function`` at once; return their values."""
+    for host in asked:
+        host.ask(function, *arguments)
+    return [host.value() for host in asked]
+
+
+def _set_variables(values: Mapping[str, str]) -> None:
+    os.environ.update(values)
+
+
+def _arrays() -> dict[str, dict[str, str]]:
+    """Return the identity of each prepared array, which a local copy of the folder does not have."""
+    stats = {file.name: file.stat() for file in PREPARED.glob("*.npy")}
+    identities = {
+        name: f"file {of.st_ino}, {of.st_size} bytes, changed at {of.st_mtime_ns} ns" for name, of in stats.items()
+    }
+    return {"arrays": identities}
+
+
+def links() -> list[dict[str, str | int | None]]:
+    """Return each host's link to this host (``link_to``), this host's own first; empty if this host is alone."""
+    if len(names()) == 1:
+        return []
+    here = address()
+    return [link_to(here), *_answers(others(), link_to, here)]
+
+
+def refuse_differences(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise PipelineError if the records of the hosts or ranks differ; name the fields, and each value's first place.
+
+    ``records``: place, such as a host's name, and plain values.
+    """
+    if all(record == records[0][1] for _, record in records):
+        return
+    flat, lines = [dict(_fields(record)) for _, record in records], []
+    for field in sorted(set().union(*flat)):
+        places: dict[str, str] = {}
+        for (place, _), values in zip(records, flat, strict=True):
+            places.setdefault(values.get(field, "nothing"), place)
+        if len(places) > 1:
+            lines.append(f"{field}: {', '.join(f'{value[:100]} on {place}' for value, place in places.items())}")
+    raise PipelineError(
+        f"the ranks of this job differ in {count(len(lines), 'value')} on which its numbers depend. Give all hosts the "
+        "same checkout, data, image and number of threads, on equal machines:\n" + "\n".join(lines[:MOST_DIFFERENCES])
+    )
+
+
+def _fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each value inside nested mappings and lists."""
+    if isinstance(value, list):
+        value = {str(index): item for index, item in enumerate(value)}
+    if isinstance(value, Mapping) and value:
+        for name, inside in value.items():
+            yield from _fields(inside, f"{path}.{name}" if path else name)
+    else:
+        yield path, json.dumps(value)
