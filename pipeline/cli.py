@@ -32,8 +32,8 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
-    *("gate", "promote", "plan", "predict-memory", "verify", "evidence", "doctor", "submit", "techniques", "variants"),
-    *("init", "script", "schema"),
+    *("gate", "promote", "plan", "predict-memory", "verify", "probe", "evidence", "doctor", "submit"),
+    *("techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
 STARTED_BY_OTHERS = ("follow", "arms", "host")
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     as_json = "print JSON for programs: each claim's measured difference and bound"
     parsers["verify"].add_argument("--json", action="store_true", help=as_json)
+    parsers["probe"].add_argument("--json", action="store_true", help="print JSON for programs")
     evidence = parsers["evidence"]
     evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
     evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
@@ -484,6 +485,17 @@ def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline.tools import verification
 
     return partial(verification.run, config, machine, parsed.variants, PREPARED, as_json=parsed.json)
+
+
+def _probe(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Time the collectives between the devices, beside what the links state; write reports/probe.*."""
+    from pipeline import environment, params
+
+    config = params.load()
+    machine = environment.machine(config.launch)
+    from pipeline.scaling import probe
+
+    return partial(probe.run, config, machine, as_json=parsed.json)
 
 
 def _doctor(_: argparse.Namespace) -> Callable[[], object]:

@@ -647,6 +647,12 @@ def _nvml(gpus: Gpus) -> dict[str, Any]:
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
             SimpleNamespace(pid=os.getpid(), usedGpuMemory=gpus.peaks[handle] + (1 << 29))
         ],
+        "nvmlDeviceGetP2PStatus": lambda *_: 0,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 4,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
+        "nvmlDeviceGetFieldValues": lambda _, links: [
+            SimpleNamespace(nvmlReturn=int(link >= 18), value=SimpleNamespace(uiVal=26_562)) for _, link in links
+        ],
         "nvmlSystemGetDriverVersion": lambda: "595.45.04",
         "nvmlSystemGetCudaDriverVersion_v2": lambda: 13020,
     }

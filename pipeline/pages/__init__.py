@@ -113,7 +113,9 @@ def scaled(value: float | None, unit: str) -> str:
     """
     if value is None:
         return UNKNOWN
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
+    prefixes = ("P", "T", "G", "M", "k", "", "m", "\N{MICRO SIGN}")
+    for power, prefix in zip(range(15, -7, -3), prefixes, strict=True):
+        factor = 10.0**power
         if value >= factor:
             return number(value / factor, prefix + unit)
     return number(value, unit)

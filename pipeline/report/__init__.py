@@ -92,7 +92,7 @@ def html(comparison: Comparison, histories: Histories) -> str:
         pictures=pictures,
         histories=histories,
         hues={name: f"v{index % HUES}" for index, name in enumerate(names)},
-        dashes={name: f"d{index % DASHES}" for index, name in enumerate(names)},
+        looks={name: f"v{index % HUES} d{index % DASHES}" for index, name in enumerate(names)},
         described={heading: escape(yaml.safe_dump(values, sort_keys=False)) for heading, values in described.items()},
     )
 

@@ -55,13 +55,13 @@ class Scale(NamedTuple):
     def ticks(self, label: Callable[[float, int], str] = pages.fixed, most: int = 5) -> tuple[Tick, ...]:
         """Return at most ``most`` + 1 ticks at round values. ``label`` gets a value and the number of its decimals.
 
-        On a logarithmic scale over a factor of more than 4, the ticks are powers of 2, and ``label`` is not used.
+        On a logarithmic scale over a factor of more than 4, the ticks are powers of 2.
         """
         if self.logarithmic and self.high / self.low > 4:
             first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
             stride = math.ceil((last - first + 1) / most)
             values = [2.0**power for power in range(first, last + 1) if power % stride == 0]
-            return tuple(Tick(self.at(value), f"{value:g}") for value in values)
+            return tuple(Tick(self.at(value), label(value, max(0, -math.floor(math.log2(value))))) for value in values)
         rough = (self.high - self.low) / most
         magnitude = 10.0 ** math.floor(math.log10(rough))
         step = next(magnitude * factor for factor in (1, 2, 5, 10) if magnitude * factor >= rough * (1 - 1e-9))
@@ -348,6 +348,26 @@ def charts(comparison: Comparison, histories: Histories) -> tuple[Chart, Chart]:
     losses = _runs(comparison, histories, lambda row: (row.epoch, row.train_loss))
     highest = max((y for lines in losses.values() for line in lines for _, _, y in line), default=1.0)
     return accuracy, _chart(losses, Scale(0, 1.04 * highest or 1.0, down=True), pages.fixed)
+
+
+def loglog(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x_tick: Callable[[float, int], str],
+    y_tick: Callable[[float, int], str],
+    level: tuple[float, str] | None = None,
+) -> Chart:
+    """Return a chart of curves of positive numbers, (x, y), with logarithmic scales. ``level``: a height, with its
+    label."""
+    points = [point for curve in curves.values() for point in curve]
+    heights = [y for _, y in points] + ([level[0]] if level else [])
+    x_scale = padded([x for x, _ in points], 0.02, logarithmic=True)
+    y_scale = padded(heights, 0.06, logarithmic=True, down=True)
+    lines = tuple(
+        Line(name, " ".join(f"{x_scale.at(x):g},{y_scale.at(y):g}" for x, y in curve), True, y_tick(curve[-1][1], 3))
+        for name, curve in curves.items()
+    )
+    target = Tick(y_scale.at(level[0]), level[1]) if level else None
+    return Chart(lines, x_scale.ticks(x_tick), y_scale.ticks(y_tick), target)
 
 
 def _runs(

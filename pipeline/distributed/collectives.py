@@ -1,0 +1,59 @@
+"""The time of a collective. Only ``scaling.probe`` imports this module, so its changes repeat no training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from pipeline.distributed.worlds import World
+from pipeline.errors import PipelineError
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+def seconds_of(joined: World, operation: Operation, size_bytes: int, window_seconds: float) -> float:
+    """Return the seconds of one call on the slowest rank: the mean over a window of successive calls.
+
+    ``size_bytes``: the float32 tensor that is reduced, or that all ranks hold in the end; a multiple of 4 bytes for
+    each rank. The number of calls grows until the window takes ``window_seconds``, on all ranks alike. The device may
+    queue the calls; it is waited for at the window's ends only. Before, one call sets up the connections. Raises
+    PipelineError if this call's result is wrong, because a broken link can still be fast.
+    """
+    ranks = torch.arange(1, joined.size + 1, dtype=torch.float32, device=joined.device)
+    whole = torch.full((size_bytes // 4,), joined.rank + 1.0, device=joined.device)
+    part = whole[: len(whole) // joined.size].clone()
+    calls: dict[Operation, tuple[Callable[[], object], Callable[[], torch.Tensor]]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole), lambda: whole == ranks.sum()),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), lambda: part == ranks.sum()),
+        "all_gather": (
+            lambda: dist.all_gather_into_tensor(whole, part),
+            lambda: whole.view(joined.size, -1) == ranks.unsqueeze(1),
+        ),
+    }
+    call, right = calls[operation]
+    call()
+    if not bool(right().all()):
+        raise PipelineError(
+            f"{operation} of {size_bytes} bytes: rank {joined.rank} received wrong data, because a link or the memory "
+            "is broken; do not use this machine."
+        )
+    whole.zero_()  # repeated sums of sums would overflow
+    part.zero_()
+    number = 1
+    while True:
+        joined.barrier()
+        joined.synchronise()
+        started = time.perf_counter()
+        for _ in range(number):
+            call()
+        joined.synchronise()
+        own = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=joined.device)
+        seconds = float(joined.max_(own))
+        if seconds >= window_seconds:
+            return seconds / number
+        number = min(8 * number, math.ceil(1.2 * number * window_seconds / seconds))

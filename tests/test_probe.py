@@ -1,0 +1,241 @@
+"""``python -m pipeline probe``: the times of collectives, what is fitted to them, and what the links state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+import torch.distributed as dist
+
+from pipeline import environment
+from pipeline.distributed import WorkerError, World, forked
+from pipeline.distributed.collectives import seconds_of
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import read_json
+from pipeline.pages import render
+from pipeline.params import Config, parse
+from pipeline.scaling import probe
+from pipeline.scaling.probe import OPERATIONS, SIZES, Probe, Timing, expected, fitted, measured
+from tests.as_if_cuda import as_if_cuda
+from tests.factories import known
+from tests.ranks import run_ranks
+from tests.workspaces import CPU_ONLY
+
+FOUR_GPUS = CPU_ONLY.model_copy(update={"gpus": 4})
+
+
+def config_on(device: str) -> Config:
+    return parse({"train": {"device": device}, "variants": {"baseline": {}}})
+
+
+def reduce(size: int, *seconds: float, processes: int = 4, hosts: int = 1) -> Timing:
+    return Timing(operation="all_reduce", processes=processes, hosts=hosts, size_bytes=size, seconds=seconds)
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(40e-6, 1.2e9), (8e-6, 370e9), (0.5e-3, 2.5e6)])
+def test_a_fit_finds_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
+    noise = random.Random(7)
+    timings = [
+        reduce(size, *((latency + 1.5 * size / bandwidth) * noise.uniform(0.9, 1.1) for _ in range(3)))
+        for size in SIZES
+    ]
+    fit = fitted([*timings, timings[0].model_copy(update={"operation": "all_gather", "seconds": (1.0,)})])
+    assert fit.latency_seconds == pytest.approx(latency, rel=0.1)
+    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
+    assert 0.01 < fit.relative_error_fraction < 0.1
+    assert fit.seconds(2**20) == pytest.approx(latency + 1.5 * 2**20 / bandwidth, rel=0.1)
+
+
+def test_a_latency_is_never_negative() -> None:
+    fit = fitted([reduce(size, seconds) for size, seconds in ((1024, 1e-6), (4096, 8e-6))])
+    assert fit.latency_seconds == 0.0
+    assert fit.bytes_per_second > 0
+
+
+@pytest.mark.parametrize(
+    "timings", [[], [reduce(1024, 1.0)], [reduce(1024, 1.0), reduce(4096, 2.0, processes=2)]], ids=len
+)
+def test_a_fit_needs_two_sizes_of_one_number(timings: list[Timing]) -> None:
+    with pytest.raises(PipelineError, match="needs at least two sizes among one number of processes"):
+        fitted(timings)
+
+
+def test_two_ranks_time_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    @contextmanager
+    def noted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        with forked(*arguments, **options) as ask:
+            yield lambda request: asked.extend([request] if request else []) or ask(request)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(probe, "forked", noted)
+    found = measured(config_on("cpu"), environment.machine(), [2], sizes=(65_536, 1001), repetitions=2)
+    assert (found.backend, found.links, found.gpu_link, found.answers[0].is_slow) == ("gloo", (), None, False)
+    keys = [(timing.operation, timing.size_bytes) for timing in found.timings]
+    assert keys == [(operation, size) for size in (1008, 65_536) for operation in OPERATIONS]
+    assert asked == [*keys, *keys[::-1]]
+    for timing in found.timings:
+        assert (timing.processes, timing.hosts, len(timing.seconds)) == (2, 1, 2)
+        assert min(timing.seconds) > 0
+    assert Probe.model_validate_json(found.to_json()) == found
+
+
+def test_a_size_that_takes_too_long_is_left_out() -> None:
+    plan = probe._plan(config_on("cpu"), CPU_ONLY, 2)
+    seconds: dict[Any, list[float]] = {}
+    offered = []
+    for operation, size in probe._fitting(("all_reduce", "all_gather"), (1024, 4096, 16_384), plan, seconds):
+        offered.append((operation, size))
+        seconds[2, operation, size] = [0.2 if operation == "all_reduce" else 0.1]
+    assert offered == [("all_reduce", 1024), ("all_gather", 1024), ("all_gather", 4096), ("all_gather", 16_384)]
+
+
+def _broken(joined: World, operation: str) -> float:
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(dist, name, lambda *_: None)
+    return seconds_of(joined, operation, 1024, 0.001)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_wrong_data_are_refused(operation: str) -> None:
+    with pytest.raises(WorkerError, match=rf"{operation} of 1024 bytes: rank \d received wrong data"):
+        run_ranks(_broken, operation)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"counts": []}, {"counts": [1]}, {"sizes": [0]}, {"operations": []}, {"repetitions": 0}], ids=str
+)
+def test_wrong_requests_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PipelineError, match=r"probe: found counts .*; expected two processes or more"):
+        measured(config_on("cpu"), CPU_ONLY, **{"counts": [2], **wrong})
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"processes: found 8, but this machine has 4 GPUs"):
+        measured(config_on("cuda"), FOUR_GPUS, [2, 8])
+    with pytest.raises(ConfigError, match="no GPU can be used here"):
+        measured(config_on("cuda"), CPU_ONLY, [2])
+
+
+def test_one_gpu_has_no_link() -> None:
+    with pytest.raises(ConfigError, match="found one GPU on one host, which has no link to another"):
+        probe.run(config_on("cuda"), FOUR_GPUS.model_copy(update={"gpus": 1}), as_json=True)
+
+
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "launched_size", lambda: 2)
+    with pytest.raises(PipelineError, match="run it without a launcher"):
+        measured(config_on("cpu"), CPU_ONLY, [2])
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "counts"),
+    [
+        (CPU_ONLY, "cpu", [2]),
+        (CPU_ONLY.model_copy(update={"hosts": 3}), "cpu", [2, 3]),
+        (FOUR_GPUS.model_copy(update={"gpus": 6}), "cuda", [2, 4, 6]),
+        (FOUR_GPUS.model_copy(update={"hosts": 2}), "auto", [2, 4, 8]),
+    ],
+    ids=["cpu", "three hosts", "six gpus", "two hosts of four"],
+)
+def test_all_devices_are_probed(machine: Any, device: str, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(_: Any, __: Any, asked: list[int]) -> None:
+        assert asked == counts
+        raise Stop
+
+    monkeypatch.setattr(probe, "measured", stop)
+    with pytest.raises(Stop):
+        probe.run(config_on(device), machine, as_json=True)
+
+
+def made(link: int | None, *large: float) -> Probe:
+    """Return a probe of two hosts whose link states ``link`` Mbit/s. ``large``: the seconds for a MiB."""
+    links: Any = tuple({"link": "ethernet", "megabit_per_second": speed} for speed in (25_000, link))
+    reduces = [reduce(1024, 45e-6, processes=2, hosts=2), reduce(2**20, *large, processes=2, hosts=2)]
+    timings = [timing.model_copy(update={"operation": operation}) for operation in OPERATIONS for timing in reduces]
+    about: Any = {"device": "a CPU", "backend": "gloo", "gpu_link": None, "repetitions": len(large)}
+    found = Probe(**about, host_names=("one", "two"), links=links, timings=tuple(timings))
+    return found.model_copy(update={"answers": tuple(probe._answers(found))})
+
+
+def test_a_slow_link_is_named() -> None:
+    first, *rest = render("probe.md", probe=made(10_000, 0.5, 0.4, 0.6)).replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    assert first == (
+        "2 processes on 2 hosts: 2.10 MB/s (1.75 MB/s to 2.62 MB/s) with an all-reduce of 1.00 MiB, 45.0 µs with 1.00 "
+        "KiB; the link states 10.0 Gbit/s: 0% of it."
+    )
+    assert rest[1] == (
+        "**The link between one and two is slower than it should be: it gives 0.2% of the 10.0 Gbit/s that it states.**"
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "large", "words"),
+    [
+        (10_000, (1e-3, 1e-3), "the link states 10.0 Gbit/s: 84% of it."),
+        (10_000, (9e-3, 1e-3), "the link states 10.0 Gbit/s: 17% of it."),  # something else took part of the time
+        (None, (9.0,), "what the link should give is unknown."),
+    ],
+)
+def test_a_link_is_not_blamed_without_proof(link: int | None, large: tuple[float, ...], words: str) -> None:
+    page = render("probe.md", probe=made(link, *large)).replace("\N{NO-BREAK SPACE}", " ")
+    assert words in page.splitlines()[0]
+    assert "slower than it should" not in page
+
+
+def test_the_command_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = made(10_000, 0.5)
+    monkeypatch.setattr(probe, "measured", lambda *_: found)
+    for as_json in (False, True):
+        probe.run(config_on("cpu"), CPU_ONLY, as_json=as_json)
+        said = capsys.readouterr().out
+        assert said == (tmp_path / "reports" / f"probe.{'json' if as_json else 'md'}").read_text(encoding="utf-8")
+    assert read_json(tmp_path / "reports" / "probe.json")["answers"][0]["is_slow"] is True
+    page = (tmp_path / "reports" / "probe.html").read_text(encoding="utf-8")
+    assert "The link between one and two is slower" in page
+    assert page.count("<polyline") == 3
+    assert "stated: 1.25\N{NO-BREAK SPACE}GB/s" in page
+
+
+def test_faster_links_are_assumed_to_be_faster() -> None:
+    speeds = [link.bytes_per_second for link in probe.LINKS.values()]
+    assert sorted(speeds) == [probe.LINKS[name].bytes_per_second for name in ("eth100", "pcie4", "ib400", "nvlink4")]
+    for one, more in pairwise((2, 4, 8)):
+        assert probe.LINKS["ib400"].latency_of(one) < probe.LINKS["ib400"].latency_of(more)
+    assert probe.LINKS["nvlink4"].latency_of(8) == pytest.approx(15e-6)
+
+
+def test_nvlink_and_pcie_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with as_if_cuda(2):
+        assert probe.gpu_link() == {"link": "nvlink", "megabit_per_second": 8 * 18 * 26_562}
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda *_: 1)
+        assert probe.gpu_link() == {"link": "pcie", "megabit_per_second": round(16 * 16_000 * 128 / 130)}
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", missing)
+        assert probe.gpu_link() == {"link": "pcie", "megabit_per_second": None}
+
+
+def missing(_: Any) -> None:
+    raise pynvml.NVMLError_NotSupported
+
+
+@pytest.mark.gpu
+def test_gpus_are_probed() -> None:
+    machine = environment.machine()
+    if machine.gpus < 2:
+        pytest.skip("one GPU has no link to another")
+    found = measured(config_on("cuda"), machine, [2], sizes=(1024, 2**20), repetitions=1)
+    assert found.backend == "nccl"
+    assert len(found.timings) == 6
+    link = known(found.gpu_link)
+    assert link["link"] in ("nvlink", "pcie")
+    assert known(expected(found, 1)) > 1e9
