@@ -2,12 +2,14 @@
 
     python -m tests.hosts_check
 
-Checks that a training over both gives the weights of one host, without any variable about interfaces; that a slow link
-shows as a lower throughput; and that a link that is cut ends the training within a minute, with the host's name.
+Checks that a training over both gives the weights of one host, without any variable about interfaces; that the report
+shows a slow link as exchange, and names the host whose core is shared; and that a link that is cut ends the training
+within a minute, with the host's name. The figures need two cores and little other load.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -30,8 +32,9 @@ FIRST, SECOND = HOSTS = [f"hosts-check-{number}" for number in (1, 2)]
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "epochs": 4, "batch_size": 32, "learning_rate": 0.05},
+    "bench": {"max_minutes": 0.01, "window_seconds": 0.5, "max_foreign_load": 1.0},
     "publish": {"live": False},
-    "launch": {"hosts": HOSTS, "on_host": "ip netns exec {host}", "address": "10.77.0.1"},
+    "launch": {"hosts": HOSTS, "on_host": "ip netns exec {host} taskset -c 1", "address": "10.77.0.1"},
     "variants": {"baseline": {}, "ddp": {"parallelism": "ddp", "processes": 2}},
 }
 MOST_SECONDS = 60.0
@@ -66,11 +69,11 @@ def shape(rate: str) -> None:
         subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", f"hv{number}", *words], check=True)
 
 
-def training(**changes: Any) -> tuple[Config, subprocess.Popen[str]]:
-    """Begin a training in the first namespace, with ``changes`` of the section train."""
+def begun(*words: str, **changes: Any) -> tuple[Config, subprocess.Popen[str]]:
+    """Begin a command in the first namespace, on the first core, with ``changes`` of the section train."""
     params = PARAMS | {"train": PARAMS["train"] | changes}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    command = ["ip", "netns", "exec", FIRST, sys.executable, "-m", "pipeline", "train", "ddp"]
+    command = ["ip", "netns", "exec", FIRST, "taskset", "-c", "0", sys.executable, "-m", "pipeline", *words]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in variables.items() if not name.endswith("_SOCKET_IFNAME")}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -80,17 +83,33 @@ def training(**changes: Any) -> tuple[Config, subprocess.Popen[str]]:
 def trained(**changes: Any) -> results.Run:
     """Return the record of a whole training."""
     shutil.rmtree("models", ignore_errors=True)
-    config, process = training(**changes)
+    config, process = begun("train", "ddp", **changes)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return results.read(results.result_file("ddp"), config).runs[0]
 
 
+def compared() -> dict[str, Any]:
+    """Train and measure both variants; return what the report holds of ddp."""
+    for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
+        _, process = begun(*words)
+        output, _ = process.communicate(timeout=1200)
+        assert process.returncode == 0, output
+    found: dict[str, Any] = json.loads((results.REPORTS / "comparison.json").read_text(encoding="utf-8"))["variants"][1]
+    return found
+
+
 def check() -> None:
     furnish(parse(PARAMS))
-    fast = trained()
+    fast, near = trained(), compared()
+    busy = subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"])
+    try:
+        compared()
+        report = (results.REPORTS / "comparison.md").read_text(encoding="utf-8")
+    finally:
+        busy.kill()
     shape("20mbit")
-    slow = trained()
+    slow, far = trained(), compared()
     launch, PARAMS["launch"] = PARAMS["launch"], {}
     alone = trained()
     PARAMS["launch"] = launch
@@ -99,8 +118,13 @@ def check() -> None:
     speeds = [run.samples_per_second or 0.0 for run in (alone, fast, slow)]
     print("samples/s on one host, on two, over 20 Mbit/s:", *(f"{speed:,.0f}" for speed in speeds))
     assert speeds[2] < 0.8 * speeds[1], "the slow link does not show"
+    exchanges = [variant["figures"]["exchange_fraction"] for variant in (near, far)]
+    print("share of a step for the exchange, and over 20 Mbit/s:", *(f"{share:.0%}" for share in exchanges))
+    assert exchanges[1] > exchanges[0], "the slow link does not show as exchange"
+    print(next((line for line in report.splitlines() if "other processes wait" in line), "no host is named"))
+    assert f"wait for process 1 on {SECOND}" in report, "the host of the shared core is not named"
     shutil.rmtree("models")
-    _, process = training(epochs=2000)
+    _, process = begun("train", "ddp", epochs=2000)
     history = results.history_file("ddp")
     history.unlink()
     while not (history.exists() and len(history.read_text(encoding="utf-8").splitlines()) > 2):
@@ -116,7 +140,7 @@ def check() -> None:
 
 
 def main() -> int:
-    there = {"root": os.geteuid() == 0, "ip": shutil.which("ip"), "tc": shutil.which("tc")}
+    there = {"root": os.geteuid() == 0} | {tool: shutil.which(tool) for tool in ("ip", "tc", "taskset")}
     missing = [part for part, installed in there.items() if not installed]
     if missing:
         print(f"hosts-check needs {', '.join(missing)}; on Debian and Ubuntu: sudo apt-get install iproute2")

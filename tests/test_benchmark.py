@@ -305,6 +305,7 @@ def test_a_further_session_makes_the_bench_a_session(earlier: dict[str, Any], is
         ({"interrupted": True, "rounds": 2}, "12:50", True),
         ({}, "13:40", False),  # more than an hour after the bench ended at 12:33
         ({"boot": {"boot_id": "another", "uptime_seconds": 60.0}}, "12:50", False),
+        ({"boot": {"hosts": ("node-1", "node-2")}}, "12:50", False),
         ({"keys": {"baseline": "k", "ddp": "before", "memory": "k"}}, "12:50", False),
         ({"ablate": True}, "12:50", False),  # other arms
         ({"settled": True}, "12:50", False),  # nothing is open

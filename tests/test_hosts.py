@@ -336,7 +336,16 @@ def test_a_prefix_that_fails_names_the_host() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("config")
-def test_the_bench_gives_a_verdict_over_two_hosts() -> None:
+def test_the_bench_gives_a_verdict_and_names_the_slow_host() -> None:
+    Path("own.py").write_text(
+        "import os, time\nfrom tests.nets import conv_net\n\n"
+        "def net(**_):\n    model = conv_net()\n"
+        "    seconds = 0.02 * (os.environ.get('PIPELINE_HOST') == 'two')\n"
+        "    model.register_forward_pre_hook(lambda *_: time.sleep(seconds))\n    return model\n",
+        encoding="utf-8",
+    )
+    params = PARAMS | {"train": PARAMS["train"] | {"model": "own:net"}}
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
     for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
         command = Command(*words, variables=variables())
         output = command.communicate(300)
@@ -346,4 +355,10 @@ def test_the_bench_gives_a_verdict_over_two_hosts() -> None:
     ddp = bench.arm("variant", "ddp")
     assert ddp
     assert all(sample.samples_per_second for sample in ddp.samples)
-    assert "2 processes on 2 hosts over gloo" in (results.REPORTS / "comparison.html").read_text(encoding="utf-8")
+    assert bench.session.hosts == ("one", "two")
+    page, text = ((results.REPORTS / f"comparison.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
+    assert "2 processes on 2 hosts over gloo" in page
+    assert "The other processes wait for process 1 on two" in page
+    assert "The other processes wait for process 1 on two" in text
+    assert re.search(r"\*\*ddp\*\*<br>on one \| [0-9.]+ MiB \| [0-9.]+ ms \| ", text)
+    assert re.search(r"\*\*ddp\*\*<br>on two \| [0-9.]+ MiB \| [0-9.]+ ms \| ", text)

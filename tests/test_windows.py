@@ -235,6 +235,17 @@ def test_the_memory_of_the_fullest_host_counts() -> None:
     assert window(*ranks, hosts=("one", "one", "two", "two")).peak_memory_bytes == 120 * MIB
 
 
+def test_arithmetic_input_exchange_and_wait_fill_a_step() -> None:
+    ranks = [rank([0.1] * 4, wait=0.04), rank([0.1] * 4)]
+    sample = window(*ranks, arithmetic=(0.03, 0.055))
+    assert sample.arithmetic_rank_ms == pytest.approx((30.0, 55.0))
+    figures = [sample.model_dump()[name] for name in ("arithmetic_ms", "exchange_fraction", "rank_wait_fraction")]
+    assert figures == pytest.approx([55.0, 1 - 0.1 - 0.55, 0.25])
+    assert "arithmetic_ms" not in window(*ranks).model_dump()
+    noisy = window(*ranks, arithmetic=(0.03, 0.055), seen=[rejection("energy_stands")])
+    assert noisy.arithmetic_rank_ms == ()
+
+
 def test_a_rejection_names_its_host() -> None:
     seen = rejection("energy_stands")
     sample = window(rank([0.1] * 4), rank([0.1] * 4), seen=[seen], hosts=("one", "two"))

@@ -150,16 +150,18 @@ def window(
     max_input_wait: float | None = None,
     placement: str = "resident",
     hosts: Sequence[str] = (),
+    arithmetic: Sequence[float | None] = (),
 ) -> Window:
     """The first rank's record of all ranks. ``seen``: the findings of its detectors; the other ranks have none.
-    ``hosts``: the host of each rank; empty if all are on one host."""
-    hosts = hosts or [""] * len(ranks)
+    ``hosts``: the host of each rank; empty if all are on one host. ``arithmetic``: each rank's ``arithmetic_seconds``;
+    empty if unknown."""
+    hosts, arithmetic = hosts or [""] * len(ranks), arithmetic or [None] * len(ranks)
 
-    def of(clock: Clock, memory: Memory) -> Any:
-        figures = of_rank(clock, memory, batch_size)
-        return OfRank(figures, len(clock.step_seconds), clock.measured_seconds, [], hosts[0])
+    def of(measured: tuple[Clock, Memory], host: str, alone: float | None) -> Any:
+        clock = measured[0]
+        return OfRank(of_rank(*measured, batch_size, alone), len(clock.step_seconds), clock.measured_seconds, [], host)
 
-    others = [of(*measurement)._replace(host=host) for measurement, host in zip(ranks[1:], hosts[1:], strict=True)]
+    others = [*map(of, ranks[1:], hosts[1:], arithmetic[1:])]
     training: Any = SimpleNamespace(
         clock=ranks[0][0],
         memory=ranks[0][1],
@@ -170,7 +172,12 @@ def window(
         batches=SimpleNamespace(placement=placement),
         work=lambda: None,
     )
-    return window_of(cast(Training, training), requested_steps=asked, max_input_wait=max_input_wait)
+    return window_of(
+        cast(Training, training),
+        requested_steps=asked,
+        max_input_wait=max_input_wait,
+        arithmetic_seconds=arithmetic[0],
+    )
 
 
 # Batches

@@ -45,6 +45,8 @@ MEMORY_STEPS = (2, 3)
 FEWEST_WARMUP_STEPS = 3
 """Fewest steps between the memory window and the speed window on a CPU. In them, the heap gets the pages that later
 steps reuse."""
+STEPS_PER_ARITHMETIC = 25
+"""One step in so many is taken once more, without exchange, to see how long each rank computes."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
 PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
 """Modules that every arm needs. They are imported once, before the fork; otherwise every process would import them."""
@@ -193,6 +195,7 @@ def _rank_of_arm(
             window = window_of(
                 training,
                 memory=peaks,
+                arithmetic_seconds=training.arithmetic_seconds(max(1, steps // STEPS_PER_ARITHMETIC)),
                 requested_steps=steps,
                 max_input_wait=_allowed_wait(training, config),
                 seen=of_turns(aside, waited, training.clock),

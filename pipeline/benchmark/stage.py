@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pipeline import environment, files
+from pipeline import environment, files, hosts
 from pipeline.benchmark.rounds import (
     Rounds,
     calibrate,
@@ -256,6 +256,7 @@ def begin_session() -> Callable[[], Session]:
         total = sum(seconds for name, seconds in spent.items() if not name.startswith("guest"))
         return Session(
             start_utc=start.isoformat(timespec="seconds"),
+            hosts=tuple(names) if len(names := hosts.names()) > 1 else (),
             boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,
             uptime_seconds=uptime,
             load_average=load,

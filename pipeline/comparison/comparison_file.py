@@ -91,6 +91,19 @@ class EqualTime(Record):
     interval, which may lie in different epochs. None in a file older than these fields."""
 
 
+class Slowest(Record):
+    """The process, or the host, that the other processes wait for."""
+
+    host: int
+    """Its place among the hosts, from 0."""
+    rank: int | None
+    """None if the host's processes take turns at being the slowest."""
+    rounds: int
+    """Number of rounds in which it was the slowest."""
+    wait_fraction: float
+    """Median over rounds of the share of a step for which the fastest process waits for the slowest."""
+
+
 class Compared(ByFigure):
     """One variant compared with the baseline. The baseline has an entry, too; its comparisons are None."""
 
@@ -124,6 +137,9 @@ class Compared(ByFigure):
     are left out."""
     peak_memory_rank_bytes: tuple[int, ...] = ()
     """Each rank's median over the bench's samples that have a peak. Empty if no peak is known or trusted."""
+    arithmetic_rank_ms: tuple[float, ...] = Field((), exclude_if=operator.not_)
+    """Each rank's time to compute a step alone; medians over the bench's samples. Empty if unknown."""
+    slowest: Slowest | None = Field(None, exclude_if=operator.not_)
     rejected: int
     """Number of this variant's samples in the bench that were rejected, in part or as a whole."""
 

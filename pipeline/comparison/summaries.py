@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.comparison import stats, verdicts
+from pipeline.comparison import stats, verdicts, waiting
 from pipeline.comparison.comparison_file import EqualTime, SeedTarget, SessionSummary, TimeToTarget, fields_of
 from pipeline.comparison.sessions import Sitting, column
 from pipeline.comparison.stats import Difference
@@ -67,6 +67,7 @@ def of_variant(
         "conditions": result.conditions,
         "figures": {field: value for field, value in values.items() if value is not None or field not in optional},
         "peak_memory_rank_bytes": tuple(round(statistics.median(peaks)) for peaks in zip(*ranks, strict=True)),
+        **waiting.of_ranks(arm),
         "rejected": sum(bool(sample.rejections) for sample in samples),
         "trained": summarise(runs),
         "findings": {

@@ -235,6 +235,12 @@ def metric(comparison: Comparison) -> str:
     return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 
+def hosts(comparison: Comparison, compared: Compared) -> list[str]:
+    """Return the names of the hosts among which the variant's processes were divided; empty for one host."""
+    number, known = compared.conditions.hosts, comparison.bench.session.hosts
+    return [*known[:number], *(f"host {place + 1}" for place in range(len(known), number))] if number > 1 else []
+
+
 def techniques(compared: Compared) -> str:
     return ", ".join(compared.techniques) or "no technique"
 

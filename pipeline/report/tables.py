@@ -62,6 +62,7 @@ def tables(comparison: Comparison) -> tuple[Table, ...]:
         figures.WORK: [*_work(comparison), *_declared(figures.WORK, comparison)],
     }
     made = [_of_variants(heading, of_table, comparison) for heading, of_table in columns.items()]
+    made.append(_by_host(comparison))
     return (made[0], *(known for table in made[1:] if (known := _known(table)).columns))
 
 
@@ -71,6 +72,30 @@ def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison
         cells = tuple(column.cell(compared) for column in columns)
         rows.append(Row(compared.variant, compared.verdict, facts.techniques(compared), cells))
     return Table(heading, tuple((column.heading, column.definition) for column in columns), tuple(rows))
+
+
+def _by_host(comparison: Comparison) -> Table:
+    """Return a table with a row for each host of each variant whose processes are on several hosts."""
+    columns = (
+        ("Peak memory", "Peak memory of the host: on a CPU the sum of its processes' peaks, on GPUs the largest."),
+        ("Arithmetic", "Time in which the slowest process of the host computes a step, without input and exchange."),
+        ("Wait", "Share of the median step for which the host waits for the slowest host."),
+    )
+    rows = []
+    for compared in comparison.variants:
+        names = facts.hosts(comparison, compared)
+        together = sum if compared.conditions.backend == "gloo" else max
+        arithmetic, step = compared.arithmetic_rank_ms, compared.of(figures.STEP_P50)
+        for place, host in enumerate(names):
+            of_host = slice(*(compared.conditions.world_size // len(names) * end for end in (place, place + 1)))
+            peaks, times = compared.peak_memory_rank_bytes[of_host], arithmetic[of_host]
+            texts = (
+                pages.size(together(peaks)) if peaks else UNKNOWN,
+                pages.number(max(times), "ms") if times else UNKNOWN,
+                pages.percent((max(arithmetic) - max(times)) / step) if times and step else UNKNOWN,
+            )
+            rows.append(Row(compared.variant, None, f"on {host}", tuple(map(Cell, texts))))
+    return Table("Each host", columns, tuple(rows))
 
 
 def _known(table: Table) -> Table:

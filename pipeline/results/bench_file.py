@@ -149,6 +149,8 @@ class Session(Record):
     """Share of all processors' time during the session that a hypervisor gave to other guests."""
     end_utc: Utc | None = None
     """None in a file of an older version, which did not record the end, nor ``spins``."""
+    hosts: tuple[str, ...] = Field((), exclude_if=operator.not_)
+    """The names of the hosts, the one that ran the bench first. Empty if it was alone."""
     spins: int | None = None
     """How often a waiting OpenMP thread looked for work before it slept (``processes.set_openmp_spins``)."""
 
@@ -226,8 +228,8 @@ class Bench(Document):
     def goes_on_in(self, later: Session) -> bool:
         """Return True if the bench with the session record ``later`` belongs to the same session as this bench.
 
-        In one boot, both the wall clock and the uptime must show that the session is over. An uptime that goes on shows
-        that there was no boot in between, whatever the ids of the boots say.
+        Both have the same hosts. In one boot, both the wall clock and the uptime must show that the session is over. An
+        uptime that goes on shows that there was no boot in between, whatever the ids of the boots say.
         """
         by_wall = by_uptime = _between(self.session.start_utc, later.start_utc)
         one_boot = later.boot_id == self.session.boot_id
@@ -235,7 +237,8 @@ class Bench(Document):
             by_uptime = later.uptime_seconds - self.session.uptime_seconds
             one_boot &= later.boot_id is not None  # two unknown boots are not one boot
             one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
-        return one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
+        same_hosts = later.hosts == self.session.hosts
+        return same_hosts and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
     def problems(self) -> list[str]:
         problems = []

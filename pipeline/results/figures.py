@@ -125,6 +125,22 @@ INPUT_WAIT = Figure(
     "Share of the window spent waiting for input, in the process that waited longest; median over rounds.",
     TIME, over_ranks="largest", over_rounds="median", family="throughput",
 )  # fmt: skip
+ARITHMETIC = Figure(
+    "arithmetic_ms", "arithmetic of a step", "ms", "Arithmetic / exchange / wait",
+    "Time in which the slowest process computes a step, without input and exchange, measured in some steps after each "
+    "window; the share of the median step that neither arithmetic nor input explains, so that processes exchange "
+    "gradients or contend; the share for which the fastest process waits for the slowest. Medians over rounds. Known "
+    "where processes exchange nothing but gradients (ddp, zero1).",
+    TIME, over_ranks="largest", over_rounds="median", family="throughput", optional=True,
+)  # fmt: skip
+EXCHANGE = Figure(
+    "exchange_fraction", "exposed communication", "fraction", ARITHMETIC.heading, "",
+    TIME, over_rounds="median", family="throughput", optional=True,
+)  # fmt: skip
+RANK_WAIT = Figure(
+    "rank_wait_fraction", "wait for the slowest process", "fraction", ARITHMETIC.heading, "",
+    TIME, over_rounds="median", family="throughput", optional=True,
+)  # fmt: skip
 OUTSIDE = Figure(
     "outside_fraction", "time outside of steps", "fraction", "Outside of steps",
     "Share of the window spent on work between two steps, such as an evaluation or a checkpoint: what a step takes "
@@ -170,8 +186,8 @@ PREDICTION_ERROR = Figure("memory_prediction_error_fraction", "error of the pred
 """The predicted ledger's peak divided by the measured ledger's ``tensors_bytes``, minus 1."""
 
 FIGURES: Sequence[Figure] = (
-    *(THROUGHPUT, MEMORY, ENERGY, STEP_P50, STEP_P90, STEP_P99, INPUT_WAIT, OUTSIDE, TRAINING, START, FIRST_STEP),
-    *(RESERVED, DRIVER, RETRIES, ACHIEVED, UTILISATION, PREDICTION_ERROR),
+    *(THROUGHPUT, MEMORY, ENERGY, STEP_P50, STEP_P90, STEP_P99, INPUT_WAIT, ARITHMETIC, EXCHANGE, RANK_WAIT),
+    *(OUTSIDE, TRAINING, START, FIRST_STEP, RESERVED, DRIVER, RETRIES, ACHIEVED, UTILISATION, PREDICTION_ERROR),
 )
 """All figures, in the order of their columns."""
 QUANTITIES = tuple(figure for figure in FIGURES if figure.margin)

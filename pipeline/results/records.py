@@ -99,6 +99,8 @@ class Window(Record):
     """One peak per rank. CUDA: max_memory_allocated, plus what CUDA graphs keep. CPU: the peak resident memory
     minus its peak after the imports, both without the pages of mapped files. Empty if the round was not to measure
     memory (``Figure.taken_in``)."""
+    arithmetic_rank_ms: tuple[Amount, ...] = Field((), exclude_if=operator.not_)
+    """Each rank's time to compute a step alone (``figures.ARITHMETIC``). Empty if unknown."""
     peak_reserved_bytes: Count | None
     """CUDA: the largest max_memory_reserved of all ranks. None on a CPU."""
     driver_memory_bytes: Count | None = None

@@ -66,6 +66,8 @@ class Setup:
     model_state: Stored = field(init=False)
     """Reads and loads the state of the single-device model, even if each rank holds only a part of the model."""
     optimizer_state: Stored = field(init=False)
+    exchanges_only_gradients: bool = False
+    """True if ranks need each other only to add up gradients, so that each can take a step alone under ``no_sync``."""
     replays: bool = False
     """True if steps are replayed from CUDA graphs. The allocator does not see the memory of a replayed step."""
     kept_models: list[nn.Module] = field(default_factory=list)

@@ -105,3 +105,4 @@ class DDP(Technique):
     def change_step(self, setup: Setup) -> None:
         setup.step.accumulate = reduced(self.model, self.plan)(setup.step.accumulate)
         setup.step.no_sync = self.model.no_sync
+        setup.exchanges_only_gradients = not any(isinstance(part, nn.SyncBatchNorm) for part in self.model.modules())

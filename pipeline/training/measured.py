@@ -13,7 +13,17 @@ from pipeline.distributed import World
 from pipeline.measurement.detectors import of_clock, of_memory, of_steps
 from pipeline.measurement.windows import Clock, Memory, percentile_ms
 from pipeline.results import RunConditions, Window
-from pipeline.results.figures import FIGURES, MEMORY, QUANTITIES, Figure
+from pipeline.results.figures import (
+    ARITHMETIC,
+    EXCHANGE,
+    FIGURES,
+    INPUT_WAIT,
+    MEMORY,
+    QUANTITIES,
+    RANK_WAIT,
+    STEP_P50,
+    Figure,
+)
 from pipeline.results.rejections import Rejection
 from pipeline.training.loop import Training
 
@@ -56,9 +66,11 @@ def conditions_of(training: Training, device_name: str) -> RunConditions:
     )
 
 
-def of_rank(clock: Clock, memory: Memory, batch_size: int) -> dict[str, float | None]:
+def of_rank(
+    clock: Clock, memory: Memory, batch_size: int, arithmetic_seconds: float | None = None
+) -> dict[str, float | None]:
     """Return the figures of a process, by field. ``FIGURES`` says how the processes' values are joined.
-    ``batch_size``: the global batch size."""
+    ``batch_size``: the global batch size. ``arithmetic_seconds``: ``Training.arithmetic_seconds``."""
     steps, seconds = clock.step_seconds, clock.measured_seconds
     return {
         "samples_per_second": len(steps) * batch_size / seconds if seconds else None,
@@ -66,6 +78,7 @@ def of_rank(clock: Clock, memory: Memory, batch_size: int) -> dict[str, float | 
         "step_p90_ms": percentile_ms(steps, 90),
         "step_p99_ms": percentile_ms(steps, 99),
         "input_wait_fraction": clock.input_seconds / seconds if seconds else None,
+        **({} if arithmetic_seconds is None else {ARITHMETIC.field: arithmetic_seconds * 1e3}),
         "peak_memory_bytes": memory.peak_bytes,
         "peak_reserved_bytes": memory.reserved_bytes,
         "driver_memory_bytes": memory.driver_bytes,
@@ -92,19 +105,20 @@ def window_of(
     max_input_wait: float | None,
     seen: Iterable[Rejection] = (),
     memory: Memory | None = None,
+    arithmetic_seconds: float | None = None,
 ) -> Window:
     """Combine the measurements of all ranks and windows so far into one record, which is the same on every rank.
 
     Rejected figures are None. For example, figures are rejected if fewer than ``requested_steps`` steps were measured.
     They are also rejected if the share of time spent waiting for input is above ``max_input_wait`` (None: any share is
     allowed). ``seen``: rejections found earlier. ``memory``: the measurement of memory, if memory was measured in other
-    windows than speed; by default the training's own.
+    windows than speed; by default the training's own. ``arithmetic_seconds``: ``Training.arithmetic_seconds``.
     """
     clock, memory, world = training.clock, memory or training.memory, training.world
     mine = [*seen, *(rejection for detector in training.detectors for rejection in detector.rejections())]
     mine += of_clock(clock, max_input_wait, resident=training.batches.placement == "resident")
     mine += of_memory(memory)
-    figures = of_rank(clock, memory, training.train.batch_size)
+    figures = of_rank(clock, memory, training.train.batch_size, arithmetic_seconds)
     host = world.host if training.plan.hosts > 1 else ""
     ranks = world.gather(OfRank(figures, len(clock.step_seconds), clock.measured_seconds, mine, host))
     more = [work.rejection] if (work := training.work()) and work.missing else []
@@ -132,14 +146,27 @@ def joined(
         for figure in FIGURES
         if figure.over_ranks and figure.field in figures[0]
     }
+    arithmetic = () if joined.get(ARITHMETIC.field) is None else [values[ARITHMETIC.field] for values in figures]
     return Window.model_validate(
         {
             **joined,
+            **(waits(arithmetic, joined[STEP_P50.field], joined[INPUT_WAIT.field]) if arithmetic else {}),
+            "arithmetic_rank_ms": arithmetic,
             "measured_steps": min(steps),
             "peak_memory_rank_bytes": [values[MEMORY.field] for values in figures],
             "rejections": tuple(rejected),
         }
     )
+
+
+def waits(arithmetic_ms: Sequence[float], step_ms: float, input_fraction: float) -> dict[str, float]:
+    """Return the shares of a step in which no rank computes (the exposed exchange of gradients), and in which the
+    fastest rank waits for the slowest. ``arithmetic_ms``: each rank's time to compute a step alone."""
+    slowest = max(arithmetic_ms)
+    return {
+        EXCHANGE.field: max(0.0, 1 - input_fraction - slowest / step_ms),
+        RANK_WAIT.field: min(1.0, (slowest - min(arithmetic_ms)) / step_ms),
+    }
 
 
 def _over_ranks(figure: Figure, values: Sequence[Any], slowest: int, hosts: Sequence[str], *, on_cpu: bool) -> Any:

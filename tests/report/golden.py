@@ -30,6 +30,7 @@ from pipeline.results.rejections import rejection
 from pipeline.tools import verification
 from pipeline.tools.inference import Inference
 from pipeline.tools.verification.claims import UNMEASURABLE, UNPROMISED, Claim
+from pipeline.training.measured import waits
 from tests.factories import (
     ENVIRONMENT,
     TEN_IN_TEN_MINUTES,
@@ -141,6 +142,26 @@ def over_sessions() -> Made:
     return Made(compare(measured, histories, sessions, Compare(), ENVIRONMENT), histories)
 
 
+def two_hosts() -> Made:
+    """Four processes on two hosts, whose last one is slow; and as many whose parameters are divided, so that it is
+    unknown how long each of them computes."""
+    baseline, ddp, _ = make_results()
+    apart = {"backend": "gloo", "world_size": 4, "hosts": 2, "threads_per_process": 1}
+    sharded = {"applied": {**ddp.applied, "parallelism": "fsdp"}}
+    measured = [baseline, ddp.model_copy(update=apart), make_result("fsdp", [*ddp.runs], **apart, **sharded)]
+    session = make_session(hosts=("node-1", "node-2"))
+    bench = make_bench(measured, rejected={})
+    bench = with_samples(bench, lambda arm: map(_slowed if arm.variant == "ddp" else Window.model_copy, arm.samples))
+    return made(measured, rejected={}, session=session, arms=bench.arms)
+
+
+def _slowed(window: Window) -> Window:
+    times = (4.0, 4.5, 4.25, 6.0)
+    return window.model_copy(
+        update={"arithmetic_ms": 6.0, "arithmetic_rank_ms": times} | waits(times, known(window.step_p50_ms), 0.004)
+    )
+
+
 def student() -> Made:
     """A language model with a figure of its own, and its student, which takes 0.6 of the baseline's steps in the same
     time and reaches the target before its first evaluation. The task, loss and metric are the user's own."""
@@ -169,6 +190,7 @@ REPORTS: Mapping[str, Callable[[], Made]] = {
     "stopped": stopped,
     "alone": alone,
     "over_sessions": over_sessions,
+    "two_hosts": two_hosts,
 }
 
 

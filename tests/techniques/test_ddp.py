@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,34 @@ def _options(joined: World, dataset: Dataset) -> dict[str, dict[str, Any]]:
             "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
         }
     return by_case
+
+
+class _Slow(nn.Module):
+    """A model whose forward pass takes a second on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.net, self.seconds = conv_net(), float(rank)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        outputs: torch.Tensor = self.net(images)
+        return outputs
+
+
+def _arithmetic(joined: World, dataset: Dataset) -> tuple[float | None, float | None, bool]:
+    training = make_training(dataset, joined, model=_Slow(joined.rank), gradient_accumulation=2)
+    training.advance(1)
+    before = copy.deepcopy([*training.model.parameters()])
+    alone = training.arithmetic_seconds(1)
+    unchanged = all(map(torch.equal, before, training.model.parameters())) and training.step.syncs == [False, True]
+    return alone, make_training(dataset, joined, parallelism="fsdp").arithmetic_seconds(1), unchanged
+
+
+def test_a_slow_rank_shows_only_in_its_own_arithmetic(digits: Dataset) -> None:
+    (quick, *of_quick), (slow, *of_slow) = run_ranks(_arithmetic, digits)
+    assert quick < 2.0 <= slow
+    assert of_quick == of_slow == [None, True]
 
 
 def test_ddp_options_change_no_gradient(digits: Dataset) -> None:
