@@ -97,12 +97,17 @@ def plan(
     """Return the plan of ``variants.<name>`` on ``machine``. Raises ConfigError if the variant cannot run there.
 
     ``launched``: the number of processes on all hosts, if a launcher such as torchrun started this process; else None.
+    The launcher has then divided them among ``machine.hosts``.
     ``why_not_held_by``: says which numbers of processes cannot hold the job's model together; without it, all can.
     """
     if name not in config.variants:
         raise ConfigError(f"variants.{name}: no such variant; there are: {', '.join(config.variants)}.")
-    requested, train = config.variants[name], config.train_of(name)
+    asked, train = config.variants[name], config.train_of(name)
     where = f"variants.{name}"
+    requested, decided = asked, dict[str, str]()
+    if asked.replicas == "hosts":
+        requested = asked.model_copy(update={"replicas": machine.hosts})
+        decided["replicas"] = f"{machine.hosts}, one on each host"
     if train.device == "cuda" and machine.gpus == 0:
         why = f" ({machine.why_no_gpu})" if machine.why_no_gpu else ""
         raise ConfigError(f"train.device: found 'cuda', but no GPU can be used here{why}; allowed here: 'auto', 'cpu'.")
@@ -121,7 +126,7 @@ def plan(
         processes, why_fewer = _most_processes(requested, numbers, train.batch_size, micro_batches, why_not_held_by)
         if processes < available:
             skipped[f"{available - processes} of {available} GPUs"] = why_fewer
-    hosts = 1 if launched else _hosts(requested, machine, on_gpu, processes) or 1
+    hosts = machine.hosts if launched else _hosts(requested, machine, on_gpu, processes) or 1
     if automatic and not on_gpu and hosts < machine.hosts:
         skipped[f"{machine.hosts - hosts} of {machine.hosts} hosts"] = _WITHIN_A_HOST
     devices_per_process = machine.gpus if requested.parallelism == "data_parallel" and on_gpu else 1
@@ -131,7 +136,7 @@ def plan(
     applied = catalogue.without(requested, (entry for entry in catalogue.requested(requested) if entry.name in without))
     changes: dict[str, Any] = {}
 
-    model_processes = processes // requested.replicas if requested.parallelism in ONE_BATCH else 1
+    model_processes = processes // requested.copies if requested.parallelism in ONE_BATCH else 1
     data_processes = processes // model_processes
     if model_processes > 1 and (reason := why_not_held_by(model_processes)):
         raise ConfigError(
@@ -155,9 +160,10 @@ def plan(
         )
     return Plan(
         name=name,
-        requested=requested,
+        requested=asked,
         applied=applied.model_copy(update=changes),
         skipped=skipped,
+        decided=decided,
         device="cuda" if on_gpu else "cpu",
         processes=processes,
         hosts=hosts,
@@ -177,10 +183,10 @@ def _most_processes(
 ) -> tuple[int, str]:
     """Return the first of the ``numbers`` of processes, which fall, that can run the variant, and why more processes
     cannot. If no number can, return the smallest possible number; later checks of the plan report the problem."""
-    why_fewer = f"each of the {requested.replicas} replicas must have the same number of GPUs"
-    if requested.replicas == 1:
+    why_fewer = f"each of the {requested.copies} replicas must have the same number of GPUs"
+    if requested.copies == 1:
         why_fewer = _WITHIN_A_HOST
-    fewest = 2 * requested.replicas if requested.replicas > 1 or requested.parallelism in ONE_BATCH else 1
+    fewest = 2 * requested.copies if requested.copies > 1 or requested.parallelism in ONE_BATCH else 1
     for processes, fewer in pairwise([*numbers, 0]):
         why_not = _why_not_among(requested, processes, batch_size, micro_batches, why_not_held_by)
         if why_not is None or fewer < fewest:
@@ -267,7 +273,7 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
     elif variant.parallelism not in PARALLELISMS:
         processes = 1
     elif variant.processes == "auto":
-        on_cpus = variant.replicas * max(2, machine.hosts * (variant.parallelism not in ONE_BATCH))
+        on_cpus = variant.copies * max(2, machine.hosts * (variant.parallelism not in ONE_BATCH))
         processes = _numbers_on_gpus(variant, machine)[0] if on_gpu else on_cpus
     else:
         processes = variant.processes
@@ -279,9 +285,9 @@ def _processes(variant: Variant, machine: Machine, on_gpu: bool, where: str, lau
                 f"allowed: 1 to {machine.gpus}{more}, or 'auto'."
             )
     fitting = [1, *(replicas for replicas in range(2, processes // 2 + 1) if processes % replicas == 0)]
-    if variant.replicas not in fitting:
+    if variant.copies not in fitting:
         raise ConfigError(
-            f"{where}.replicas: found {variant.replicas}, which cannot divide {count(processes, 'process')} into "
+            f"{where}.replicas: found {variant.copies}, which cannot divide {count(processes, 'process')} into "
             f"groups of two or more; allowed: {', '.join(map(str, fitting))}."
         )
     return processes
@@ -291,7 +297,7 @@ def _numbers_on_gpus(variant: Variant, machine: Machine) -> list[int]:
     """Return the numbers of processes that use each GPU at most once, each replica on equally many; the largest first.
     If no number can, return the number of GPUs; later checks of the plan report the problem."""
     numbers = range(machine.hosts * machine.gpus, 0, -1)
-    fitting = (number for number in numbers if number % variant.replicas == 0)
+    fitting = (number for number in numbers if number % variant.copies == 0)
     return [number for number in fitting if _hosts(variant, machine, True, number)] or [machine.gpus]
 
 
@@ -300,7 +306,7 @@ def _hosts(variant: Variant, machine: Machine, on_gpu: bool, processes: int) -> 
     on CPUs, all hosts or one. None if they have not enough GPUs."""
     numbers = [number for number in range(1, machine.hosts + 1) if processes % number == 0]
     if variant.parallelism in ONE_BATCH:
-        numbers = [number for number in numbers if variant.replicas % number == 0]
+        numbers = [number for number in numbers if variant.copies % number == 0]
     if on_gpu:
         return next((number for number in numbers if processes <= number * machine.gpus), None)
     return machine.hosts if machine.hosts in numbers else 1
@@ -311,13 +317,13 @@ def _why_not_among(
 ) -> WhyNot | None:
     """Return why ``processes`` cannot share the batch evenly, or cannot hold one model together; None if they can."""
     if variant.parallelism in ONE_BATCH:  # the number of replicas is fixed, and only replicas share the batch
-        together = processes // variant.replicas
+        together = processes // variant.copies
         if variant.parallelism == "pipeline" and 1 < micro_batches < together:
             return WhyNot(f"a pipeline of {together} stages has idle stages with {micro_batches} micro-batches")
         return why_not_held_by(together) if together > 1 else None
     if variant.scaling == "weak" or batch_size % (processes * micro_batches) == 0:
         return None
-    most = processes - variant.replicas
+    most = processes - variant.copies
     return WhyNot(f"train.batch_size {batch_size} can be shared evenly by at most {most} of the GPUs")
 
 

@@ -43,7 +43,7 @@ def make_plan(
     """Return a plan for the CPU in which all techniques of the variant apply."""
     variant = Variant(**applied)
     micro_batches = 1 if variant.gradient_accumulation == "auto" else variant.gradient_accumulation
-    model_processes = processes // variant.replicas if variant.parallelism in ("pipeline", "tensor") else 1
+    model_processes = processes // variant.copies if variant.parallelism in ("pipeline", "tensor") else 1
     return Plan(
         name=name,
         requested=variant,

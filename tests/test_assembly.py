@@ -67,6 +67,17 @@ def test_a_model_bounds_the_gpus_it_uses(name: str, processes: tuple[int | None,
         assert (made.requested, made.applied.processes) == (config.variants[name], "auto")
 
 
+@pytest.mark.parametrize(("of_host", "hosts"), [("2", 2), ("4", 1), (None, 1)])
+def test_a_launcher_divides_the_plan_among_hosts(
+    of_host: str | None, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": of_host}.items():
+        if value:
+            monkeypatch.setenv(name, value)
+    assert planned(configured({"ddp": {"parallelism": "ddp"}}), "ddp", gpus(0), PREPARED).hosts == hosts
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [

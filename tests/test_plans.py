@@ -84,6 +84,9 @@ def test_what_a_variant_becomes(count: int, tried: dict[str, Any], shape: tuple[
         (0, 4, DDP, (4, 4, 1), []),
         (0, 2, DDP | {"processes": 1}, (1, 1, 1), ["ddp"]),
         (0, 2, FSDP | {"replicas": 2}, (4, 2, 1), []),
+        (4, 2, FSDP | {"replicas": "hosts"}, (8, 2, 1), []),
+        (4, 2, TENSOR | {"replicas": "hosts"}, (8, 2, 4), []),
+        (0, 1, FSDP | {"replicas": "hosts"}, (2, 1, 1), []),
         (0, 2, STAGES, (2, 1, 2), ["1 of 2 hosts"]),
         (0, 2, STAGES | {"replicas": 2}, (4, 2, 2), []),
     ],
@@ -94,6 +97,8 @@ def test_processes_are_divided_among_hosts(
     made = planned(gpus(count).model_copy(update={"hosts": hosts}), tried)
     assert (made.processes, made.hosts, made.model_processes) == shape
     assert sorted(made.skipped) == skipped
+    if tried.get("replicas") == "hosts":
+        assert (made.applied.replicas, made.decided) == (hosts, {"replicas": f"{hosts}, one on each host"})
 
 
 def test_processes_that_hosts_cannot_share_are_refused() -> None:

@@ -26,6 +26,10 @@ from tests.factories import make_arm, make_window
     ids=["process", "nearly always", "host", "changing", "short wait", "few rounds", "unknown"],
 )
 def test_who_is_waited_for_is_always_the_slowest(rounds: Sequence[Sequence[float]], slowest: Slowest | None) -> None:
-    samples = [make_window(processes=4, arithmetic_rank_ms=of, **(waits(of, 10.0, 0.0) if of else {})) for of in rounds]
-    found = of_ranks(make_arm(samples=tuple(samples), world_size=4, hosts=2))["slowest"]
-    assert found == slowest
+    samples = tuple(
+        make_window(processes=4).model_copy(
+            update={"arithmetic_rank_ms": times} | (waits(times, 10.0, 0.0) if times else {})
+        )
+        for times in rounds
+    )
+    assert of_ranks(make_arm(samples=samples, world_size=4, hosts=2))["slowest"] == slowest

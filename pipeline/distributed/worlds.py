@@ -201,6 +201,12 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"), backend=None)
 """A single process on the CPU."""
 
 
+def launched_hosts() -> int:
+    """Return the number of hosts among which a launcher has divided the processes equally; 1 if it does not say."""
+    size, local_size = launched_size() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return size // local_size if local_size and size % local_size == 0 else 1
+
+
 @contextmanager
 def world(
     device: Literal["cpu", "cuda"], cores: float = 1, record: Callable[[], Mapping[str, Any]] = dict

@@ -69,9 +69,9 @@ class Variant(Section):
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = "none"
     processes: Count | Literal["auto"] = "auto"
     """Number of processes for the parallelism. auto: one per GPU; without a GPU, two per replica."""
-    replicas: Count = 1
+    replicas: Count | Literal["hosts"] = 1
     """With fsdp, pipeline or tensor: number of complete models that the processes hold together. Each model takes a
-    share of the batch, as in ddp."""
+    share of the batch, as in ddp. hosts: one on each host."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Schedule of a pipeline. gpipe: all forward passes, then all backward passes. 1f1b: forward and backward passes
     alternate, so that at most as many micro-batches are in memory as there are stages."""
@@ -130,3 +130,9 @@ class Variant(Section):
     """With script: further arguments of the command, after variables, as in a shell: OMP_NUM_THREADS=2 --bf16."""
     command: str | None = Field(None, exclude_if=operator.not_)
     """With script: a whole command in place of script.command, such as torchrun --nproc-per-node 2 train.py."""
+
+    @property
+    def copies(self) -> int:
+        """``replicas`` of a variant whose plan has put a number in place of ``hosts``."""
+        assert self.replicas != "hosts"
+        return self.replicas

@@ -71,7 +71,7 @@ class FSDP(Technique):
 
     def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
         offload = CPUOffloadPolicy() if self.plan.applied.cpu_offload else OffloadPolicy()
-        replicas = self.plan.applied.replicas
+        replicas = self.plan.applied.copies
         shares = {"shares": self.plan.processes // replicas}  # the ranks that share one model
         mesh = self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
         return fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)

@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeline import environment, models, tasks
 from pipeline.data.prepared import read as read_dataset
-from pipeline.distributed import ALONE, World, launched_size
+from pipeline.distributed import ALONE, World, launched_hosts, launched_size
 from pipeline.distributed import world as joined_world
 from pipeline.environment import code, cores, stages
 from pipeline.errors import ConfigError, count, said, say
@@ -60,6 +60,8 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
     number is checked when the model is set up. Raises PipelineError.
     """
     launched = launched_size()
+    if launched is not None:
+        machine = machine.model_copy(update={"hosts": launched_hosts()})
     planned_variant = plan_of(config, name, machine, launched)
     if planned_variant.model_processes == 1 or launched is not None:
         return planned_variant

@@ -139,7 +139,7 @@ def joined(
     void = {figure.margin: bool(rejected) for figure in QUANTITIES}
     void["memory"] = any(rejection.voids_memory for rejection in rejected)  # noise in time does not change a peak
     slowest = seconds.index(max(seconds))
-    joined = {
+    joined: dict[str, Any] = {
         figure.field: None
         if void.get(figure.family)
         else _over_ranks(figure, [values[figure.field] for values in figures], slowest, hosts, on_cpu=on_cpu)
