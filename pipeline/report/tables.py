@@ -77,9 +77,9 @@ def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison
 def _by_host(comparison: Comparison) -> Table:
     """Return a table with a row for each host of each variant whose processes are on several hosts."""
     columns = (
-        ("Peak memory", "Peak memory of the host: on a CPU the sum of its processes' peaks, on GPUs the largest."),
-        ("Arithmetic", "Time in which the slowest process of the host computes a step, without input and exchange."),
-        ("Wait", "Share of the median step for which the host waits for the slowest host."),
+        ("Host's peak", "Peak memory of the host: on a CPU the sum of its processes' peaks, on GPUs the largest."),
+        ("Host's arithmetic", "Time in which its slowest process computes a step, without input and exchange."),
+        ("Host's wait", "Share of the median step for which the host waits for the slowest host."),
     )
     rows = []
     for compared in comparison.variants:
@@ -92,7 +92,7 @@ def _by_host(comparison: Comparison) -> Table:
             texts = (
                 pages.size(together(peaks)) if peaks else UNKNOWN,
                 pages.number(max(times), "ms") if times else UNKNOWN,
-                pages.percent((max(arithmetic) - max(times)) / step) if times and step else UNKNOWN,
+                pages.percent((max(arithmetic) - max(times)) / step, 1) if times and step else UNKNOWN,
             )
             rows.append(Row(compared.variant, None, f"on {host}", tuple(map(Cell, texts))))
     return Table("Each host", columns, tuple(rows))
