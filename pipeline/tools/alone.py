@@ -30,7 +30,7 @@ LOCK = JOBS / "running.json"
 _DVC_LOCK = Path(".dvc/tmp/rwlock")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ALONE = "PIPELINE_ALONE"
-"""The environment variable of processes for which the lock is held."""
+"""The environment variable of processes for which the lock is held: the holder's process id, and its start."""
 _PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
 ENDED = {
@@ -78,7 +78,7 @@ def run(command: Sequence[str]) -> int:
             signal.signal(number, lambda *_: None)
         if shutil.which(command[0]) is None:
             raise PipelineError(f"there is no command {command[0]!r} on {socket.gethostname()}.")
-        code = subprocess.Popen(command, env=os.environ | {_ALONE: "1"}).wait()
+        code = subprocess.Popen(command, env={_ALONE: _mark(_this_process())} | os.environ).wait()
         with suppress(ChildProcessError):
             while True:
                 os.wait()
@@ -93,7 +93,7 @@ def check() -> None:
         who = (
             f"job {holder['job']} on {holder['host']}"
             if holder["job"]
-            else f"process {holder['pid']} on {holder['host']}"
+            else f"process {holder['pid']} on {holder['host']}, or what it has started,"
         )
     except FileNotFoundError:  # there is no holder, or it has just ended
         return
@@ -159,11 +159,27 @@ def _started(pid: int) -> str | None:
     return None
 
 
+def _mark(holder: Mapping[str, Any]) -> str:
+    return f"{holder['pid']} {holder['started']}"
+
+
+def _left_behind(holder: Mapping[str, Any]) -> bool:
+    """Return True if a process of this host lives on for which a holder that was killed has held the lock."""
+    setting = f"{_ALONE}={_mark(holder)}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if setting in file.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
 def _has_ended(holder: Mapping[str, Any]) -> bool:
     """Return True if the lock's holder has certainly ended."""
     this, job = _this_process(), holder["job"]
     if [holder[key] for key in ("host", "processes")] == [this[key] for key in ("host", "processes")]:
-        return (holder["boot"], holder["started"]) != (this["boot"], _started(holder["pid"]))
+        if holder["boot"] != this["boot"]:
+            return True
+        return _started(holder["pid"]) != holder["started"] and not _left_behind(holder)
     with suppress(NoAnswer):  # the same job: it was put back into the queue, and has started here
         return job is not None and (job == this["job"] or all(other.state in ENDED for other in jobs(f"--job={job}")))
     return False
