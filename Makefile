@@ -85,6 +85,7 @@ gpu-check: .venv/installed-dev  # accepts a new GPU machine, or refuses it; writ
 
 hosts-check: .venv/installed-dev  # trains over two network namespaces as two hosts, and cuts their link; needs root: tests/hosts_check.py
 	$(BIN)/python -m tests.hosts_check
+	$(BIN)/python -m tests.hosts_kills $(ARGS)
 
 slurm-check: .venv/installed-dev  # submits jobs to a real Slurm, started here for the check; needs root: tests/slurm/check
 	tests/slurm/check

@@ -152,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
         if place != "here":
             only = place == "kubernetes"
             added.add_argument("--dry-run", action="store_true", required=only, help="print the job; submit nothing")
+    host = parsers["host"]
+    host.add_argument("--listen", metavar="ADDRESS", help="be the agent that starts commands here (submit kubernetes)")
+    host.add_argument("--on", metavar="HOST", help="run the words on HOST, where an agent listens")
+    host.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="the command")
     techniques, word = parsers["techniques"], "a name, or a topic such as AMP or ZeRO; without a word: all names"
     techniques.add_argument("words", nargs="*", metavar="WORD", help=word)
     techniques.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -210,6 +214,8 @@ def _environment(_: argparse.Namespace) -> None:
     written = environment.write(relied_on=plans.relied_on(config), described=described, links=links)
     if links:
         say(f"environment: {len(links)} hosts: {', '.join(hosts.names())}")
+        if len({link["machine"] for link in links}) < len(links):
+            say("environment: some of these hosts are one machine, so figures of several hosts do not show a network")
     if idle := hosts.idle_nodes():
         say(f"environment: {idle}: docs/several-hosts.md")
     say(f"environment {written[:12]}")
@@ -234,17 +240,20 @@ def _script_seen(config: Config, before: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def _ready() -> tuple[Config, Machine]:
-    """Return the configuration from params.yaml, and this machine. Write environment.json if the file is missing.
+    """Return the configuration from params.yaml, and this machine. Write environment.json if the file is missing, or
+    describes another number or link of hosts.
 
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.
     """
-    from pipeline import environment, params
+    from pipeline import environment, hosts, params
 
     config = params.load()
     machine = environment.machine(config.launch)
-    if not environment.ENVIRONMENT_FILE.exists() and processes.launched_size() is None:
-        _environment(argparse.Namespace())
+    if processes.launched_size() is None:
+        links = environment.last_written().get("hardware", {}).get("hosts", [])
+        if not environment.ENVIRONMENT_FILE.exists() or not hosts.linked_as(links):
+            _environment(argparse.Namespace())
     return config, machine
 
 
@@ -390,11 +399,14 @@ def _arms_of_script(config: Config) -> Callable[[], object]:
     return partial(serving.serve, config)
 
 
-def _host(_: argparse.Namespace) -> Callable[[], object]:
+def _host(parsed: argparse.Namespace) -> Callable[[], object]:
     """Run ranks on this host. Started by a command on another host."""
     from pipeline import hosts
+    from pipeline.tools import agents
 
-    return hosts.serve
+    if parsed.listen:
+        return partial(agents.listen, parsed.listen)
+    return partial(agents.run, parsed.on, parsed.words) if parsed.on else hosts.serve
 
 
 def _profile(parsed: argparse.Namespace) -> Callable[[], object]:

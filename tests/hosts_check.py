@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pipeline.params import Config, parse
 from tests.workspaces import furnish
 
 ROOT = Path(__file__).parent.parent
-FIRST, SECOND = HOSTS = [f"hosts-check-{number}" for number in (1, 2)]
+FIRST, SECOND = HOSTS = [f"hosts-check-{os.getpid()}-{number}" for number in (1, 2)]
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "epochs": 4, "batch_size": 32, "learning_rate": 0.05},
@@ -100,7 +100,6 @@ def compared() -> dict[str, Any]:
 
 
 def check() -> None:
-    furnish(parse(PARAMS))
     fast, near = trained(), compared()
     busy = subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"])
     try:
@@ -139,16 +138,24 @@ def check() -> None:
     assert f"rank 1 on {SECOND}: it is silent for 30 s" in output
 
 
-def main() -> int:
+def between_hosts(check: Callable[[], object]) -> int:
+    """Call ``check`` in an empty directory with the data, while there are both hosts. Return the exit code: 2 if this
+    machine cannot have them."""
     there = {"root": os.geteuid() == 0} | {tool: shutil.which(tool) for tool in ("ip", "tc", "taskset")}
     missing = [part for part, installed in there.items() if not installed]
     if missing:
         print(f"hosts-check needs {', '.join(missing)}; on Debian and Ubuntu: sudo apt-get install iproute2")
         return 2
+    allowed = subprocess.run(["ip", "netns", "add", FIRST], stderr=subprocess.PIPE, text=True)
+    if allowed.returncode:
+        print(f"hosts-check cannot make network namespaces here: {allowed.stderr.strip()}")
+        return 2
+    ip("netns", "del", FIRST)
     with namespaces(), tempfile.TemporaryDirectory() as folder, chdir(folder):
+        furnish(parse(PARAMS))
         check()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(between_hosts(check))

@@ -264,6 +264,22 @@ def test_the_lock_lasts_as_long_as_the_command() -> None:
     assert not alone.LOCK.exists()
 
 
+def test_a_killed_holder_s_command_keeps_the_lock() -> None:
+    text = "touch ready; until test -e go; do sleep 0.05; done"
+    holder = subprocess.Popen([sys.executable, "-m", "pipeline", "submit", "here", "--", "bash", "-c", text])
+    waited_for(Path("ready"))
+    holder.kill()
+    holder.wait()
+    with pytest.raises(PipelineError, match=f"process {holder.pid} on "):
+        alone.check()
+    Path("go").touch()
+    until = time.monotonic() + 30
+    while not alone._has_ended(json.loads(alone.LOCK.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    alone.check()
+
+
 def test_a_job_inside_a_job_leaves_the_lock() -> None:
     assert here(f"{sys.executable} -m pipeline submit here -- true && test -e {alone.LOCK}").returncode == 0
 
@@ -313,21 +329,47 @@ def test_dvc_s_lock_goes_with_its_processes() -> None:
     assert not lock.exists()
 
 
-def test_the_jobset_has_only_keys_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """The models drop keys that they do not know, and refuse values of other types."""
+def jobset(capsys: pytest.CaptureFixture[str], **own: Any) -> Any:
+    """Return what ``submit kubernetes`` prints. The models drop keys that they do not know, and refuse values of other
+    types."""
     from kubeflow_trainer_api import models
 
-    own = {"image": "pipeline", "claim": "work", "resources": {"nvidia.com/gpu": 4, "memory": "64Gi"}}
+    own = {"image": "pipeline", "claim": "work", "resources": {"nvidia.com/gpu": 4, "memory": "64Gi"}} | own
     content = {"variants": {"baseline": {}}, "launch": {"kubernetes": own | {"environment": {"A": "'b' \"c\""}}}}
     submit.kubernetes(parse(content), ["dvc", "repro"])
-    jobset = yaml.safe_load(capsys.readouterr().out)
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() == jobset
-    [container] = job["template"]["spec"]["containers"]
+    made = yaml.safe_load(capsys.readouterr().out)
+    assert models.JobsetV1alpha2JobSet.from_dict(made).to_dict() == made
+    return made
+
+
+def containers(made: Any) -> dict[str, Any]:
+    """Return the container of each replicated job."""
+    jobs = made["spec"]["replicatedJobs"]
+    return {job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs}
+
+
+def test_a_jobset_of_one_pod_runs_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    container = containers(jobset(capsys))["first"]
     assert container["args"][-2:] == ["dvc", "repro"]
-    assert container["env"] == [{"name": "A", "value": "'b' \"c\""}]
+    assert {"name": "A", "value": "'b' \"c\""} in container["env"]
+
+
+def test_a_jobset_of_pods_starts_the_others_first(capsys: pytest.CaptureFixture[str]) -> None:
+    made = jobset(capsys, pods=3, secret="pipeline-hosts")
+    others, first = made["spec"]["replicatedJobs"]
+    assert (others["name"], others["template"]["spec"]["parallelism"]) == ("others", 2)
+    assert first["dependsOn"] == [{"name": "others", "status": "Ready"}]
+    assert made["spec"]["successPolicy"]["targetReplicatedJobs"] == ["first"]
+    assert containers(made)["others"]["args"] == ["python", "-m", "pipeline", "host", "--listen", "$(POD_IP)"]
+    names = {variable["name"]: variable.get("value") for variable in containers(made)["first"]["env"]}
+    subdomain = made["metadata"]["name"]
+    hosts = [f"{subdomain}-{pod}.{subdomain}" for pod in ("first-0-0", "others-0-0", "others-0-1")]
+    assert names["PIPELINE_PODS"].split() == hosts
 
 
 def test_kubernetes_needs_an_image_and_a_claim() -> None:
     with pytest.raises(ConfigError, match=r"launch\.kubernetes: found null; expected image and claim"):
         submit.kubernetes(config(), ["dvc", "repro"])
+    pods = {"image": "pipeline", "claim": "work", "pods": 2}
+    with pytest.raises(ConfigError, match=r"launch\.kubernetes\.secret: found null; several pods need a key"):
+        submit.kubernetes(parse({"variants": {"baseline": {}}, "launch": {"kubernetes": pods}}), ["dvc", "repro"])

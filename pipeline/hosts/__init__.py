@@ -1,6 +1,6 @@
 """The hosts among which processes are divided: this one, and others that a command prefix such as srun's reaches."""
 
-from pipeline.hosts.agreement import links, others, refuse_differences
+from pipeline.hosts.agreement import linked_as, links, others, refuse_differences
 from pipeline.hosts.allocation import NAME, address, idle_nodes, interface_to, names, use
 from pipeline.hosts.helper import Host, Rank, serve
 
@@ -11,6 +11,7 @@ __all__ = [
     "address",
     "idle_nodes",
     "interface_to",
+    "linked_as",
     "links",
     "names",
     "others",

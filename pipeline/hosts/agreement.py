@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Listener
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED
-from pipeline.hosts.allocation import address, in_use, link_to, names
+from pipeline.hosts.allocation import address, in_use, link_to, names, on_host
 from pipeline.hosts.helper import Host
 from pipeline.hosts.link import accept, beat_to
 
@@ -28,8 +29,8 @@ def others() -> list[Host]:
     """Return the other hosts. The first call starts their helpers. Raises PipelineError if a host cannot be reached,
     does not see this directory, or differs in a value on which numbers depend."""
     first, *rest = names()
-    launch, record = in_use()
-    started = [Host(name, launch.on_host) for name in rest]
+    record = in_use()[1]
+    started = [Host(name, on_host()) for name in rest]
     spins = {name: value for name, value in os.environ.items() if name == "GOMP_SPINCOUNT"}
     _answers(started, _set_variables, spins)  # before ranks start; a prefix such as ssh's passes no variables
     for host in started:
@@ -46,15 +47,16 @@ def others() -> list[Host]:
     refuse_differences([*zip(names(), [_arrays(), *_answers(started, _arrays)], strict=True)])
     key, by_name = secrets.token_bytes(32), {host.name: host.lose for host in started}
     try:
-        listener = Listener((address(), 0), backlog=len(started), authkey=key)
+        server = socket.create_server((address(), 0))
     except OSError as error:
         raise PipelineError(
             f"launch.address: {address()} is no address of this host ({error}); set the one at which the other hosts "
             "reach it."
         ) from None
-    Thread(target=accept, args=(listener, by_name), daemon=True).start()
+    here = server.getsockname()
+    Thread(target=accept, args=(server, key, by_name), daemon=True).start()
     for host in started:
-        host.ask(beat_to, listener.address, key, host.name)
+        host.ask(beat_to, here, key, host.name)
     for host in started:
         host.value()
     return started
@@ -81,11 +83,28 @@ def _arrays() -> dict[str, dict[str, str]]:
 
 
 def links() -> list[dict[str, str | int | None]]:
-    """Return each host's link to this host (``link_to``), this host's own first; empty if this host is alone."""
+    """Return each host's link to this host (``link_to``), this host's own first; empty if this host is alone. With each
+    link, "machine" is the number of the first host of this machine, since two names may mean one."""
     if len(names()) == 1:
         return []
     here = address()
-    return [link_to(here), *_answers(others(), link_to, here)]
+    boots = [_boot(), *_answers(others(), _boot)]
+    known = [link_to(here), *_answers(others(), link_to, here)]
+    return [link | {"machine": boots.index(boot)} for link, boot in zip(known, boots, strict=True)]
+
+
+def linked_as(known: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if ``known`` can be the present ``links``, as far as this host alone can tell."""
+    alone = len(names()) == 1
+    own = {} if alone else link_to(address()) | {"machine": 0}
+    return (0 if alone else len(names())) == len(known) and own == dict(*known[:1])
+
+
+def _boot() -> str:
+    """Return the id of this machine's boot, which its containers share."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()
 
 
 def refuse_differences(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

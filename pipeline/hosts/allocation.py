@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -18,6 +20,8 @@ from pipeline.processes import launched_size
 
 NAME = "PIPELINE_HOST"
 """The environment variable that names the host of a rank."""
+PODS = "PIPELINE_PODS"
+"""The environment variable with the names of the hosts of `submit kubernetes`, in the first of its pods."""
 _INTERACTIVE_STEP = "4294967290"
 """The id of the step in which `salloc` may run a shell on the first node (SLURM_INTERACTIVE_STEP in slurm.h)."""
 
@@ -47,11 +51,21 @@ def names() -> list[str]:
         return [socket.gethostname()]
     if _launch.hosts != "auto":
         return _launch.hosts
+    if PODS in os.environ:
+        return os.environ[PODS].split()
     here, step = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP)
     if here is None or step != _INTERACTIVE_STEP or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return [socket.gethostname()]
     nodes = _scontrol("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     return sorted(nodes, key=lambda node: node != here)
+
+
+def on_host() -> str:
+    """Return the words that run a command on another host, in which {host} stands for its name."""
+    launch, _ = in_use()
+    if launch.hosts == "auto" and PODS in os.environ:
+        return f"{shlex.quote(sys.executable)} -m pipeline host --on {{host}}"
+    return launch.on_host
 
 
 def idle_nodes() -> str | None:

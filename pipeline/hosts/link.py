@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
@@ -27,6 +28,8 @@ LOST_SECONDS = 30.0
 """An end that has been silent for so long is lost."""
 START_SECONDS = 120.0
 """How long a helper may take to say its first word: the prefix may wait, and Python's first start may be slow."""
+LOOK_SECONDS = 0.2
+"""How often a thread that accepts connections looks whether all have come."""
 _MARK = b"\x1epipeline:"
 """How a line of a helper begins; a prefix may print lines of its own."""
 
@@ -88,14 +91,27 @@ class Link:
         raise TimeoutError(f"{patience:.0f} s")
 
 
-def accept(listener: Listener, lose: dict[str, Callable[[str], object]]) -> None:
-    """Accept one connection of each host that knows the listener's key. ``lose``: what to call when it is silent."""
-    while lose:
-        with suppress(AuthenticationError, OSError, EOFError, KeyError):  # a stranger
-            connection = listener.accept()
-            name = connection.recv_bytes(256).decode(errors="replace")
-            Thread(target=_watch, args=(connection, lose.pop(name)), daemon=True).start()
-    listener.close()
+def accept(server: socket.socket, key: bytes, lose: dict[str, Callable[[str], object]]) -> None:
+    """Accept one connection of each host that knows the key. ``lose``: what to call when it is silent."""
+    with server:
+        while lose:
+            if wait([server], LOOK_SECONDS):
+                connection = Connection(server.accept()[0].detach())
+                Thread(target=_accept, args=(connection, key, lose), daemon=True).start()
+
+
+def _accept(connection: Connection, key: bytes, lose: dict[str, Callable[[str], object]]) -> None:
+    """Watch a connection if it is a host's. A stranger may be silent, so no other connection waits for it."""
+    with connection, suppress(AuthenticationError, OSError, EOFError, KeyError):
+        prove(connection, key)
+        _watch(connection, lose.pop(connection.recv_bytes(256).decode(errors="replace")))
+
+
+def prove(connection: Connection, key: bytes) -> None:
+    """Let both ends of an accepted connection show that they know the key. Raises AuthenticationError, OSError or
+    EOFError if the other end does not."""
+    deliver_challenge(connection, key)
+    answer_challenge(connection, key)
 
 
 def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:

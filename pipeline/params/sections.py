@@ -408,14 +408,18 @@ class Slurm(Section):
 
 
 class Kubernetes(Section):
-    """The pod in which a job runs on Kubernetes."""
+    """The pods in which a job runs on Kubernetes."""
 
+    pods: Count = 1
+    """Number of pods, each a host."""
+    secret: str | None = None
+    """The Secret whose entry "key" lets pods start commands in each other; needed for several pods."""
     image: str
     """The image; it needs the project's packages, as the one of `make image` has them."""
     claim: str
-    """The PersistentVolumeClaim with the checkout, which becomes the pod's /workspace."""
+    """The PersistentVolumeClaim with the checkout, which becomes the /workspace of all pods."""
     resources: dict[str, int | str] = {}
-    """What the pod gets, such as nvidia.com/gpu: 4 and memory: 64Gi."""
+    """What each pod gets, such as nvidia.com/gpu: 4 and memory: 64Gi."""
     environment: dict[str, str] = {}
     """Environment variables of the command."""
 
@@ -426,10 +430,10 @@ class Launch(Section):
 
     hosts: Literal["auto"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = "auto"
     """The hosts among which processes are divided, the one that runs the commands first. auto: the nodes of the Slurm
-    allocation in whose batch script a command runs; elsewhere this host alone."""
+    allocation in whose batch script a command runs, or the pods of `submit kubernetes`; elsewhere this host alone."""
     on_host: str = "srun --overlap -N1 -n1 -w {host}"
     """The words that run a command on another host, in the same directory: {host} and {directory} are filled in. With
-    ssh: "ssh {host} env -C {directory}"."""
+    ssh: "ssh {host} env -C {directory}". In pods of `submit kubernetes`, this setting is not used."""
     address: str | None = None
     """The IP address of this host at which the other hosts reach it; null: that of the route to the second host."""
     slurm: Slurm = Slurm()

@@ -18,6 +18,7 @@ from pipeline import environment, pages
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.files import json_sha256
 from pipeline.params import Config
+from pipeline.tools.agents import PORT
 from pipeline.tools.alone import ENDED, JOBS, NoAnswer, check, jobs
 
 POLL_SECONDS = 5.0
@@ -57,12 +58,17 @@ def slurm(config: Config, command: Sequence[str], *, dry_run: bool) -> int:
 
 
 def kubernetes(config: Config, command: Sequence[str]) -> None:
-    """Print a JobSet that runs ``command`` in one pod. Raises ConfigError without ``launch.kubernetes``."""
+    """Print a JobSet that runs ``command`` in the first of its pods. Raises ConfigError if settings are missing."""
     own = config.launch.kubernetes
     if own is None:
         raise ConfigError("launch.kubernetes: found null; expected image and claim: docs/submit.md.")
+    if own.pods > 1 and own.secret is None:
+        raise ConfigError("launch.kubernetes.secret: found null; several pods need a key: docs/submit.md.")
     name = re.sub("[^a-z0-9]+", "-", _job_name(command, 20).lower()).strip("-")
-    say(pages.render("jobset.yaml", pod=own, name=name, command=list(command), quoted=json.dumps), end="")
+    # JobSet's names: its own, the job's, the number of the job, the number of the pod; in a subdomain of its name.
+    of_pods = [f"{name}-first-0-0.{name}", *(f"{name}-others-0-{number}.{name}" for number in range(own.pods - 1))]
+    values: dict[str, Any] = {"pod": own, "pods": of_pods, "port": PORT, "name": name, "command": [*command]}
+    say(pages.render("jobset.yaml", **values, quoted=json.dumps), end="")
 
 
 def _job_name(command: Sequence[str], length: int = 40) -> str:

@@ -1,0 +1,129 @@
+"""Reach hosts on which no scheduler starts a command, such as the pods of a job on Kubernetes.
+
+On each other host, an agent (``python -m pipeline host --listen ADDRESS``) waits for connections. The prefix ``python
+-m pipeline host --on HOST`` connects to it and names a command, as with ssh. The agent starts this command, whose
+input and output are the connection. Before an agent reads the command, both ends show by HMAC that they know the key
+in the file that PIPELINE_KEY_FILE names. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from pathlib import Path
+from threading import Event, Thread
+
+from pipeline.errors import PipelineError, say
+
+KEY_FILE = "PIPELINE_KEY_FILE"
+"""The environment variable that names the file with the key."""
+PORT = 29400
+"""The port of an agent whose address names none."""
+STRANGER_SECONDS = 10
+"""How long an agent waits for each answer of a process that has not shown yet that it knows the key."""
+RETRY_SECONDS = 1.0
+
+
+def listen(address: str) -> None:
+    """Be the agent that listens at ``address``, such as 10.0.0.2 or 10.0.0.2:29400; never return.
+
+    Any number of commands may run at once. Raises PipelineError if there is no key, or if the address is not free."""
+    key = _key()
+    try:
+        listener = Listener(_place(address), backlog=64)
+    except OSError as error:
+        raise PipelineError(f"nothing can listen at {address}: {error}") from None
+    say(f"waiting for commands at {address}")
+    while True:
+        Thread(target=_serve, args=(listener.accept(), key), daemon=True).start()
+
+
+def _serve(connection: Connection, key: bytes) -> None:
+    """Start the command that the other end names, if it knows the key. Otherwise, close the connection."""
+    with connection, suppress(AuthenticationError, OSError, EOFError):
+        _limit_waiting(connection, STRANGER_SECONDS)
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        directory, *words = json.loads(connection.recv_bytes())
+        _limit_waiting(connection, 0)
+        try:
+            process = subprocess.Popen(words, cwd=directory, stdin=connection.fileno(), stdout=connection.fileno())
+        except OSError as error:
+            _write(connection.fileno(), f"{error}\n".encode())
+            return
+        connection.close()  # it ends with the command
+        process.wait()
+
+
+def _limit_waiting(connection: Connection, seconds: int) -> None:
+    """Let reading fail after so many seconds without a byte; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def run(host: str, words: Sequence[str]) -> int:
+    """Run a command in the same directory of ``host``, with the input and output of this process. Wait until there is
+    an agent. Return 0, or 1 if the command ended first. Raises PipelineError if this process and the agent do not have
+    the same key."""
+    connection = _connected(host)
+    connection.send_bytes(json.dumps([str(Path.cwd()), *words]).encode())
+    ended = Event()
+    Thread(target=_passed_on, args=(connection, ended), daemon=True).start()
+    with suppress(OSError):
+        while some := os.read(connection.fileno(), 1 << 16):
+            _write(1, some)
+    if not ended.is_set():
+        say(f"host {host}: the command has ended; the log of its agent says why", file=sys.stderr)
+    return int(not ended.is_set())
+
+
+def _passed_on(connection: Connection, ended: Event) -> None:
+    """Pass on this process's input, and then its end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        while some := os.read(0, 1 << 16):
+            _write(connection.fileno(), some)
+        ended.set()
+        own.shutdown(socket.SHUT_WR)
+
+
+def _write(to: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(to, left) :]
+
+
+def _connected(host: str) -> Connection:
+    key = _key()
+    while True:
+        try:
+            return Client(_place(host), authkey=key)
+        except AuthenticationError:
+            raise PipelineError(f"the agent of {host} has another key than the file in {KEY_FILE}.") from None
+        except (OSError, EOFError):  # it has not started yet; whoever started this process does not wait for ever
+            time.sleep(RETRY_SECONDS)
+
+
+def _place(address: str) -> tuple[str, int]:
+    name, _, port = address.partition(":")
+    return name, int(port or PORT)
+
+
+def _key() -> bytes:
+    """Return the key. Raises PipelineError if there is none."""
+    file = os.environ.get(KEY_FILE, "")
+    try:
+        key = Path(file).read_bytes()
+    except OSError as error:
+        raise PipelineError(f"{KEY_FILE}: expected a file with a key that all hosts share; found {error}.") from None
+    if len(key) < 16:
+        raise PipelineError(f"{KEY_FILE}: found a key of {len(key)} bytes in {file}; expected at least 16.")
+    return key
