@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -287,10 +288,43 @@ def test_restart_backup_and_upgrade_lose_nothing(checkout: Clone, services: Serv
     services("down")
     services.start()
     check_complete(client, services, checkout)
-    backup, restore, upgrade = blocks(ROOT / "docs" / "mlflow.md", "bash")
+    backup, restore, _ = blocks(ROOT / "docs" / "mlflow.md", "bash")
     services.shell(backup)
     services("down", "--volumes")
     services.shell(restore)
     check_complete(client, services, checkout)
+
+
+OLDER = ("mlflow==2.22.2", "sqlalchemy==2.0.43")  # this MLflow knows no SQLAlchemy 2.1
+MAKE_A_RUN = """if True:
+    from mlflow import MlflowClient, __version__
+    client = MlflowClient("postgresql+psycopg2://mlflow@postgres:5432/mlflow")
+    experiment = client.create_experiment("older", "mlflow-artifacts:/older")
+    run = client.create_run(experiment, run_name="a run", tags={"by": __version__})
+    for step in range(3):
+        client.log_metric(run.info.run_id, "loss", 0.5**step, step=step)
+    client.set_terminated(run.info.run_id)"""
+
+
+def test_an_upgrade_keeps_what_an_older_mlflow_wrote(services: Services, client: MlflowClient, tmp_path: Path) -> None:
+    """MLflow 2.22 makes the tables of an empty database, and a run; then the documentation's upgrade."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={tmp_path / 'older'}", *OLDER]
+    subprocess.run(pip, check=True)
+    services("down", "--volumes")
+    services.start("postgres")
+
+    def version() -> str:
+        ask = ("psql", "--username=mlflow", "--tuples-only", "--command=SELECT version_num FROM alembic_version")
+        return services("exec", "--no-TTY", "postgres", *ask).strip()
+
+    older = ("--no-deps", f"--volume={tmp_path / 'older'}:/older:ro", "--env=PYTHONPATH=/older", "--workdir=/tmp")
+    services("run", "--rm", "--no-TTY", *older, "mlflow", "python", "-c", MAKE_A_RUN)
+    before = version()
+    _, _, upgrade = blocks(ROOT / "docs" / "mlflow.md", "bash")
     services.shell(upgrade)
-    check_complete(client, services, checkout)
+    assert version() != before
+    experiment = known(client.get_experiment_by_name("older"))
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.tags["by"]) == ("a run", "FINISHED", "2.22.2")
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in points] == [(0, 1.0), (1, 0.5), (2, 0.25)]
