@@ -106,13 +106,14 @@ image:  # with another base: make image IMAGE=pipeline:cpu BUILD_ARGS="--build-a
 		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(BUILD_ARGS) .
 
 # The three checks with Docker are one script. START=yes starts a daemon where none runs; it needs root on Debian or Ubuntu.
+STEPS ?= base image content secrets job stop tests
 image-check:  # builds the image, searches it for secrets, stops a training in the middle, and runs the tests inside
-	docker/check base image content secrets job stop $(MORE) tests
+	docker/check $(STEPS)
 
 services-check: .venv/installed-dev  # runs the services of compose.yaml, and kills them
 	docker/check base image compose
 
-docker-check: .venv/installed-dev  # both, and more: see docs/first-run.md; writes docker-check.txt
+docker-check: .venv/installed-actionlint  # both, and more: see docs/first-run.md; writes docker-check.txt
 	docker/check
 
 LOCK := uv pip compile --quiet --universal --upgrade --generate-hashes --no-header --python-version 3.11

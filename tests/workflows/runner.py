@@ -32,7 +32,7 @@ ACT = shutil.which("act", path=str(Path(sys.executable).parent))
 ACTIONS = {  # what the stand-in of an action does, besides recording its inputs
     "actions/checkout": 'git clone --quiet "$RECORDS/origin" . && git checkout --quiet "$REF"',
     # In place of an installation. make compares the times of .venv and of the lock files, which are new in a checkout.
-    "actions/setup-python": 'ln -s "$VENV" .venv; find . -name "*lock*" | xargs touch -d 2000-01-01',
+    "actions/setup-python": '[ -z "$VENV" ] || ln -s "$VENV" .venv; find . -name "*lock*" | xargs touch -d 2000-01-01',
     "actions/upload-artifact": '"$PYTHON" "$RECORDS/artifact.py" upload "$NAME" "$PATH_"',
     "actions/download-artifact": '"$PYTHON" "$RECORDS/artifact.py" download "$NAME" "$PATH_"',
     "docker/metadata-action": 'echo "tags=ghcr.io/somebody/pipeline:1.2" >>"$GITHUB_OUTPUT"',
@@ -142,6 +142,8 @@ class Runner:
     """The address of GitHub's API."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the jobs."""
+    image: str = ""
+    """The image whose containers run the jobs. By default, they run on this machine, with this environment as .venv."""
 
     def __post_init__(self) -> None:
         self.tool("gh", '[ "$2" != view ]')  # there is no such pull request yet
@@ -170,19 +172,18 @@ class Runner:
         path = os.pathsep.join([str(self.folder / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]])
         given = {
             "GITHUB_API_URL": self.api,
-            "PATH": path,
-            "PYTHON": sys.executable,
             "RECORDS": str(self.folder),
-            "VENV": str(Path(sys.executable).parent.parent),
             "GIT_CONFIG_COUNT": "1",  # what is pushed to GitHub arrives in the folder
             "GIT_CONFIG_KEY_0": f"url.{self.folder}/origin.insteadOf",
             "GIT_CONFIG_VALUE_0": f"https://x-access-token:token@github.com/{REPOSITORY}",
+            **({"PYTHON": "python3"} if self.image else {"PYTHON": sys.executable, "VENV": sys.prefix, "PATH": path}),
             **self.variables,
         }
         command = [
             str(ACT), event, "--json", "--no-cache-server", "--pull=false", "--defaultbranch=main",
             f"--workflows=.github/workflows/{workflow}.yml", f"--eventpath={self.folder / 'event.json'}",
-            *(f"--platform={label}=-self-hosted" for label in ("self-hosted", "ubuntu-latest")),
+            *(f"--platform={label}={self.image or '-self-hosted'}" for label in ("self-hosted", "ubuntu-latest")),
+            f"--container-options=--volume={self.folder}:{self.folder}",
             *(f"--local-repository={uses}={self._action(uses, inputs)}" for uses, inputs in self._used().items()),
             *(f"--env={name}={value}" for name, value in given.items()),
             *(f"--var={variable}" for variable in variables), "--secret=GITHUB_TOKEN=token", *options,

@@ -210,6 +210,47 @@ def test_the_weekly_run_makes_the_larger_checks(runner: Runner) -> None:
     assert "make peers with --job step --minutes 1" in ran.output
 
 
+WEEKLY = {
+    "fuzz": ("tests", " passed", {"PYTEST_ADDOPTS": "tests/test_stats.py -k reciprocal"}),
+    "chaos": ("tests", "seed 7", {"MAKEFLAGS": r"ARGS=--minutes\ 0.5\ --seed\ 7"}),
+    "rehearse": ("tests", " passed", {"PYTEST_ADDOPTS": "-k events_"}),
+    "services-check": ("tests", "all steps passed", {"PYTEST_ADDOPTS": "-k host_names"}),
+    "hosts-check": ("hosts", "without a link", {}),
+    "slurm-check": ("hosts", " passed", {"PYTEST_ADDOPTS": "-k exit_code"}),
+    "image-check": ("image", "all steps passed", {"STEPS": "base image content"}),
+}
+"""Target of `make` -> its job, what it prints, and the settings that make it short."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif("RUNNER_IMAGE" not in os.environ, reason="takes minutes: docker/check weekly")
+@pytest.mark.parametrize("target", WEEKLY)
+def test_the_weekly_run_with_the_real_make(target: str, runner: Runner) -> None:
+    job, said, short = WEEKLY[target]
+    machine = {name: value for name, value in os.environ.items() if name.startswith(("BASE", "DOCKER_", "PIP_"))}
+    runner.variables = machine | short
+    runner.tool("sudo", '"$@"')
+    matrix = [] if job == "image" else [f"--matrix=target:{target}"]
+    ran = runner.run("weekly", "schedule", {}, f"--job={job}", *matrix)
+    assert set(ran.jobs.values()) == {"success"}, ran.output
+    assert said in ran.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("RUNNER_IMAGE" not in os.environ, reason="needs a Docker daemon: docker/check weekly")
+def test_a_first_run_on_a_fresh_machine(runner: Runner) -> None:
+    """It has Python, make and git: the real make installs the packages and runs the tests, of which few are chosen."""
+    runner.image = os.environ["RUNNER_IMAGE"]
+    runner.variables = {"PYTEST_ADDOPTS": "--color=no tests/test_files.py"}
+    asked = {"check": "test-all", "machine": "hosted"}
+    inputs = [f"--input={name}={value}" for name, value in asked.items()]
+    ran = runner.run("first-run", "workflow_dispatch", {"inputs": asked}, *inputs)
+    assert ran.jobs == {"check": "success"}, ran.output
+    kept = runner.folder / "artifacts" / "first-run" / "first-run.txt"
+    assert re.search(r"=+ \d+ passed in ", kept.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     ("machine", "variables", "job"),
     [("hosted", [], "failure"), ("self-hosted", ["GPU_RUNNER=box"], "failure"), ("self-hosted", [], None)],
