@@ -3,8 +3,9 @@
     python -m tests.hosts_check
 
 Checks that a training over both gives the weights of one host, without any variable about interfaces; that the report
-shows a slow link as exchange, and names the host whose core is shared; and that a link that is cut ends the training
-within a minute, with the host's name. The figures need two cores and little other load.
+shows a slow link as exchange, and names the host whose core is shared; that the probe finds the speed of a link, and
+says that it is slow; and that a link that is cut ends the training within a minute, with the host's name. The figures
+need two cores and little other load.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import yaml
 
 from pipeline import results
 from pipeline.params import Config, parse
+from pipeline.scaling.probe import Probe, fitted
 from tests.workspaces import furnish
 
 ROOT = Path(__file__).parent.parent
@@ -65,8 +67,8 @@ def namespaces() -> Iterator[None]:
 def shape(rate: str) -> None:
     """Limit the link in both directions to ``rate``, such as 20mbit."""
     for number, host in enumerate(HOSTS, 1):
-        words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
-        subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", f"hv{number}", *words], check=True)
+        words = ["dev", f"hv{number}", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+        subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "replace", *words], check=True)
 
 
 def begun(*words: str, **changes: Any) -> tuple[Config, subprocess.Popen[str]]:
@@ -99,6 +101,22 @@ def compared() -> dict[str, Any]:
     return found
 
 
+def probe(megabit_per_second: int) -> None:
+    """Check that the probe finds the link's speed, and names a link that is slower than it states (10 Gbit/s)."""
+    shape(f"{megabit_per_second}mbit")
+    _, process = begun("probe")
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    found = Probe.model_validate_json(Path("reports/probe.json").read_text(encoding="utf-8"))
+    (answer,) = found.answers
+    fit = fitted(found.timings)
+    fastest = answer.large.bus_bytes / min(answer.large.seconds)  # other work on this machine takes time of the rest
+    speeds = [8e-6 * speed for speed in (fastest, fit.bytes_per_second)]
+    print(f"{megabit_per_second} Mbit/s: the probe finds", *(f"{speed:.1f}" for speed in speeds), "(largest, fitted)")
+    assert all(abs(speed / megabit_per_second - 1) < 0.15 for speed in speeds)
+    assert f"The link between {FIRST} and {SECOND} is slower than it should be" in output
+
+
 def check() -> None:
     fast, near = trained(), compared()
     busy = subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"])
@@ -122,6 +140,8 @@ def check() -> None:
     assert exchanges[1] > exchanges[0], "the slow link does not show as exchange"
     print(next((line for line in report.splitlines() if "other processes wait" in line), "no host is named"))
     assert f"wait for process 1 on {SECOND}" in report, "the host of the shared core is not named"
+    for rate in (100, 20):
+        probe(rate)
     shutil.rmtree("models")
     _, process = begun("train", "ddp", epochs=2000)
     history = results.history_file("ddp")

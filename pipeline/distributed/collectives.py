@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,16 @@ def seconds_of(joined: World, operation: Operation, size_bytes: int, window_seco
     PipelineError if this call's result is wrong, because a broken link can still be fast.
     """
     ranks = torch.arange(1, joined.size + 1, dtype=torch.float32, device=joined.device)
-    whole = torch.full((size_bytes // 4,), joined.rank + 1.0, device=joined.device)
-    part = whole[: len(whole) // joined.size].clone()
-    calls: dict[Operation, tuple[Callable[[], object], Callable[[], torch.Tensor]]] = {
-        "all_reduce": (lambda: dist.all_reduce(whole), lambda: whole == ranks.sum()),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), lambda: part == ranks.sum()),
-        "all_gather": (
-            lambda: dist.all_gather_into_tensor(whole, part),
-            lambda: whole.view(joined.size, -1) == ranks.unsqueeze(1),
-        ),
+    whole = torch.full((joined.size, size_bytes // 4 // joined.size), joined.rank + 1.0, device=joined.device)
+    part, flat = whole[0].clone(), whole.view(-1)
+    calls: dict[Operation, tuple[Any, torch.Tensor, torch.Tensor]] = {
+        "all_reduce": (partial(dist.all_reduce, flat), flat, ranks.sum()),
+        "reduce_scatter": (partial(dist.reduce_scatter_tensor, part, flat), part, ranks.sum()),
+        "all_gather": (partial(dist.all_gather_into_tensor, flat, part), whole, ranks.unsqueeze(1)),
     }
-    call, right = calls[operation]
+    call, result, right = calls[operation]
     call()
-    if not bool(right().all()):
+    if not bool((result == right).all()):
         raise PipelineError(
             f"{operation} of {size_bytes} bytes: rank {joined.rank} received wrong data, because a link or the memory "
             "is broken; do not use this machine."

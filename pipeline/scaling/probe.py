@@ -100,7 +100,7 @@ class Fit(Record):
     latency_seconds: float
     bytes_per_second: float
     relative_error_fraction: float
-    """Root mean square of the fitted times' relative errors."""
+    """Root mean square of the logarithms of the fitted times over the measured times."""
 
     def seconds(self, size_bytes: float) -> float:
         """Return the time of an all-reduce of ``size_bytes``."""
@@ -116,12 +116,6 @@ class Answer(Record):
     """What the hardware should give; None if it is unknown."""
     is_slow: bool
     """Even in the fastest repetition, the link gives less than ``SLOW`` of what it states."""
-
-    @property
-    def share_fraction(self) -> float | None:
-        """The share of what the hardware states."""
-        stated = self.stated_bytes_per_second
-        return stated and self.large.bus_bytes_per_second / stated
 
 
 class Probe(Document):
@@ -143,10 +137,13 @@ class Probe(Document):
 def fitted(timings: Sequence[Timing]) -> Fit:
     """Return the latency and the bandwidth of the all-reduces among one number of processes.
 
-    Each size's median time counts by its relative error, because the times span five decades. The slope's factor is
-    that of an algorithm which sends as little as possible: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
-    for Clusters of Workstations, 2009. Raises PipelineError with fewer than two sizes.
+    Relative errors count, because the times span five decades, and large ones count less, because one size may have
+    been disturbed or sent by another protocol. The line's slope is that of an algorithm which sends as little as
+    possible: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009. Raises
+    PipelineError with fewer than two sizes.
     """
+    from scipy.optimize import least_squares  # takes a while, and ranks do not need it
+
     reduces = [timing for timing in timings if timing.operation == "all_reduce"]
     numbers = {(timing.processes, timing.hosts) for timing in reduces}
     if len(numbers) != 1 or len({timing.size_bytes for timing in reduces}) < 2:
@@ -154,18 +151,18 @@ def fitted(timings: Sequence[Timing]) -> Fit:
             f"probe: found {count(len(reduces), 'all-reduce')} among {count(len(numbers), 'number')} of processes; a "
             "fit needs at least two sizes among one number of processes."
         )
-    times = np.array([timing.median_seconds for timing in reduces])
-    bus_bytes = np.array([timing.bus_bytes for timing in reduces])
-    shares = np.stack([1 / times, bus_bytes / times], axis=1)
-    latency, slope = np.linalg.lstsq(shares, np.ones(len(times)), rcond=None)[0]
-    if latency < 0:
-        latency, slope = 0.0, shares[:, 1].sum() / (shares[:, 1] ** 2).sum()
-    error = np.sqrt(np.mean((shares @ (latency, slope) - 1) ** 2))
+    times = np.log([timing.median_seconds for timing in reduces])
+    amounts = np.log([timing.bus_bytes for timing in reduces])
+
+    def errors(line: Any) -> Any:
+        return np.logaddexp(line[0], amounts + line[1]) - times
+
+    line = least_squares(errors, (times.min(), (times - amounts).min()), loss="soft_l1", f_scale=0.1).x
     return Fit(
         processes=reduces[0].processes,
-        latency_seconds=float(latency),
-        bytes_per_second=float(1 / slope),
-        relative_error_fraction=float(error),
+        latency_seconds=float(np.exp(line[0])),
+        bytes_per_second=float(np.exp(-line[1])),
+        relative_error_fraction=float(np.sqrt(np.mean(errors(line) ** 2))),
     )
 
 
@@ -216,10 +213,9 @@ def measured(
     if launched_size() is not None:
         raise PipelineError("probe: found a launcher's environment, but probe starts the processes itself; run it "
                             "without a launcher on one host.")  # fmt: skip
-    if min(counts, default=0) < 2 or min(sizes, default=0) < 1 or repetitions < 1 or not operations:
+    if min(counts, default=0) < 2 or min(sizes, default=0) < 1:
         raise PipelineError(
-            f"probe: found counts {[*counts]}, sizes {[*sizes]}, operations {[*operations]} and {repetitions} "
-            "repetitions; expected two processes or more, sizes of a byte or more, an operation and a repetition."
+            f"probe: found counts {[*counts]} and sizes {[*sizes]}; expected two processes or more, and a byte or more."
         )
     plans = [_plan(config, machine, processes) for processes in dict.fromkeys(counts)]
     seconds: dict[tuple[int, Operation, int], list[float]] = defaultdict(list)
