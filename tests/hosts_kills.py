@@ -35,7 +35,8 @@ def trained_by_agent() -> results.Run:
     Path("key").write_bytes(os.urandom(32))
     variables = {"PIPELINE_KEY_FILE": "key", "PIPELINE_PODS": f"{FIRST} 10.77.0.2"}
     os.environ.update(variables)
-    command = ["ip", "netns", "exec", SECOND, sys.executable, "-m", "pipeline", "host", "--listen", "10.77.0.2"]
+    prefix = PARAMS["launch"]["on_host"].format(host=SECOND).split()
+    command = [*prefix, sys.executable, "-m", "pipeline", "host", "--listen", "10.77.0.2"]
     agent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     launch, PARAMS["launch"] = PARAMS["launch"], {}
     try:
