@@ -52,7 +52,7 @@ class Link(NamedTuple):
         return BASE_SECONDS + 2 * (processes - 1) * self.latency_seconds
 
 
-# The latencies of the first three are those by which NCCL chooses its algorithm (NCCL 2.18, src/graph/tuning.cc,
+# The latencies of the first three are those by which NCCL chooses its algorithm (NCCL, src/graph/tuning.cc,
 # ``baseLat`` and ``hwLat`` of Ring with LL: 6.6 us, and 0.6, 1.0 and 2.7 us a step by NVLink, PCI and network).
 LINKS: Mapping[str, Link] = {
     # 900 GB/s in both directions: NVIDIA, Hopper Architecture, nvidia.com/en-us/technologies/hopper-architecture
@@ -61,7 +61,7 @@ LINKS: Mapping[str, Link] = {
     "pcie4": Link(1.0e-6, 31.5e9),
     # NDR, 400 Gbit/s a port: NVIDIA, ConnectX-7 Adapter Cards User Manual, Introduction
     "ib400": Link(2.7e-6, 50e9),
-    # 100GBASE of IEEE 802.3. No vendor states a latency; TCP through the kernel takes some 30 us a round trip.
+    # 100 Gbit/s by name. The latency, through the kernel's TCP, has no source: it is our assumption.
     "eth100": Link(15e-6, 12.5e9),
 }
 
