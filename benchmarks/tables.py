@@ -331,10 +331,23 @@ def distillation() -> str:
     return markdown(heading, rows)
 
 
+def projections() -> str:
+    rows = []
+    for path in sorted(FIGURES.glob("scaling-*.json")):
+        recorded = figures(path.stem)
+        for job, predictions in recorded["projections"]["sleeping layers"]["jobs"].items():
+            for made in predictions:
+                speeds = ([f"{speed:.2f}" for speed in made[key]] for key in ("projected", "measured"))
+                texts = [f"{middle} ({low} to {high})" for middle, low, high in speeds]
+                inside = "yes" if made["inside"] else "no"
+                rows.append((job, made["kind"], *texts, f"{made['error_fraction']:+.1%}", inside))
+    return markdown(("job", "hosts", "projected", "measured", "error", "inside"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     table.__name__: table
     for table in (settled, aims, parts, openings, alive, many, drifting, seeds, bias, decided, kept, sessions, best,
-                  forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation)
+                  forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation, projections)
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
-    *("gate", "promote", "plan", "predict-memory", "verify", "probe", "evidence", "doctor", "submit"),
+    *("gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor", "submit"),
     *("techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
@@ -163,6 +163,16 @@ def _parser() -> argparse.ArgumentParser:
     variants, of_variants = parsers["variants"], "a file under variants/; print which of its variants can run here"
     variants.add_argument("set", nargs="?", metavar="SET", help=of_variants)
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
+    scale, base = parsers["scale"], "a variant whose processes share the batch, or ddp, zero1 or fsdp"
+    scale.add_argument("variants", nargs="*", metavar="VARIANT", help=f"{base}; without a name: all of params.yaml")
+    further = "project the curves to so many devices; default: four times those that there are"
+    scale.add_argument("--up-to", type=int, metavar="N", help=further)
+    price = "what an hour of a GPU costs or, without GPUs, of a host; default: compare.price_per_device_hour"
+    scale.add_argument("--price", type=float, metavar="X", help=price)
+    scale.add_argument("--minutes", type=float, default=5.0, metavar="X", help="longest time for the rounds (5)")
+    scale.add_argument("--link", metavar="NAME", help="what links hosts that are not here, such as ib400 or eth100")
+    kind = "measure only the curves with this scaling: the global batch stays, or each process's batch"
+    scale.add_argument("--mode", choices=("strong", "weak"), help=kind)
     init = parsers["init"]
     data = init.add_mutually_exclusive_group()
     for option, place, about in (
@@ -464,6 +474,15 @@ def _promote(_: argparse.Namespace) -> Callable[[], object]:
     return partial(tracking.promote, config, environment.checked_out())
 
 
+def _scale(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Measure how many devices pay, project further devices, and say what they cost; write reports/scaling.*."""
+    config, machine = _ready()
+    from pipeline.scaling import command
+
+    options = {name: getattr(parsed, name) for name in ("up_to", "price", "minutes", "link", "mode")}
+    return partial(command.run, config, machine, parsed.variants, **options)
+
+
 def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
     """Print how a variant's step is composed on this machine: techniques, their order, and what is skipped."""
     from pipeline import environment, params
@@ -613,6 +632,7 @@ def _schema(parsed: argparse.Namespace) -> None:
 NEEDS_OUR_LOOP: dict[Command, str] = {
     _profile: "profile the script with torch.profiler",
     _infer: "measure the files under models/ with a program of your own",
+    _scale: "measure arms with further processes, such as torchrun --nproc-per-node 2 train.py",
     _plan: "`python -m pipeline environment` checks params.yaml and shows what changed",
     _predict_memory: "the bench measures the peak memory of each variant",
     _verify: "the report says whether a variant's parameters after a few steps are the baseline's",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import ConfigError, count
 from pipeline.params import COMPILER, Config, Machine, Train, Variant, catalogue, outside
@@ -67,6 +68,9 @@ class Plan(BaseModel):
     micro_batches: int
     micro_batch_size: int
     """Samples that one process takes in one micro-batch."""
+    reduces: bool = Field(True, exclude_if=operator.truth)
+    """False: processes with DDP do not exchange gradients, so that the arithmetic of a step is measured alone
+    (``scaling``). Nothing is ever trained in this way."""
     train: Train
     """The job as this variant trains it: ``train`` of params.yaml, with the variant's own model if it has one. The
     batch size and the learning rate are multiplied by ``scale``.

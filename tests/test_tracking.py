@@ -35,6 +35,7 @@ from pipeline.environment import hash_of
 from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
+from pipeline.scaling import command as scale
 from pipeline.tracking import comparisons, contents, live, logged_models, promoting, publishing, stores
 from pipeline.tracking.comparisons import COMPLETE, LIVE, PARENT, Wanted
 from pipeline.tracking.publishing import reconcile
@@ -42,6 +43,7 @@ from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 from tests import workspaces
 from tests.commands import printed
+from tests.curves import make_measured
 from tests.factories import (
     DESCRIBED,
     ENVIRONMENT,
@@ -278,6 +280,26 @@ def test_the_store_holds_all_that_the_files_say(root: Path) -> None:
     assert parent.data.params["train.model"] == "small_cnn"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"comparison.html", "comparison.json", "comparison.md", "environment.json", "results"}
+
+
+def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
+    config, measured = config_of(), make_measured()
+
+    def write_curves(job: dict[str, Any]) -> None:
+        bench = measured.bench.model_copy(update={"config": measured.bench.config | {"train": job}})
+        of_job = measured.model_copy(update={"bench": bench})
+        scale.write(scale.reported(config, of_job, [], price=None, link=None), root / "reports")
+
+    write_curves(config.job | {"epochs": 100})  # of another job
+    tracking.publish(config, root)
+    assert not [key for key in family(root)[0].data.metrics if "/scale/" in key]
+    write_curves(config.job)
+    tracking.publish(config, root)
+    parent, _ = family(root)
+    assert parent.data.metrics["ddp/scale/strong_2/speedup_estimate"] == pytest.approx(100 / 61, rel=1e-3)
+    assert "ddp/scale/strong_2/price" not in parent.data.metrics
+    kept = [file.path for file in client_of(root).list_artifacts(parent.info.run_id, "scaling")]
+    assert kept == [f"scaling/scaling.{ending}" for ending in ("html", "json", "md")]
 
 
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.processes import terminate_with_parent
 from pipeline.processes.malloc import keep_freed_memory, return_freed_memory
-from pipeline.results import Flops, Ledgers, RunConditions, Window
+from pipeline.profiling.arithmetic import Unreduced
+from pipeline.results import Arithmetic, Flops, Ledgers, RunConditions, Window
 from pipeline.results.figures import MEMORY
 from pipeline.training.assembly import assembled, planned
 from pipeline.training.loop import Training
@@ -60,6 +61,8 @@ class Measured(RunConditions):
     """None if the request did not ask for ledgers, if no peak is known, and on all ranks except the main one."""
     flops: Flops | None = None
     """None if the request did not ask for ledgers."""
+    arithmetic: tuple[Arithmetic, ...] = ()
+    """One entry a rank, if the plan's ranks do not exchange gradients; else empty."""
 
 
 def serve(config: Config, machine: Machine, prepared: Path) -> None:
@@ -168,7 +171,9 @@ def _rank_of_arm(
             root_pid=os.getppid(),
             max_foreign_load=config.bench.max_foreign_load if world.local_rank == 0 else None,
         )
-        with replace(assembly, plan=plan).training(seed, steady=True) as training:
+        more = () if plan.reduces else (Unreduced,)
+        whole = replace(assembly, plan=plan, techniques=(*assembly.techniques, *more))
+        with whole.training(seed, steady=True) as training:
             peaks = None
             if memory_steps:
                 training.restart_measuring(memory_steps[0])
@@ -210,8 +215,14 @@ def _rank_of_arm(
             device_name = device_name_of(world, fingerprint)
             made = _ledgers(training, window, peaks) if ledgers else None
             flops = _flops(training, device_name) if ledgers else None
+            arithmetic = [
+                of_rank
+                for technique in training.techniques
+                if isinstance(technique, Unreduced)
+                for of_rank in world.gather(technique.read(training.clock))
+            ]
             conditions = conditions_of(training, device_name)
-        yield Measured(**dict(conditions), window=window, ledgers=made, flops=flops)
+        yield Measured(**dict(conditions), window=window, ledgers=made, flops=flops, arithmetic=tuple(arithmetic))
 
 
 def _allowed_wait(training: Training, config: Config) -> float | None:

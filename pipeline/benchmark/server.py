@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
@@ -47,7 +47,7 @@ class Server(AbstractContextManager["Server"]):
     def __init__(self, root: Path = Path(), python: Path = Path(sys.executable)) -> None:
         self.root, self._python = root, python
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [self._python, "-m", "pipeline", "arms"],
             cwd=self.root,

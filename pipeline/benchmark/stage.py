@@ -127,7 +127,7 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
             ledgers, flops, same_job = earlier.ledgers, earlier.flops, earlier.same_job
         else:
-            steps, round_seconds, ledgers, flops = _calibrated(arms, settings.window_seconds, ledgers=not again)
+            steps, round_seconds, ledgers, flops = calibrated(arms, settings.window_seconds, ledgers=not again)
             same_job = server.same_jobs(baseline, control.name)
         before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
         limits: dict[str, Any] = {
@@ -174,7 +174,7 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
     return bench_of(rounds)
 
 
-def _calibrated(
+def calibrated(
     arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
 ) -> tuple[int, float, dict[str, Ledgers], dict[str, Flops]]:
     """Take a short sample of each variant; return the steps of a window, the expected time of a round of all arms, and

@@ -114,7 +114,7 @@ def compare(
         }
     fields = {
         result.variant: summaries.of_variant(
-            result, bench, histories[result.variant], settings.target_accuracy, trusted[result.variant]
+            result, bench, histories[result.variant], settings, trusted[result.variant]
         )
         for result in measured
     }

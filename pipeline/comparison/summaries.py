@@ -10,7 +10,7 @@ from pipeline.comparison import stats, verdicts, waiting
 from pipeline.comparison.comparison_file import EqualTime, SeedTarget, SessionSummary, TimeToTarget, fields_of
 from pipeline.comparison.sessions import Sitting, column
 from pipeline.comparison.stats import Difference
-from pipeline.params import Variant, techniques
+from pipeline.params import Compare, Variant, techniques
 from pipeline.results import Bench, HistoryRow, Result, Run, Window, over_seeds, summarise
 from pipeline.results.figures import (
     ACHIEVED,
@@ -18,6 +18,7 @@ from pipeline.results.figures import (
     FIGURES,
     MEMORY,
     PREDICTION_ERROR,
+    PRICE,
     THROUGHPUT,
     UTILISATION,
     Figure,
@@ -25,11 +26,11 @@ from pipeline.results.figures import (
 
 
 def of_variant(
-    result: Result, bench: Bench, history: Sequence[HistoryRow], target: float, trusted: Mapping[str, bool]
+    result: Result, bench: Bench, history: Sequence[HistoryRow], settings: Compare, trusted: Mapping[str, bool]
 ) -> dict[str, Any]:
     """Return the fields of Compared that the bench and the training runs measured.
 
-    ``target``: as in ``time_to_target``. ``trusted``: compared figure, by the key of its margin -> whether this figure
+    ``trusted``: compared figure, by the key of its margin -> whether this figure
     and its family are trusted; figures that are not trusted become None.
 
     If an arm has fewer rounds than the baseline, its figures are scaled, so that variants can be compared. The factor
@@ -55,6 +56,7 @@ def of_variant(
     speed, flops = values[THROUGHPUT.field], bench.flops.get(result.variant)
     achieved = flops.model_per_sample * speed if flops and speed else None
     values[ACHIEVED.field] = achieved
+    values[PRICE.field] = _price_of_epoch(result, speed, settings.price_per_device_hour)
     values[UTILISATION.field] = _quotient(achieved, flops.peak_per_second if flops else None)
     ledgers = bench.ledgers.get(result.variant)
     if ledgers and ledgers.predicted:
@@ -75,9 +77,17 @@ def of_variant(
             for name in result.directions
             if all(name in run.findings for run in runs)
         },
-        "time_to_target": time_to_target(result, history, target, speed),
+        "time_to_target": time_to_target(result, history, settings.target_accuracy, speed),
         "runs": runs,
     }
+
+
+def _price_of_epoch(result: Result, speed: float | None, price: float | None) -> float | None:
+    """``speed``: in samples per second. ``price``: of a device-hour."""
+    devices = result.hosts if result.backend != "nccl" and result.world_size > 1 else result.world_size
+    if not (speed and price and result.dataset) or result.applied.get("parallelism") == "data_parallel":
+        return None  # a record does not say on how many GPUs a single process ran
+    return price * devices * result.dataset.train_count / speed / 3600
 
 
 def against_baseline(

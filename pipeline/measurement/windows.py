@@ -64,11 +64,11 @@ class Clock(Resumable):
     def open(self) -> None:
         """Start a window now."""
         self._opened = self.now()
-        self._steps, self._inputs = [self._mark()], []
+        self._steps, self._inputs = [self.mark()], []
 
     def step(self) -> None:
         """Mark the end of a step."""
-        self._steps.append(self._mark())
+        self._steps.append(self.mark())
 
     def close(self, *, measured: bool) -> None:
         """End the window. Every window counts as time spent in training; only measured windows count for the speeds."""
@@ -78,8 +78,8 @@ class Clock(Resumable):
             self.first_step_seconds = seconds
         if measured:
             self.measured_seconds += seconds
-            self.step_seconds += [self._seconds(a, b) for a, b in pairwise(self._steps)]
-            self.input_seconds += sum(map(self._seconds, self._inputs[::2], self._inputs[1::2]))
+            self.step_seconds += [self.between(a, b) for a, b in pairwise(self._steps)]
+            self.input_seconds += sum(map(self.between, self._inputs[::2], self._inputs[1::2]))
 
     def train_seconds_now(self) -> float:
         """Wait for the device and return the time spent in training so far, the open window included."""
@@ -88,22 +88,24 @@ class Clock(Resumable):
     def watch(self, items: Iterator[T]) -> Iterator[T]:
         """Yield the ``items``, and count the time until each item arrives as waiting for input."""
         while True:
-            start = self._mark()
+            start = self.mark()
             try:
                 item = next(items)
             except StopIteration:
                 return
-            self._inputs += (start, self._mark())
+            self._inputs += (start, self.mark())
             yield item
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Return a mark of the present time on the device's queue."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return perf_counter()
 
-    def _seconds(self, start: Any, end: Any) -> float:
+    def between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks that the device has reached."""
         seconds: float = start.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - start
         return seconds
 

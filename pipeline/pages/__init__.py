@@ -90,9 +90,16 @@ def of_figure(figure: Figure, value: float | None, unit: Unit) -> str:
         return size(value)
     if figure.unit in ("J", "FLOP/s"):
         return scaled(value, figure.unit)
+    if figure.unit == "price":
+        return price(value)
     if figure.unit == "fraction":
         return percent(value, 1)
     return number(value, "" if figure.unit == "count" else figure.unit)
+
+
+def price(value: float | None) -> str:
+    """Return an amount of money, in whatever currency, with three digits."""
+    return UNKNOWN if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def size(value: float | None) -> str:

@@ -49,6 +49,7 @@ class Config(Section):
     profile: sections.Profile = sections.Profile()
     infer: sections.Infer = sections.Infer()
     compare: sections.Compare = sections.Compare()
+    scale: sections.Scale = sections.Scale()
     gate: sections.Gate = sections.Gate()
     publish: sections.Publish = sections.Publish()
     launch: sections.Launch = sections.Launch()

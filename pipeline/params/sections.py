@@ -343,6 +343,16 @@ class Compare(Section):
     margins: Margins = Margins()
     max_spread: PositiveFloat = 0.15
     """The verdict is *untrusted* if the interval of the baseline's ratio to itself is wider than this."""
+    price_per_device_hour: PositiveFloat | None = Field(None, exclude_if=operator.not_)
+    """What an hour of a GPU costs or, without GPUs, of a host, in any currency. The report then has the price of an
+    epoch, and `python -m pipeline scale` that of a training."""
+
+
+class Scale(Section):
+    """How many devices pay: `python -m pipeline scale`."""
+
+    worth: PositiveFloat = 0.1
+    """How much more throughput twice the devices must bring, as a fraction, so that they pay."""
 
 
 class Gate(Section):

@@ -48,6 +48,7 @@ from pipeline.results.files import (
     write_history,
 )
 from pipeline.results.records import (
+    Arithmetic,
     DatasetFacts,
     Document,
     HistoryRow,

@@ -27,7 +27,7 @@ class Figure:
     must not have the name of a field that only ``Run`` has."""
     noun: str
     """Its name in sentences, such as "0.90 times the throughput"."""
-    unit: Literal["samples/s", "bytes", "J", "FLOP/s", "s", "ms", "fraction", "count"]
+    unit: Literal["samples/s", "bytes", "J", "FLOP/s", "s", "ms", "fraction", "count", "price"]
     heading: str
     """The heading of its column. Figures with equal headings share a column."""
     definition: str = ""
@@ -160,6 +160,12 @@ START = Figure(
     TIME, over_seeds="first",
 )  # fmt: skip
 FIRST_STEP = Figure("first_step_seconds", "first step", "s", START.heading, "", TIME, over_seeds="first")
+PRICE = Figure(
+    "epoch_price", "price of an epoch", "price", "Price of an epoch",
+    "The hours of an epoch's steps at the measured throughput, times the GPUs or, without GPUs, the hosts, times "
+    "compare.price_per_device_hour.",
+    TIME, optional=True,
+)  # fmt: skip
 RESERVED = Figure(
     "peak_reserved_bytes", "reserved memory", "bytes", "Reserved / driver",
     "The most GPU memory that PyTorch's allocator held, and the memory that the driver held for the process, with "
@@ -187,7 +193,8 @@ PREDICTION_ERROR = Figure("memory_prediction_error_fraction", "error of the pred
 
 FIGURES: Sequence[Figure] = (
     *(THROUGHPUT, MEMORY, ENERGY, STEP_P50, STEP_P90, STEP_P99, INPUT_WAIT, ARITHMETIC, EXCHANGE, RANK_WAIT),
-    *(OUTSIDE, TRAINING, START, FIRST_STEP, RESERVED, DRIVER, RETRIES, ACHIEVED, UTILISATION, PREDICTION_ERROR),
+    *(OUTSIDE, TRAINING, START, FIRST_STEP, PRICE, RESERVED, DRIVER, RETRIES),
+    *(ACHIEVED, UTILISATION, PREDICTION_ERROR),
 )
 """All figures, in the order of their columns."""
 QUANTITIES = tuple(figure for figure in FIGURES if figure.margin)

@@ -137,6 +137,17 @@ class Window(Record):
         return contradictions
 
 
+class Arithmetic(Record):
+    """Steps of one rank that exchanges no gradients (``Plan.reduces``): its arithmetic alone."""
+
+    host: str
+    step_seconds: tuple[Positive, ...]
+    """The measured steps' times, in their order, the wait for input included."""
+    buckets: tuple[tuple[Amount, Count], ...]
+    """For each of DDP's buckets, in the order in which they are reduced: the median of the seconds from a step's start
+    until its gradients are ready, and its bytes."""
+
+
 class Run(Window):
     """Measurements of one seed's run."""
 

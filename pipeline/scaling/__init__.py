@@ -1,1 +1,1 @@
-"""What more devices bring: the links between them, the curve over their number, and what each point costs."""
+"""How a variant's speed grows with the number of devices: measured, projected to more devices, and priced."""

@@ -10,7 +10,7 @@ from pipeline import results
 from pipeline.comparison import consistency
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.environment import ENVIRONMENT_FILE
-from pipeline.files import PREPARED, differing, file_sha256, json_sha256
+from pipeline.files import PREPARED, differing, file_sha256, json_sha256, read_json
 from pipeline.params import Compare, Config, Train
 from pipeline.results import Result, ResultError, Run
 
@@ -81,13 +81,15 @@ class Wanted:
 
     key: str
     report: str
-    """Digest of the report's files, and of the JSON files of profiles and inference."""
+    """Digest of the report's files, and of the JSON files of profiles, inference and scaling."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
     profiles: Mapping[str, Path] = field(default_factory=dict)
     """Variant -> its profile.json."""
     inference: Mapping[str, Path] = field(default_factory=dict)
     """Variant -> the JSON file of its inference."""
+    scaling: Path | None = None
+    """The JSON file of the scaling curves, if they are of this job."""
     stale: Sequence[str] = ()
     """The files and settings that have changed since comparison.json was made from them."""
     comparison: Comparison | None = None
@@ -99,9 +101,9 @@ class Wanted:
 
     @property
     def records(self) -> list[Path]:
-        """The JSON files of profiles and inference. Every new measurement changes them, so these files alone show
-        whether something was measured anew."""
-        return [*self.profiles.values(), *self.inference.values()]
+        """The JSON files of profiles, inference and scaling. Every new measurement changes them, so these files alone
+        show whether something was measured anew."""
+        return [*self.profiles.values(), *self.inference.values(), *filter(None, [self.scaling])]
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
@@ -122,7 +124,10 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     profiles = _existing({name: directory / "profile.json" for name, directory in directories.items()})
     folder = root / results.INFERENCE
     inference = _existing({name: results.inference_file(name, "json", folder) for name in config.infer.variants})
-    shown = [*report_files(root), *profiles.values(), *inference.values()]
+    curves = root / results.REPORTS / "scaling.json"
+    of_job = curves.exists() and read_json(curves)["measured"]["bench"]["config"]["train"] == config.job
+    scaling = curves if of_job else None
+    shown = [*report_files(root), *profiles.values(), *inference.values(), *filter(None, [scaling])]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
     return Wanted(
@@ -131,6 +136,7 @@ def wanted(config: Config, root: Path) -> Wanted | None:
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
+        scaling=scaling,
         stale=stale,
         comparison=None if stale else comparison,
     )

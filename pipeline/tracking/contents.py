@@ -290,7 +290,7 @@ def compared_points(compared: Compared, known: Mapping[str, float]) -> Iterator[
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
     """Yield the comparison's figures, named ``<variant>/<figure>``: the content of ``reports/metrics``, the shares of a
-    profiled step, and the figures of inference.
+    profiled step, and the figures of inference and of scaling.
 
     ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that no longer
     has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
@@ -307,6 +307,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     }
     for variant, record in (*wanted.profiles.items(), *wanted.inference.items()):
         figures |= _figures_of(variant, results.read_values(record, variant))
+    if wanted.scaling:
+        figures |= _figures_of_scaling(read_json(wanted.scaling))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
 
@@ -327,6 +329,15 @@ def run_times(child: Child) -> tuple[float, float]:
 def allowed(text: str) -> str:
     """Return ``text`` with "_" in place of each character that MLflow does not allow."""
     return re.sub(r"[^A-Za-z0-9_\-. /]", "_", text)
+
+
+def _figures_of_scaling(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for curve in report["curves"]:
+        for point in curve["points"]:
+            where = f"{curve['variant']}/scale/{curve['mode']}_{point['place']['processes']}"
+            figures = {name: point[name] for name in ("samples_per_second", "peak_memory_bytes", "price", "money")}
+            figures |= {f"speedup_{end}": point["speedup"][end] for end in ("estimate", "low", "high")}
+            yield from ((f"{where}/{name}", value) for name, value in figures.items() if value is not None)
 
 
 def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -42,11 +42,11 @@ def configure(**variants: Any) -> Config:
     return furnished(Path.cwd(), variants=variants, **changes)
 
 
-def check(measured: Measured) -> Measured:
+def check(measured: Measured, *, flops: bool = True) -> Measured:
     assert measured.device == NAME
     assert measured.window.measured_steps == STEPS
     assert measured.window.peak_memory_bytes
-    assert known(measured.flops).model_per_sample > 0
+    assert not flops or known(measured.flops).model_per_sample > 0
     return measured
 
 
@@ -100,6 +100,24 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
         measured = check(known(ask(None)[0]))
     assert (measured.backend, measured.world_size) == ("nccl", 2)
     assert measured.ledgers is not None
+
+
+@pytest.mark.slow
+def test_ranks_that_exchange_nothing_tell_their_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with as_if_cuda(8):
+        config = configure(ddp=SETS["ddp"]["ddp"])
+        made = plan(config, "ddp", environment.machine()).model_copy(update={"reduces": False})
+        arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, False)
+        with forked(_rank_of_arm, arguments, 8, preload=PRELOAD) as ask:
+            ask(None)
+            ask(STEPS)
+            measured = check(known(ask(None)[0]), flops=False)
+    assert len(measured.arithmetic) == 8
+    for rank in measured.arithmetic:
+        assert len(rank.step_seconds) == STEPS
+        assert sum(size for _, size in rank.buckets) == 4 * measured.parameter_count
+        assert 0 < rank.buckets[0][0] <= rank.buckets[-1][0] < max(rank.step_seconds)
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""What a step of DDP takes with any number of processes, from its arithmetic and the time of an all-reduce.
+
+A step takes its arithmetic, as measured at the process's share of the batch without any exchange of gradients; the wait
+for the slowest process; and the part of the exchange that no arithmetic hides. DDP reduces buckets of gradients one
+after the other, in the order of the backward pass (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020, section 3.2). So bucket i ends at
+
+    end_i = max(ready_i, end_(i-1)) + beside * allreduce(N, bytes_i)
+    allreduce(N, bytes) = latency(N) + 2 (N - 1) / N * bytes / bandwidth
+
+The second formula is that of a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", Journal of Parallel and Distributed Computing 69, 2009). ``beside``: how much longer communication takes
+beside arithmetic, which it slows down in turn. It is found where a step was measured as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pipeline.results import Arithmetic, Record
+from pipeline.results.records import Amount, Count, Positive
+
+MOST_BESIDE = 8.0
+"""The largest factor by which communication is assumed to take longer beside arithmetic."""
+
+AllReduce = Callable[[int], float]
+"""Bytes -> the seconds of an all-reduce that runs alone."""
+
+
+class Parts(NamedTuple):
+    """The parts of a step, in seconds."""
+
+    arithmetic: float
+    """Of the mean process, without its wait for input."""
+    input: float
+    waiting: float
+    """How much longer the slowest process of each step takes than the mean process."""
+    exposed: float
+    """Communication during which no arithmetic runs."""
+    hidden: float
+    """Communication beside arithmetic, which takes no time of its own: no part of ``step``."""
+
+    @property
+    def step(self) -> float:
+        return self.arithmetic + self.input + self.waiting + self.exposed
+
+
+class Alone(Record):
+    """The steps of all processes of an arm that exchange no gradients, in one round."""
+
+    mean_seconds: Positive
+    """Of all processes' steps, the wait for input included."""
+    slowest_seconds: Positive
+    """The mean of the process that is slowest on average."""
+    slowest_rank: Count
+    slowest_host: str
+    jitter_seconds: Amount
+    """How much longer the slowest process of a single step takes than the slowest on average."""
+    processes: Count
+    buckets: tuple[tuple[Amount, Count], ...]
+    """Each bucket of gradients: the mean seconds from a step's start until it is ready, and its bytes."""
+
+    def waiting(self, processes: int) -> float:
+        """Return how many seconds longer than the mean the slowest of so many processes takes in each step.
+
+        A slow device stays as slow. The jitter grows like the largest of N normal values.
+        """
+        if processes == 1:
+            return 0.0
+        grown = _largest_normal(processes) / _largest_normal(self.processes) if self.processes > 1 else 1.0
+        return self.slowest_seconds - self.mean_seconds + self.jitter_seconds * grown
+
+
+def alone_of(ranks: Sequence[Arithmetic]) -> Alone:
+    """Join the ranks' steps, of which those with the same index ran side by side."""
+    means = [statistics.fmean(rank.step_seconds) for rank in ranks]
+    in_step = [max(steps) for steps in zip(*(rank.step_seconds for rank in ranks), strict=False)]
+    slowest = means.index(max(means))
+    return Alone(
+        mean_seconds=statistics.fmean(means),
+        slowest_seconds=means[slowest],
+        slowest_rank=slowest,
+        slowest_host=ranks[slowest].host,
+        jitter_seconds=max(0.0, statistics.fmean(in_step) - means[slowest]),
+        processes=len(ranks),
+        buckets=tuple(
+            (statistics.fmean(ready for ready, _ in bucket), bucket[0][1])
+            for bucket in zip(*(rank.buckets for rank in ranks), strict=True)
+        ),
+    )
+
+
+def _largest_normal(number: int) -> float:
+    """Return about the expected largest of ``number`` standard normal values. Source: Blom, "Statistical estimates and
+    transformed beta-variables", 1958."""
+    return statistics.NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
+def parts(alone: Alone, input_fraction: float, processes: int, all_reduce: AllReduce, beside: float = 1.0) -> Parts:
+    """Return the parts of a step of ``processes`` processes.
+
+    ``alone``: their steps without the exchange, or those of fewer processes, with the same share of the batch each.
+    ``input_fraction``: the share of these steps that waits for input.
+    """
+    waiting = alone.waiting(processes)
+    late = 1 + waiting / alone.mean_seconds  # the slowest process is late with all of its buckets
+    ready = ended = communicating = 0.0
+    for seconds, size in alone.buckets if processes > 1 else ():
+        ready, reducing = late * seconds, beside * all_reduce(size)
+        ended, communicating = max(ready, ended) + reducing, communicating + reducing
+    exposed, waited = max(0.0, ended - ready), input_fraction * alone.mean_seconds
+    return Parts(alone.mean_seconds - waited, waited, waiting, exposed, max(0.0, communicating - exposed))
+
+
+def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
+    """Return the factor of communication beside arithmetic with which ``parts_with`` gives ``step_seconds``, between 0
+    and ``MOST_BESIDE``; 1 if a step shows nothing of it, because all communication is hidden."""
+    low, high = 0.0, MOST_BESIDE
+    if parts_with(low).step >= step_seconds or parts_with(high).exposed == 0:
+        return 1.0 if parts_with(1.0).exposed == 0 else low
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if parts_with(middle).step < step_seconds else (low, middle)
+    return (low + high) / 2
+
+
+def messages(processes: int, backend: str) -> float:
+    """Return the messages that follow each other in an all-reduce, by which its latency grows: those of a ring or, with
+    NCCL, of a tree, which it uses where latency counts (Jeaugey, "Massively scale your deep learning training with NCCL
+    2.4", NVIDIA 2019)."""
+    return 2 * math.log2(processes) if backend == "nccl" else 2.0 * (processes - 1)

@@ -1,0 +1,67 @@
+"""A measured scaling curve with known answers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipeline.results import Window
+from pipeline.scaling.points import Measured, Place
+from pipeline.scaling.probe import Probe, Timing
+from pipeline.scaling.projection import Alone
+from tests.factories import make_bench, make_result, make_window
+
+BATCH, ROUNDS = 256, 8
+MILLISECOND, MEGABYTE = 1e-3, 10**6
+
+
+def make_alone(milliseconds: float, processes: int = 2, **changes: Any) -> Alone:
+    """Equal steps whose only bucket, of 10 MB, is ready after nine tenths."""
+    seconds = MILLISECOND * milliseconds
+    values = {
+        "mean_seconds": seconds, "slowest_seconds": seconds, "slowest_rank": 0, "slowest_host": "a",
+        "jitter_seconds": 0.0, "processes": processes, "buckets": ((0.9 * seconds, 10 * MEGABYTE),),
+    }  # fmt: skip
+    return Alone.model_validate(values | changes)
+
+
+def make_probe(processes: int, latency_ms: float = 1.0, per_megabyte_ms: float = 1.0) -> Probe:
+    """All-reduces that take the latency and the time for the bytes of a ring."""
+    share = 2 * (processes - 1) / processes
+    timings = [
+        Timing(
+            operation="all_reduce", processes=processes, hosts=1, size_bytes=size,
+            seconds=(MILLISECOND * (latency_ms + share * per_megabyte_ms * size / MEGABYTE),),
+        )
+        for size in (1000, MEGABYTE, 100 * MEGABYTE)
+    ]  # fmt: skip
+    return Probe(
+        device="cpu", backend="gloo", host_names=("a",), links=(), gpu_link=None, repetitions=1, timings=tuple(timings)
+    )
+
+
+def samples(milliseconds: float, **changes: Any) -> tuple[Window, ...]:
+    """Rounds of a step of so many milliseconds, which vary by 1% alike in all arms."""
+    speeds = [BATCH / MILLISECOND / milliseconds * (1 + 0.01 * math.sin(number)) for number in range(ROUNDS)]
+    return tuple(make_window(samples_per_second=speed, **{"input_wait_fraction": 0.0} | changes) for speed in speeds)
+
+
+def make_measured(step_ms: float = 61.0, **alone_2: Any) -> Measured:
+    """One device takes 100 ms. Two take 50 ms of arithmetic, and 11 ms for 10 MB that are ready at their end."""
+    places = [
+        Place(name="ddp-1", variant="ddp", mode="strong", processes=1, batch_size=BATCH, devices=1, alone=None),
+        Place(name="ddp-2", variant="ddp", mode="strong", processes=2, batch_size=BATCH, devices=2,
+              alone="ddp-2-alone"),
+        Place(name="ddp-4", variant="ddp", mode="strong", processes=4, batch_size=BATCH, devices=4,
+              alone="ddp-4-alone", measured=False),
+    ]  # fmt: skip
+    alone = {"ddp-2-alone": make_alone(50, **{"buckets": ((50e-3, 10 * MEGABYTE),)} | alone_2),
+             "ddp-4-alone": make_alone(25, buckets=((25e-3, 10 * MEGABYTE),))}  # fmt: skip
+    steps = {"ddp-1": 100.0, "ddp-2": step_ms, "ddp-2-alone": 50.0, "ddp-4-alone": 50.0}  # the last with half the batch
+    bench = make_bench([make_result(name) for name in steps], rounds=ROUNDS)
+    arms = (arm.model_copy(update={"samples": samples(steps[arm.variant]), "batch_size": BATCH}) for arm in bench.arms)
+    bench = bench.model_copy(update={"arms": tuple(arms)})
+    return Measured(
+        bench=bench, places=tuple(places), alone={name: (of,) * ROUNDS for name, of in alone.items()},
+        probe=make_probe(2), devices=2, hosts=1, jobs={"ddp": "job"}, epoch_samples=2560,
+    )  # fmt: skip

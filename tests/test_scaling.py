@@ -1,0 +1,264 @@
+"""Scaling curves: the parts of a step, projections with known answers, what pays, and the command on a small job."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.params import parse
+from pipeline.results import Arithmetic
+from pipeline.results.figures import THROUGHPUT
+from pipeline.scaling import command, points, projection
+from pipeline.scaling.curves import Analysis, Curve
+from pipeline.scaling.points import Measured
+from pipeline.scaling.projection import alone_of, beside, parts
+from tests.commands import Command
+from tests.curves import BATCH, MEGABYTE, MILLISECOND, make_alone, make_measured
+from tests.factories import known, make_comparison
+from tests.workspaces import CPU_ONLY, SERVER, enter, variables
+
+
+def rank(*milliseconds: float, buckets: Sequence[tuple[float, int]] = (), host: str = "a") -> Arithmetic:
+    steps = tuple(MILLISECOND * step for step in milliseconds)
+    return Arithmetic(host=host, step_seconds=steps, buckets=tuple((MILLISECOND * at, size) for at, size in buckets))
+
+
+def reduced(latency_ms: float, per_megabyte_ms: float) -> projection.AllReduce:
+    return lambda size: MILLISECOND * (latency_ms + per_megabyte_ms * size / MEGABYTE)
+
+
+# The parts of a step.
+
+
+def test_ranks_steps_are_joined_by_index() -> None:
+    slow = rank(10, 14, 12, buckets=[(6, 4), (9, 8)], host="b")
+    fast = rank(12, 8, 10, buckets=[(4, 4), (7, 8)])
+    alone = alone_of([fast, slow])
+    assert alone.mean_seconds == pytest.approx(11e-3)
+    assert (alone.slowest_rank, alone.slowest_host) == (1, "b")
+    assert alone.slowest_seconds == pytest.approx(12e-3)
+    assert alone.jitter_seconds == pytest.approx((12 + 14 + 12) / 3 * 1e-3 - 12e-3)
+    assert [size for _, size in alone.buckets] == [4, 8]
+    assert [seconds for seconds, _ in alone.buckets] == pytest.approx([5e-3, 8e-3])
+
+
+def test_buckets_are_reduced_one_after_the_other() -> None:
+    # The first ends at 5 + 4 = 9, so the second begins at 9 instead of 8 and ends at 13, 5 after it was ready.
+    alone = make_alone(10, buckets=((5e-3, MEGABYTE), (8e-3, MEGABYTE)))
+    made = parts(alone, 0.2, 2, reduced(1, 3))
+    assert made.exposed == pytest.approx(5e-3)
+    assert made.hidden == pytest.approx(3e-3)
+    assert [made.arithmetic, made.input, made.waiting] == pytest.approx([8e-3, 2e-3, 0.0])
+    assert made.step == pytest.approx(15e-3)
+
+
+def test_one_process_exchanges_nothing() -> None:
+    assert parts(make_alone(10, processes=1), 0.0, 1, reduced(1, 3)).step == pytest.approx(10e-3)
+
+
+def test_jitter_grows_with_the_processes() -> None:
+    alone = make_alone(10, jitter_seconds=1e-3, slowest_seconds=11e-3)
+    assert alone.waiting(2) == pytest.approx(2e-3)
+    assert alone.waiting(4) - 1e-3 == pytest.approx(1.029e-3 / 0.564, rel=0.03)  # the expected largest of 4 and of 2
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.5])
+def test_beside_is_found_from_a_whole_step(factor: float) -> None:
+    def parts_with(tried: float) -> projection.Parts:
+        return parts(make_alone(50), 0.0, 2, reduced(1, 1), tried)
+
+    assert beside(parts_with(factor).step, parts_with) == pytest.approx(factor, rel=1e-6)
+
+
+def test_hidden_communication_says_nothing_of_beside() -> None:
+    alone = make_alone(50, buckets=((10e-3, MEGABYTE), (49e-3, 0)))
+    assert beside(50e-3, lambda tried: parts(alone, 0.0, 2, lambda size: tried * size * 1e-12)) == 1.0
+
+
+# Curves from samples with known answers.
+
+
+def curve_of(measured: Measured, worth: float = 0.1, price: float | None = None, **foretold: Any) -> Curve:
+    (curve,) = Analysis(measured, None, 0.15).curves(worth, price, 10.0, foretold.get("foretold", {}))
+    return curve
+
+
+def test_projections_follow_the_formula() -> None:
+    single, two, four = curve_of(make_measured()).points
+    assert single.speedup.estimate == pytest.approx(1.0, rel=1e-3)
+    assert two.speedup.estimate == pytest.approx(100 / 61, rel=1e-3)
+    assert two.left_out is not None
+    assert two.left_out.estimate == pytest.approx(100 / 61, rel=1e-3)
+    # Among 4: three times the latency of a ring's messages, and 1.5 instead of 1 ms a megabyte.
+    assert four.speedup.estimate == pytest.approx(100 / (25 + 3 + 15), rel=5e-3)  # varying rounds
+    assert (four.speedup.low or 0) < 100 / 43 / math.exp(0.09)
+    assert four.parts == pytest.approx(
+        {"arithmetic": 25e-3, "input": 0.0, "waiting": 0.0, "exposed": 18e-3, "hidden": 0.0}, rel=0.02, abs=1e-4
+    )
+
+
+def test_a_step_is_taken_apart() -> None:
+    *_, two, _ = curve_of(make_measured(slowest_seconds=53e-3, slowest_rank=1, slowest_host="b")).points
+    assert two.parts is not None
+    assert {part: round(1e3 * seconds) for part, seconds in two.parts.items()} == {
+        "arithmetic": 50, "input": 0, "waiting": 3, "exposed": 8, "hidden": 0,
+    }  # fmt: skip
+    assert two.slow is None
+
+
+def test_a_slow_process_is_named() -> None:
+    *_, two, _ = curve_of(make_measured(slowest_seconds=60e-3, slowest_rank=1, slowest_host="b")).points
+    assert two.slow is not None
+    assert two.slow.startswith("rank 1 on b takes 1.20 times")
+
+
+def test_a_poor_projection_widens_the_further_ones() -> None:
+    # Communication took twice as long as alone, so what leaves this out is 18% too fast.
+    good, poor = (curve_of(make_measured(step)).points for step in (61.0, 72.0))
+    assert poor[2].speedup.estimate == pytest.approx(100 / (25 + 2 * 18), rel=1e-2)
+    widths = [points[2].speedup.widths[1] for points in (good, poor)]
+    assert widths[1] / widths[0] > 1.5
+
+
+@pytest.mark.parametrize(("worth", "best"), [(0.1, 1), (0.7, 0)])
+def test_devices_pay_by_what_they_are_worth(worth: float, best: int) -> None:
+    curve = curve_of(make_measured(), worth)
+    assert curve.best == best
+
+
+def test_money_counts_devices() -> None:
+    curve = curve_of(make_measured(), price=3.0)
+    single, two, _ = curve.points
+    assert single.price == pytest.approx(3.0 * 10 * 2560 / BATCH * 0.1 / 3600, rel=1e-2)
+    assert two.efficiency.estimate == pytest.approx(0.5 / 0.61, rel=1e-2)
+    assert two.money == pytest.approx(2 * 0.61, rel=1e-2)
+    assert curve.ranked["cheapest"] == single
+    assert curve.ranked["fastest"] == two
+
+
+def test_the_comparison_has_the_price_of_an_epoch() -> None:
+    base = make_comparison(price_per_device_hour=3.6).variants[0]
+    assert base.figures["epoch_price"] == pytest.approx(1e-3 * 60_000 / known(base.of(THROUGHPUT)))
+    assert "epoch_price" not in make_comparison().variants[0].figures
+
+
+def test_an_earlier_projection_stands_beside_the_measurement() -> None:
+    earlier = curve_of(make_measured())
+    told = {("job", "strong", 2): [earlier.points[2].speedup], ("other", "strong", 2): [earlier.points[1].speedup]}
+    assert curve_of(make_measured(), foretold=told).points[1].earlier == (earlier.points[2].speedup,)
+
+
+# The arms.
+
+
+def test_numbers_double_up_to_all_devices() -> None:
+    assert points.numbers_of(6, None) == (1, 2, 4, 6, 12, 24)
+    assert points.numbers_of(2, 2) == (1, 2)
+    assert points.numbers_of(8, 64) == (1, 2, 4, 8, 16, 32, 64)
+
+
+VARIANTS = {
+    "baseline": {},
+    "ddp": {"parallelism": "ddp"},
+    "fsdp": {"parallelism": "fsdp"},
+    "hybrid": {"parallelism": "fsdp", "replicas": 2},
+    "fp16": {"parallelism": "ddp", "communication_hook": "fp16"},
+}
+
+
+def test_arms_of_all_kinds() -> None:
+    config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
+    chosen = points.variants_of(config, [])
+    places, plans = points.made(config, SERVER, chosen, (1, 2, 4, 8), 4, ("strong", "weak"))
+    names = {place.name for place in places}
+    assert {"ddp-1", "ddp-8", "ddp-8-weak", "fsdp-4", "hybrid-4", "fp16-2-weak"} <= names
+    assert not {"fsdp-8", "hybrid-2", "fp16-8"} & names  # only plain buckets are projected; two replicas need four
+    sizes = {name: (plan.processes, plan.train.batch_size, plan.micro_batch_size) for name, plan in plans.items()}
+    assert sizes["ddp-4"] == (4, 64, 16)
+    assert sizes["ddp-8-alone"] == (4, 32, 8)
+    assert sizes["ddp-4-weak-alone"] == (4, 256, 64)
+    assert {name for name, plan in plans.items() if not plan.reduces} == {name for name in plans if "alone" in name}
+    weak = next(place for place in places if place.name == "ddp-8-weak")
+    assert (weak.batch_size, weak.alone, weak.measured) == (512, "ddp-4-weak-alone", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"price": 0.0}, "--price: found 0; expected a number above 0"),
+        ({"minutes": float("nan")}, "--minutes: found nan"),
+        ({"up_to": 1}, "--up-to: found 1, but 2 are measured here; expected a multiple"),
+        ({"link": "string"}, "--link: found 'string'; expected one of nvlink4"),
+        ({"names": ["baseline"]}, "found baseline (parallelism 'none')"),
+        ({"up_to": 48}, "found 64, which 48 processes cannot divide"),
+    ],
+    ids=["price", "minutes", "up_to", "link", "variant", "batch"],
+)
+def test_wrong_options_are_named_before_anything_runs(
+    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse({"train": {"batch_size": 64, "device": "cpu"}, "variants": VARIANTS})
+    values = {"up_to": None, "price": None, "minutes": 1.0, "link": None, "mode": None, "names": ["ddp"]} | options
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        command.run(config, CPU_ONLY, values.pop("names"), **values)
+
+
+def test_answers_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = make_measured()
+    config = parse({"scale": {"worth": 0.1}, "variants": VARIANTS})
+    command.write(command.reported(config, measured, [measured], price=3.0, link=None), tmp_path)
+    text = capsys.readouterr().out
+    assert "**ddp: use 2, 1.64 (1.64 to 1.64) times as fast as 1 for 1.22 times the money; 4 would be 2.3" in text
+    assert "projected**" in text or "projected." in text
+    for ending in ("json", "md", "html"):
+        assert (tmp_path / f"scaling.{ending}").stat().st_size > 1000
+
+
+def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = SERVER.model_copy(update={"gpus": 1})
+    with pytest.raises(ConfigError, match="found one GPU"):
+        points.measured(parse({"variants": VARIANTS}), one, [], None, 1.0, ("strong",))
+
+
+@pytest.mark.slow
+def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curve of a small job whose second process sleeps in each step."""
+    (tmp_path / "late.py").write_text(
+        "import os, time\nfrom torch import nn\n"
+        "class Late(nn.Module):\n"
+        "    def forward(self, inputs):\n"
+        "        time.sleep(0.03 if os.environ.get('RANK') == '1' else 0.01)\n"
+        "        return inputs\n"
+        "def make(classes, **_):\n"
+        "    return nn.Sequential(nn.Flatten(), Late(), nn.Linear(64, classes))\n"
+    )
+    params = {
+        "fetch": {"dataset": "digits"},
+        "train": {"device": "cpu", "batch_size": 32, "model": "late:make"},
+        "bench": {"max_foreign_load": 1.0, "window_seconds": 0.3, "max_rounds": 6},
+        "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+    }
+    enter(tmp_path, monkeypatch, params)
+    running = Command("scale", "ddp", "--mode", "strong", "--minutes", "0.05", variables=variables())
+    output = running.communicate(600)
+    assert running.returncode == 0, output
+    report = json.loads((tmp_path / "reports/scaling.json").read_text())
+    (curve,) = report["curves"]
+    _, two, four, _ = curve["points"]
+    assert two["place"]["measured"]
+    assert not four["place"]["measured"]
+    assert two["speedup"]["estimate"] < 0.6
+    assert two["parts"]["waiting"] > 0.005
+    assert two["slow"].startswith("rank 1 on")
+    assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
+    assert "ddp: use 1; 2 are" in output
+    assert len([*(tmp_path / "sessions/scaling").glob("*.json")]) == 1
