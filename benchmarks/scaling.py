@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,7 @@ def prediction(kind: str, projected: dict[str, Any], measured: dict[str, Any]) -
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
     jobs = [*product(RATES, SIZES)][: int(sys.argv[1]) if sys.argv[1:] else None]
     made: dict[str, list[dict[str, Any]]] = {}
     with namespaces():
