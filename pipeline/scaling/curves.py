@@ -111,7 +111,7 @@ class Analysis:
     def __init__(self, found: Measured, link: str | None, max_spread: float) -> None:
         self._found, self._link = found, link
         timings = sorted(found.probe.timings, key=attrgetter("processes")) if found.probe else []
-        self._fits = {number: probe.fitted([*of]) for number, of in groupby(timings, attrgetter("processes"))}
+        self._timings = {number: [*of] for number, of in groupby(timings, attrgetter("processes"))}
         self._arms = {arm.variant: arm for arm in found.bench.arms if arm.role == "variant"}
         known = [place for place in found.places if place.alone]
         self._beside = {place: self._beside_in(place) for place in known if place.measured}
@@ -205,12 +205,12 @@ class Analysis:
 
     def _beside_in(self, place: Place) -> float:
         """Return how much longer communication takes beside arithmetic: the median over the rounds."""
-        factors = [
-            projection.beside(place.batch_size / speed, parts_with)
+        known = [
+            (place.batch_size / speed, parts_with)
             for number, sample in enumerate(self._arms[place.name].samples)
             if (speed := THROUGHPUT.of(sample)) and (parts_with := self._in_round(place, number))
         ]
-        return statistics.median(factors) if factors else 1.0
+        return statistics.median(projection.beside(*one_round) for one_round in known) if known else 1.0
 
     def _in_round(self, place: Place, number: int) -> Callable[[float], Parts] | None:
         """Return the parts of a step by the samples of a round, as a function of how much longer communication takes
@@ -242,12 +242,10 @@ class Analysis:
         messages that follow each other, and further devices have links as those here or, between hosts, the assumed
         one: a host's devices then reduce among themselves first."""
         found = self._found
-        if processes in self._fits or not self._link:
-            fit = self._fits[min(processes, found.devices)]
-            assert found.probe
-            grown, known = (projection.messages(number, found.probe.backend) for number in (processes, fit.processes))
-            latency = fit.latency_seconds * grown / known
-            return fit.model_copy(update={"processes": processes, "latency_seconds": latency}).seconds
+        assert found.probe
+        if processes in self._timings or not self._link:
+            measured = self._timings[min(processes, found.devices)]
+            return projection.all_reduce(measured, processes, found.probe.backend)
         link, within = probe.LINKS[self._link], found.devices // found.hosts
         hosts = processes // within
         across = probe.Fit(

@@ -20,11 +20,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.results import Arithmetic, Record
 from pipeline.results.records import Amount, Count, Positive
+from pipeline.scaling.probe import Timing, fitted
 
-MOST_BESIDE = 8.0
+MOST_BESIDE = 4.0
 """The largest factor by which communication is assumed to take longer beside arithmetic."""
+LEAST_SHARE = 0.1
+"""If less of a step is communication that nothing hides, the step does not tell this factor: noise would decide it."""
 
 AllReduce = Callable[[int], float]
 """Bytes -> the seconds of an all-reduce that runs alone."""
@@ -117,14 +122,37 @@ def parts(alone: Alone, input_fraction: float, processes: int, all_reduce: AllRe
 
 def beside(step_seconds: float, parts_with: Callable[[float], Parts]) -> float:
     """Return the factor of communication beside arithmetic with which ``parts_with`` gives ``step_seconds``, between 0
-    and ``MOST_BESIDE``; 1 if a step shows nothing of it, because all communication is hidden."""
+    and ``MOST_BESIDE``; 1 if too little of the step is exposed communication (``LEAST_SHARE``)."""
     low, high = 0.0, MOST_BESIDE
-    if parts_with(low).step >= step_seconds or parts_with(high).exposed == 0:
-        return 1.0 if parts_with(1.0).exposed == 0 else low
+    if parts_with(1.0).exposed < LEAST_SHARE * step_seconds:
+        return 1.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if parts_with(middle).step < step_seconds else (low, middle)
     return (low + high) / 2
+
+
+def all_reduce(timings: Sequence[Timing], processes: int, backend: str) -> AllReduce:
+    """Return the seconds of an all-reduce among ``processes``, from the timings among as many, or among fewer.
+
+    Between two sizes, it is interpolated. For more processes, the part of the latency
+    (``probe.fitted``) grows with the messages that follow each other, the rest with the bytes that each process sends.
+    """
+    known, fit = sorted(timings, key=lambda timing: timing.size_bytes), fitted(timings)
+    sizes, seconds = ([getattr(timing, of) for timing in known] for of in ("size_bytes", "median_seconds"))
+    ratios = [of(processes, backend) / of(fit.processes, backend) for of in (messages, _sent)]
+
+    def taken(size: int) -> float:
+        beyond = max(1.0, size / known[-1].size_bytes)
+        whole = beyond * float(np.interp(size, sizes, seconds))
+        latency = min(fit.latency_seconds, whole)
+        return ratios[0] * latency + ratios[1] * (whole - latency)
+
+    return taken
+
+
+def _sent(processes: int, _: str) -> float:
+    return (processes - 1) / processes
 
 
 def messages(processes: int, backend: str) -> float:
