@@ -261,4 +261,4 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert two["slow"].startswith("rank 1 on")
     assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
     assert "ddp: use 1; 2 are" in output
-    assert len([*(tmp_path / "sessions/scaling").glob("*.json")]) == 1
+    assert len([*(tmp_path / "scaling").glob("*.json")]) == 1

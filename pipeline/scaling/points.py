@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import environment, files
@@ -24,14 +25,14 @@ from pipeline.files import PREPARED
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
-from pipeline.results import SESSIONS, Arithmetic, Bench, Document, Record
+from pipeline.results import Arithmetic, Bench, Document, Record
 from pipeline.results.records import Count
 from pipeline.scaling import probe
 from pipeline.scaling.projection import Alone, alone_of
 from pipeline.training.measured import dataset_of
 
-KEPT = SESSIONS / "scaling"
-"""Each measured curve is a file of this folder."""
+KEPT = Path("scaling")
+"""Each measurement is a file of this folder, kept in git like the sessions of the bench."""
 MOST_ON_A_CPU = 8
 """The largest number of processes that is measured on the cores of one host."""
 FURTHER = 4
