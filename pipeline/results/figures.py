@@ -128,7 +128,7 @@ INPUT_WAIT = Figure(
 ARITHMETIC = Figure(
     "arithmetic_ms", "arithmetic of a step", "ms", "Arithmetic / exchange / wait",
     "Time in which the slowest process computes a step, without input and exchange, measured in some steps after each "
-    "window; the share of the median step that neither arithmetic nor input explains, so that processes exchange "
+    "window; the share of the mean step that neither arithmetic nor input explains, so that processes exchange "
     "gradients or contend; the share for which the fastest process waits for the slowest. Medians over rounds. Known "
     "where processes exchange nothing but gradients (ddp, zero1).",
     TIME, over_ranks="largest", over_rounds="median", family="throughput", optional=True,

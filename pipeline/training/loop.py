@@ -157,23 +157,27 @@ class Training:
 
     def arithmetic_seconds(self, steps: int) -> float | None:
         """Take ``steps`` steps, of which nothing remains but the optimizer's state, without input and without exchange
-        between the ranks; return this rank's median time of one. None if ranks need each other within a step, or if
-        steps are replayed. All ranks call this method together, while no window is open."""
+        between the ranks; return this rank's mean time of one. None if ranks need each other within a step, or if
+        steps are replayed. All ranks call this method together, while no window is open.
+
+        A rank does not wait for the others between these steps, and the mean counts: on a core that others use too,
+        the system lets a rank that has waited run a step undisturbed, and a few steps take all of the delay.
+        """
         if not self.setup.exchanges_only_gradients or self.setup.replays:
             return None
         step, taken = self.step, []
         batches = self.batches.epoch(0)
         self._set_learning_rate(0.0)
+        self.world.barrier()
         with step.instrument(syncs=lambda syncs: [False] * len(syncs)):
             for _ in range(min(steps, self.batches.steps_per_epoch)):
                 batch = [*islice(batches, len(step.syncs))]
-                self.world.barrier()
                 began = self.clock.now()
                 step.zero_grad()
                 step.accumulate(iter(batch))
                 (step.trial_update or step.update)()
                 taken.append(self.clock.now() - began)
-        return statistics.median(taken)
+        return statistics.fmean(taken)
 
     def advance(self, steps: int) -> None:
         """Train ``steps`` steps, or fewer if the training ends first, in windows that contain no other steps. A window

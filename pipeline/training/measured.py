@@ -21,7 +21,6 @@ from pipeline.results.figures import (
     MEMORY,
     QUANTITIES,
     RANK_WAIT,
-    STEP_P50,
     Figure,
 )
 from pipeline.results.rejections import Rejection
@@ -150,7 +149,7 @@ def joined(
     return Window.model_validate(
         {
             **joined,
-            **(waits(arithmetic, joined[STEP_P50.field], joined[INPUT_WAIT.field]) if arithmetic else {}),
+            **(waits(arithmetic, 1e3 * max(seconds) / min(steps), joined[INPUT_WAIT.field]) if arithmetic else {}),
             "arithmetic_rank_ms": arithmetic,
             "measured_steps": min(steps),
             "peak_memory_rank_bytes": [values[MEMORY.field] for values in figures],
