@@ -93,9 +93,9 @@ THROUGHPUT = Figure(
 )  # fmt: skip
 MEMORY = Figure(
     "peak_memory_bytes", "peak memory", "bytes", "Peak memory",
-    "Measured as the throughput is (on a CPU in an earlier window, until it is known), with the same statistics. On "
-    "GPUs: the most bytes that PyTorch allocated in a process. On a CPU: the peak resident set minus that after the "
-    "imports, summed over the processes of a host.",
+    "Measured as the throughput is (on a CPU in an earlier window, until known), with the same statistics. On GPUs: "
+    "the most bytes that PyTorch allocated in a process. On a CPU: the peak resident set minus that after the "
+    "imports, summed over a host's processes.",
     over_ranks="sum on a CPU", over_rounds="median", over_seeds="largest", family="memory",
     margin="memory", metric="peak_memory", word="memory", need="memory is short", fewest_pairs=3,
 )  # fmt: skip
