@@ -104,6 +104,14 @@ def test_projections_follow_the_formula() -> None:
     )
 
 
+def test_an_assumed_link_joins_hosts_of_any_number_of_devices() -> None:
+    # Three devices were not probed, but two: a ring of three has twice the messages, and sends 4/3 of the bytes.
+    measured = make_measured().model_copy(update={"devices": 3})
+    three, six = (Analysis(measured, "eth100", 0.15)._all_reduce(number)(MEGABYTE) for number in (3, 6))
+    assert three == pytest.approx(2e-3 + 4 / 3 * 1e-3, rel=1e-2)
+    assert six == pytest.approx(three + 6.6e-6 + 2 * 15e-6 + MEGABYTE / 12.5e9, rel=1e-2)
+
+
 def test_a_step_is_taken_apart() -> None:
     *_, two, _ = curve_of(make_measured(slowest_seconds=53e-3, slowest_rank=1, slowest_host="b")).points
     assert two.parts is not None

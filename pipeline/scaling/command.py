@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from pipeline.files import read_json, write_texts
 from pipeline.pages import render
 from pipeline.params import Config, Machine
 from pipeline.report.pictures import Chart, loglog
-from pipeline.results import REPORTS, Document, read_document, session_files
+from pipeline.results import REPORTS, Document, ResultError, read_document, session_files
 from pipeline.scaling import points, probe
 from pipeline.scaling.curves import Analysis, Curve, foretold
 from pipeline.scaling.points import KEPT, Measured, Mode
@@ -66,7 +66,7 @@ def run(
     if link not in (None, *probe.LINKS):
         raise ConfigError(f"--link: found {link!r}; expected one of {', '.join(probe.LINKS)}.")
     modes = (mode,) if mode else get_args(Mode)
-    before = [read_document(file, Measured, "remove it") for file in session_files(KEPT)]
+    before = [*_earlier()]
     measured = points.measured(config, machine, names, up_to, minutes, modes)
     price = price or config.compare.price_per_device_hour
     report = reported(config, measured, before, price=price, link=link)
@@ -74,6 +74,15 @@ def run(
     say(f"scale: {REPORTS / 'scaling.html'}")
     if measured.bench.interrupted:
         raise KeyboardInterrupt(f"the complete rounds are kept in {KEPT}")
+
+
+def _earlier() -> Iterator[Measured]:
+    """Yield the kept measurements that this version can read; name the others."""
+    for file in session_files(KEPT):
+        try:
+            yield read_document(file, Measured, "it is left out")
+        except ResultError as error:
+            say(f"scale: {error}")
 
 
 def reported(

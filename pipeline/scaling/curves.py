@@ -189,11 +189,9 @@ class Analysis:
         largest = self._largest(place, self._found.devices)
         if not largest or place == largest:
             return DOUBT
-        computed, measured = (
-            statistics.median(THROUGHPUT.known(self._arms[name].samples) or [1.0])
-            for name in (_computed_name(largest), largest.name)
-        )
-        return max(DOUBT, abs(math.log(computed / measured)))
+        names = (_computed_name(largest), largest.name)
+        computed, measured = (over_rounds(THROUGHPUT, self._arms[name].samples) for name in names)
+        return max(DOUBT, abs(math.log(computed / measured))) if computed and measured else DOUBT
 
     def _largest(self, place: Place, most: int) -> Place | None:
         """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
@@ -243,10 +241,11 @@ class Analysis:
         one: a host's devices then reduce among themselves first."""
         found = self._found
         assert found.probe
-        if processes in self._timings or not self._link:
-            measured = self._timings[min(processes, found.devices)]
+        within = found.devices // found.hosts
+        if processes in self._timings or not self._link or processes <= within:
+            measured = self._timings[max(number for number in self._timings if number <= processes)]
             return projection.all_reduce(measured, processes, found.probe.backend)
-        link, within = probe.LINKS[self._link], found.devices // found.hosts
+        link = probe.LINKS[self._link]
         hosts = processes // within
         across = probe.Fit(
             processes=hosts,
