@@ -3,8 +3,8 @@
 The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a Parquet table, or in a data set that
 the library ``datasets`` saved. A function may also yield the arrays. scikit-learn's digits are arrays, too.
 
-An array's type decides how the array is used. Integer targets, one per sample, are labels; float targets are numbers to
-predict. Two-dimensional integer inputs without targets are tokens. Other inputs, and float targets, become float32, but
+An array's type decides how the array is used. Integer targets are labels, one or several per sample, of which -100 are
+left out; float targets are numbers to predict. Two-dimensional integer inputs without targets are tokens. Other inputs, and float targets, become float32, but
 uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
 Numbers of which float32 keeps too little are refused.
 
@@ -28,6 +28,7 @@ from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
 from pipeline.data.array_files import Rows, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, drawn, held_out, listed
+from pipeline.data.prepared import LEFT_OUT
 from pipeline.files import file_sha256, read_json
 from pipeline.params import Config, Fetch
 
@@ -162,7 +163,7 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         if len(set(map(len, arrays.values()))) > 1:
             raise DataError(f"{KEY}: {named(arrays)} have different numbers of samples; make them equal.")
     inputs, targets, vocabulary, classes = train["inputs"], train.get("targets"), None, 0
-    labels = np.zeros(len(inputs), np.uint16)
+    labels = np.zeros(len(inputs), np.uint32)
     types = {name: _prepared_type(name, rows.dtype) for name, rows in train.items()}
     if targets is None and inputs.dtype.kind in "iu" and inputs.ndim == 2:
         vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
@@ -170,10 +171,9 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
             raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
         types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     if targets is not None and targets.dtype.kind in "iu":
-        if targets.ndim > 1:
-            raise DataError(f"{KEY}: integer targets are labels; expected one label per sample, or targets of floats.")
         classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
-        labels = _labels(targets, classes)
+        if targets.ndim == 1:
+            labels = _labels(targets, classes)
         types["targets"] = np.dtype(np.int64)
     kept = config.prepare
     if test:
@@ -183,7 +183,8 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
 
     def limited(arrays: Named, rows: npt.NDArray[np.intp], limit: int | None) -> npt.NDArray[np.intp]:
-        return rows if limit is None else rows[drawn(len(rows), limit, arrays["targets"][rows] if classes else None)]
+        of_class = arrays["targets"][rows] if classes and arrays["targets"].ndim == 1 else None
+        return rows if limit is None else rows[drawn(len(rows), limit, of_class)]
 
     return Decoded(
         train=_rows(train, types, limited(train, chosen, kept.train_limit), check_rounding=True),
@@ -206,12 +207,14 @@ def _checked(train: Named, test: Named, name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
     Raises DataError for a number that is negative, that is ``limit`` or more, or that is in ``test`` and larger than
-    every number in ``train``. The numbers are checked before they are converted from the file's own type, because a
+    every number in ``train``. A target may also be ``LEFT_OUT``. The numbers are checked before they are converted from the file's own type, because a
     conversion would turn a number that is out of range into another number.
     """
     count = 0
     for split, rows in ((split, arrays[name]) for split, arrays in (("train", train), ("test", test)) if arrays):
         least, most = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
+        if name == "targets" and least == LEFT_OUT:
+            least = int(np.where(rows == LEFT_OUT, 0, rows).min())
         count = count or min(max(most, 0) + 1, limit)
         if least < 0 or most >= count:
             raise DataError(
@@ -221,10 +224,11 @@ def _checked(train: Named, test: Named, name: str, limit: int, of: str) -> int:
     return count
 
 
-def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint16]:
-    """Return the labels [N]. Raises DataError for a class without a training sample."""
-    labels = targets.astype(np.uint16)
-    absent = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
+def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint32]:
+    """Return the labels [N]; those that are left out become a class of their own. Raises DataError for a class without
+    a training sample."""
+    labels = np.where(targets == LEFT_OUT, classes, targets).astype(np.uint32)
+    absent = np.flatnonzero(np.bincount(labels, minlength=classes)[:classes] == 0)
     if len(absent) and len(labels):
         raise DataError(
             f"{KEY}: the training targets go up to {classes - 1}, but {len(absent)} of the {classes} classes (first: "

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pipeline.data import DataError, array_files
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk
-from pipeline.data.prepared import DESCRIPTION, Description, MemoryMap, Statistics, form_of
+from pipeline.data.prepared import DESCRIPTION, LEFT_OUT, Description, MemoryMap, Statistics, form_of
 from pipeline.errors import say
 from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
@@ -42,8 +42,10 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         forms, tested = ({name: form_of(rows) for name, rows in split.items()} for split in (train, test))
         if tested != forms:
             raise DataError(f"training rows are {_named(forms)}, but test rows are {_named(tested)}; make them equal.")
-        train_counts, test_counts = (_class_counts(split, decoded.classes) for split in (train, test))
-        if np.count_nonzero(train_counts) == 1:
+        (train_counts, train_left), (test_counts, test_left) = (
+            _class_counts(split, decoded.classes) for split in (train, test)
+        )
+        if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
         coded = {"inputs": decoded.vocabulary, "targets": decoded.classes}
         description = Description(
@@ -57,6 +59,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_class_counts=test_counts,
             test_in_train_count=_count_known(train_digests, test_digests),
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
+            left_out_count=train_left + test_left,
             changes=dict(decoded.changes),
             statistics={name: statistics(name, train[name]) for name in coded if name in train and not coded[name]},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
@@ -161,9 +164,16 @@ def _count_known(known: Digests, digests: Digests) -> int:
     return int(np.count_nonzero(known[places] == digests))
 
 
-def _class_counts(split: Mapping[str, MemoryMap], classes: Sequence[str]) -> tuple[int, ...]:
-    """Return the number of samples of each class; () without classes."""
-    return tuple(np.bincount(split["targets"], minlength=len(classes)).tolist()) if classes else ()
+def _class_counts(split: Mapping[str, MemoryMap], classes: Sequence[str]) -> tuple[tuple[int, ...], int]:
+    """Return the number of labels of each class, and the number of labels that are left out; () and 0 without
+    classes."""
+    if not classes:
+        return (), 0
+    counts, labels = np.zeros(len(classes), np.int64), split["targets"].reshape(-1)
+    for start in range(0, len(labels), STATISTICS_CHUNK_BYTES // 8):
+        chunk = labels[start : start + STATISTICS_CHUNK_BYTES // 8]
+        counts += np.bincount(chunk[chunk != LEFT_OUT], minlength=len(classes))
+    return tuple(counts.tolist()), len(labels) - int(counts.sum())
 
 
 def _named(forms: Mapping[str, str]) -> str:

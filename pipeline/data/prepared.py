@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.data import DataError
 from pipeline.errors import ConfigError, first_line
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # packing imports this module without torch, and publish impo
 MemoryMap: TypeAlias = "np.memmap[Any, np.dtype[Any]]"
 
 DESCRIPTION = "dataset.json"
+LEFT_OUT = -100
+"""A label that counts neither in the loss nor in the score, such as that of a padding token; as in torch."""
 CACHED_FRACTION = 0.5
 """The page cache might not keep an array that is larger than this share of the memory. Training reads rows in random
 order, so the pages that the system reads ahead would be dropped before they are used. Therefore the system's read-ahead
@@ -61,13 +64,13 @@ class Split:
 
     def drawn(self, count: int) -> Tensor:
         """Return the indices of at most ``count`` samples from all over the split, every class among them if the
-        targets are labels; see ``decoded.drawn``."""
+        targets are one label per sample; see ``decoded.drawn``."""
         import torch
 
         from pipeline.data.decoded import drawn
 
         targets = self.arrays.get("targets")
-        labels = None if targets is None or targets.is_floating_point() else targets.numpy()
+        labels = None if targets is None or targets.is_floating_point() or targets.ndim > 1 else targets.numpy()
         return torch.from_numpy(drawn(len(self), count, labels))
 
     def __getitem__(self, rows: slice | Tensor) -> Split:
@@ -103,6 +106,10 @@ class Dataset:
     """Number of test inputs that equal a training input byte by byte; None if not counted."""
     test_repeated_count: int | None = None
     """Number of test inputs that repeat an earlier test input; None if not counted."""
+    class_counts: tuple[int, ...] = ()
+    """Number of training labels of each class; empty if the targets are not labels."""
+    left_out_count: int = 0
+    """Number of labels, of both splits, that are ``LEFT_OUT``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,6 +136,8 @@ class Description(BaseModel):
     test_in_train_count: int | None = None
     """``Dataset`` explains this count and the next."""
     test_repeated_count: int | None = None
+    left_out_count: int = Field(0, exclude_if=operator.not_)
+    """Number of labels, of both splits, that are ``LEFT_OUT``."""
     changes: dict[str, int] = {}
     """What ``prepare`` left out or changed -> how often."""
     statistics: dict[str, Statistics]
@@ -180,6 +189,8 @@ def read(directory: Path) -> Dataset:
         test=split("test", description.test_count),
         test_in_train_count=description.test_in_train_count,
         test_repeated_count=description.test_repeated_count,
+        class_counts=description.train_class_counts,
+        left_out_count=description.left_out_count,
     )
 
 

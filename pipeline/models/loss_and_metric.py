@@ -31,9 +31,12 @@ class Objective:
     loss: Callable[[Tensor, Tensor], Tensor]
     """Returns the mean loss, a scalar with a gradient."""
     test_losses: Callable[[Tensor, Tensor], Tensor]
-    """Returns the sum of the samples' losses, a float64 scalar."""
+    """Returns the sum of the losses of samples, or of the labels that count, a float64 scalar."""
     scores: Callable[[Tensor, Tensor], Tensor]
-    """Returns each sample's score, [b]: true or false, or a number from 0 to 1."""
+    """Returns each sample's score, [b]: true or false, or a number from 0 to 1. Or the scores of the labels that
+    count."""
+    counted: Callable[[Tensor], Tensor | int]
+    """Returns the number by which the sum of ``test_losses`` is divided, from the targets."""
 
 
 def of_job(train: Train, task: Objective, device: torch.device, arguments: Mapping[str, int]) -> Objective:
@@ -46,7 +49,7 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
     objective = task
     if ":" in train.loss:
         loss = _own_loss(train, device, arguments)
-        objective = replace(objective, loss=loss, test_losses=partial(_summed, loss))
+        objective = replace(objective, loss=loss, test_losses=partial(_summed, loss, task.counted))
     if ":" in train.metric:
         objective = replace(objective, scores=partial(_own_scores, train.metric, _metric(train.metric)))
     return objective
@@ -137,8 +140,10 @@ def _metric(name: str) -> Callable[..., object]:
     return factories.find(name, "train.metric", "scores", example="my_metrics:top_two", error=ObjectiveError)
 
 
-def _summed(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor) -> Tensor:
-    return loss(outputs, targets).double() * len(targets)
+def _summed(
+    loss: Callable[[Tensor, Tensor], Tensor], counted: Callable[[Tensor], Tensor | int], outputs: Tensor, targets: Tensor
+) -> Tensor:
+    return loss(outputs, targets).double() * counted(torch.zeros_like(targets))  # as if no label were left out
 
 
 def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targets: Tensor) -> Tensor:

@@ -321,6 +321,11 @@ def _own_code(train: Train) -> Iterator[str]:
         yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
+    if train.class_weights and (train.task, train.loss) not in sections.WEIGH_CLASSES:
+        yield (
+            f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of the task {train.task!r} "
+            "ignores; set null."
+        )
 
 
 def _model_problems(key: str, name: str | None) -> Iterator[str]:

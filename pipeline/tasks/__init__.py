@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import factories
-from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.params import Train
 from pipeline.tasks.base import CPU, Batch, LogitsTask, Normalise, Task, TaskError
 
@@ -28,12 +28,31 @@ class Classification(LogitsTask):
 
     needs = "labels"
 
+    def __post_init__(self) -> None:
+        weights, classes = self.train.class_weights, self.dataset.classes
+        if isinstance(weights, list) and len(weights) != len(classes):
+            raise TaskError(
+                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {len(classes)} classes."
+            )
+
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        weights, counts = self.train.class_weights, torch.tensor(self.dataset.class_counts).clamp(min=1)
+        if weights == "balanced":
+            return (sum(self.dataset.class_counts) / (len(counts) * counts)).float().to(self.device)
+        return torch.tensor(weights, device=self.device) if weights else None
+
     def output_arguments(self) -> dict[str, int]:
-        return {"classes": len(self.dataset.classes)}
+        labels = self.dataset.train.targets.shape[1:]
+        return {**({"labels": labels.numel()} if labels else {}), "classes": len(self.dataset.classes)}
+
+    def output_shape(self) -> tuple[int, ...]:
+        return *self.dataset.train.targets.shape[1:], len(self.dataset.classes)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return whether the label has the largest logit, [b]."""
-        return self.predicted(outputs) == targets
+        """Return whether a label has the largest logit: [b], or [n] for the n labels of b samples that count."""
+        right = self.predicted(outputs) == targets
+        return right[targets != LEFT_OUT] if self.dataset.left_out_count else right.flatten()
 
 
 class Regression(Task):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import models
-from pipeline.data.prepared import Dataset, Statistics
+from pipeline.data.prepared import LEFT_OUT, Dataset, Statistics
 from pipeline.errors import PipelineError, first_line
 from pipeline.models import loss_and_metric, optimizers
 from pipeline.models.keeping import copied
@@ -27,6 +27,8 @@ Batch = tuple[Tensor, Tensor]
 """The model's inputs [b, ...] and the loss's targets [b, ...]."""
 PROBES = 6
 """Number of samples in a batch on which ``Task.check`` tries loss and score."""
+WEIGHED_SAMPLES = 1 << 14
+"""Number of samples whose weights are computed together."""
 PROBED_BATCHES, PROBED_NUMBERS = 6, 1 << 26
 """``Task.check`` tries as many batches as there are, or as all classes need, but at most this many outputs in all."""
 
@@ -115,9 +117,23 @@ class Task(ABC):
         """Return the sum of the samples' losses for the evaluation, a float64 scalar."""
         return self.loss(outputs, targets).double() * len(targets)
 
+    def weights(self) -> Tensor | None:
+        """Return each training sample's weight in the loss, [N] on the CPU; None if samples count equally.
+
+        The step then multiplies ``loss`` by the number of samples of the global batch, divided by the sum of their
+        weights. So ``loss`` stays a mean over the samples, of losses that are already multiplied by their weights, and
+        the gradients are those of one device with the whole batch, whatever its parts weigh.
+        """
+        return None
+
+    def counted(self, targets: Tensor) -> Tensor | int:
+        """Return the number by which ``test_losses`` is divided; by default, the number of samples."""
+        return len(targets)
+
     @abstractmethod
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the scores [b] of b samples: true or false, or a number from 0 to 1; higher is better."""
+        """Return the scores [b] of b samples, or [n] of the n labels that count: true or false, or a number from 0 to
+        1; higher is better. The job's score is their mean."""
 
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the targets that the outputs predict.
@@ -143,7 +159,7 @@ class Task(ABC):
 
         Raises ObjectiveError if the user's loss or metric is invalid.
         """
-        own = Objective(self.loss, self.test_losses, self.scores)
+        own = Objective(self.loss, self.test_losses, self.scores, self.counted)
         return loss_and_metric.of_job(self.train, own, self.device, self.output_arguments())
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:  # noqa: ARG002
@@ -210,15 +226,52 @@ class LogitsTask(Task):
     """A task whose outputs are logits [b, ..., classes], and whose targets are the right classes [b, ...].
 
     The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
+
+    Labels that are ``LEFT_OUT`` count in no loss and no score. If there are any, or if classes have weights, the loss of
+    a global batch is the sum of its labels' losses, divided by the sum of their weights: the mean of torch's
+    cross_entropy over the whole batch.
     """
 
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """The weight of each class in the loss, float32 on the task's device; None if all classes weigh the same."""
+        return None
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether samples can differ in how much they count in the loss."""
+        return self.dataset.left_out_count > 0 or self.class_weights is not None
+
+    @cached_property
+    def _mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        plain = partial(F.cross_entropy, label_smoothing=self.train.label_smoothing)
+        summed = partial(plain, weight=self.class_weights, reduction="sum")
+        return (lambda rows, labels: summed(rows, labels) / len(labels)) if self.uneven else plain
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=self.train.label_smoothing)
+        return self._mean_loss(outputs.flatten(0, -2), targets.flatten())
+
+    def weights(self) -> Tensor | None:
+        if not self.uneven:
+            return None
+        of_class = torch.ones(self.output_shape()[-1]) if self.class_weights is None else self.class_weights.cpu()
+
+        def of(labels: Tensor) -> Tensor:
+            counts = labels != LEFT_OUT
+            return (of_class.double()[labels * counts] * counts).flatten(1).mean(1)
+
+        return torch.cat([of(labels.unsqueeze(1)) for labels in self.dataset.train.targets.split(WEIGHED_SAMPLES)])
 
     def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the samples' losses, without label smoothing."""
-        token_losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
-        return token_losses.view(len(targets), -1).double().mean(1).sum()
+        """Return the sum of the losses of samples, or of labels if some are left out, without label smoothing and
+        weights of classes."""
+        row_losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").double()
+        if self.dataset.left_out_count:
+            return row_losses.sum()
+        return row_losses.view(len(targets), -1).mean(1).sum()
+
+    def counted(self, targets: Tensor) -> Tensor | int:
+        return (targets != LEFT_OUT).sum() if self.dataset.left_out_count else len(targets)
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
         """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.

@@ -7,8 +7,9 @@ sees. This holds for any number of micro-batches and for every placement, includ
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
@@ -80,6 +81,9 @@ class TrainBatches:
             device = torch.device("cuda", torch.cuda.current_device())
         self.steps_per_epoch = len(dataset.train) // batch_size
         self.placement = placement
+        self._weights = task.weights()
+        self._scale = torch.ones((), device=device)
+        """The inverse of the mean weight (``Task.weights``) of the current global batch's samples."""
         self._split = (self.steps_per_epoch, world_size, micro_batches, batch_size // (world_size * micro_batches))
         self._rank = rank
         self._seed = seed
@@ -99,6 +103,11 @@ class TrainBatches:
         # The finalizer also runs when the interpreter exits, so that no thread is still copying while torch shuts down.
         self._finalizer = weakref.finalize(self, _stop_all, self._readers)
 
+    def weighed(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the loss of a step: ``loss`` itself or, if samples weigh differently, its product with the number by
+        which the sum over the global batch becomes a weighted mean."""
+        return loss if self._weights is None else lambda outputs, targets: loss(outputs, targets) * self._scale
+
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """Iterate over one epoch's micro-batches from ``start_step`` on, ``micro_batches`` of them per step.
 
@@ -107,6 +116,23 @@ class TrainBatches:
         """
         drawn = draw_epoch(self._seed, epoch, len(self._arrays[0]), self._sides or (1, 1), self._augment.crop_padding)
         host = Draws(*(self._own_part(values, start_step) for values in drawn))
+        made = self._made(host)
+        yield from made if self._weights is None else self._scaled(made, drawn[0], start_step)
+
+    def _scaled(self, made: Iterator[Batch], order: Tensor, start_step: int) -> Iterator[Batch]:
+        """Yield the micro-batches ``made``; before the first of each step, set the step's scale. All ranks know the
+        weights of the whole global batch, so they need not exchange any, and nothing waits for the device."""
+        assert self._weights is not None
+        steps, _, micro_batches, _ = self._split
+        used = self._weights[order[: math.prod(self._split)]].view(steps, -1)
+        means = used.mean(1)[start_step:]
+        scales = _move(torch.where(means > 0, 1 / means, 0.0).float(), self._device)
+        for index, batch in enumerate(made):
+            if index % micro_batches == 0:
+                self._scale.copy_(scales[index // micro_batches])
+            yield batch
+
+    def _made(self, host: Draws) -> Iterator[Batch]:
         if self._loader:
             for inputs, targets in self._loader.epoch(host):
                 yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)

@@ -343,7 +343,8 @@ def compose(
         technique.change_optimizer(setup)
     optimizer = setup.optimizer_choice.make(setup.model.parameters())
     losses = losses or (HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world))
-    setup.step = step = TrainingStep(setup.model, task.objective.loss, optimizer, losses, plan.micro_batches)
+    criterion = batches.weighed(task.objective.loss)
+    setup.step = step = TrainingStep(setup.model, criterion, optimizer, losses, plan.micro_batches)
     setup.model_state = Stored(model.state_dict, lambda state: model.load_state_dict(world.sent(state)))
     setup.optimizer_state = Stored(optimizer.state_dict, lambda state: optimizer.load_state_dict(world.sent(state)))
     changes = {}

@@ -295,10 +295,12 @@ class Score:
     """A model's result on the test set."""
 
     correct: int | float
-    """Sum of the samples' scores; for accuracy, the number of correct samples."""
+    """Sum of the samples' scores; for accuracy, the number of correct samples. If labels are scored instead, their mean
+    score times ``count``."""
     count: int
     loss: float
-    """Mean of the job's loss over the samples. Cross-entropy is computed without label smoothing."""
+    """Mean of the job's loss over the samples, or over the labels that count. Cross-entropy is computed without label
+    smoothing and weights of classes."""
 
     @property
     def accuracy(self) -> float:
@@ -331,7 +333,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     most = math.ceil(math.ceil(len(test) / shares) / batch_size)
     not_counted = next(evaluation_batches(test[:1], task, rank=0, world_size=1, batch_size=1))
     world.broadcast_buffers_(model)
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # scores, samples, losses, scores out of bounds
+    # scores, samples, losses, scores out of bounds, number of scores, number of losses
+    sums = torch.zeros(6, dtype=torch.float64, device=world.device)
     with torch.no_grad(), evaluating(model):
         for _ in range(most):
             batch = next(batches, not_counted)
@@ -346,10 +349,12 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             sums[0] += scores.sum()
             sums[1] += len(targets)
             sums[2] += objective.test_losses(outputs, targets)
-    correct, count, loss, outside = world.sum_(sums).tolist()
+            sums[4] += len(scores)
+            sums[5] += objective.counted(targets)
+    total, count, loss, outside, scored, losses = world.sum_(sums).tolist()
     if outside:
         raise ObjectiveError(
-            f"train.metric: {outside:.0f} of {count:.0f} test samples have a score that is not from 0 to 1. "
+            f"train.metric: {outside:.0f} of {scored:.0f} test samples have a score that is not from 0 to 1. "
             "Change the metric: it must return a score from 0 to 1 for each sample."
         )
     if not math.isfinite(loss):
@@ -357,4 +362,6 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             f"train.loss: its mean over the {count:.0f} test samples is {loss}. If the training has diverged, "
             "lower train.learning_rate. If your own loss is not finite for bad outputs, bound it."
         )
-    return Score(correct=int(correct) if correct.is_integer() else correct, count=int(count), loss=loss / count)
+    correct = total if scored == count else total / max(scored, 1) * count
+    correct = int(correct) if correct.is_integer() else correct
+    return Score(correct=correct, count=int(count), loss=loss / max(losses, 1))

@@ -249,15 +249,16 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
         model = task.model()
     model.load_state_dict(state)
     deployed = nn.Sequential(task.preprocess, model.to(task.device)).eval()
-    correct, count, ties = 0.0, 0, 0
+    correct, count, ties, scored = 0.0, 0, 0, 0
     with torch.no_grad():
         for rows in zip(*(task.dataset.test.arrays[name].split(256) for name in task.arrays), strict=True):
             inputs, targets = task.raw([array_rows.to(task.device) for array_rows in rows])
             outputs = deployed(inputs).float()
-            correct += task.objective.scores(outputs, targets).double().sum().item()
-            count += len(targets)
+            scores = task.objective.scores(outputs, targets)
+            correct += scores.double().sum().item()
+            count, scored = count + len(targets), scored + len(scores)
             ties += task.ties(outputs, targets, TIE)
-    return correct, count, ties
+    return correct if scored == count else correct / max(scored, 1) * count, count, ties
 
 
 def _spoilt(training: Training, trial: Trial) -> AbstractContextManager[None]:
