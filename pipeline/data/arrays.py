@@ -4,9 +4,9 @@ The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a
 the library ``datasets`` saved. A function may also yield the arrays. scikit-learn's digits are arrays, too.
 
 An array's type decides how the array is used. Integer targets are labels, one or several per sample, of which -100 are
-left out; float targets are numbers to predict. Two-dimensional integer inputs without targets are tokens. Other inputs, and float targets, become float32, but
-uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers become int64, and floats become float32.
-Numbers of which float32 keeps too little are refused.
+left out; float targets are numbers to predict. Two-dimensional integer inputs without targets are tokens. Other inputs,
+and float targets, become float32, but uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers
+become int64, and floats become float32. Numbers of which float32 keeps too little are refused.
 
 ``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out
 for testing.
@@ -207,8 +207,8 @@ def _checked(train: Named, test: Named, name: str, limit: int, of: str) -> int:
     """Return the largest number in the array ``name`` of ``train``, plus one.
 
     Raises DataError for a number that is negative, that is ``limit`` or more, or that is in ``test`` and larger than
-    every number in ``train``. A target may also be ``LEFT_OUT``. The numbers are checked before they are converted from the file's own type, because a
-    conversion would turn a number that is out of range into another number.
+    every number in ``train``. A target may also be ``LEFT_OUT``. The numbers are checked before they are converted from
+    the file's own type, because a conversion would turn a number that is out of range into another number.
     """
     count = 0
     for split, rows in ((split, arrays[name]) for split, arrays in (("train", train), ("test", test)) if arrays):

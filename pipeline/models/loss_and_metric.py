@@ -141,7 +141,10 @@ def _metric(name: str) -> Callable[..., object]:
 
 
 def _summed(
-    loss: Callable[[Tensor, Tensor], Tensor], counted: Callable[[Tensor], Tensor | int], outputs: Tensor, targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor],
+    counted: Callable[[Tensor], Tensor | int],
+    outputs: Tensor,
+    targets: Tensor,
 ) -> Tensor:
     return loss(outputs, targets).double() * counted(torch.zeros_like(targets))  # as if no label were left out
 

@@ -323,7 +323,7 @@ def _own_code(train: Train) -> Iterator[str]:
         yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
     if train.class_weights and (train.task, train.loss) not in sections.WEIGH_CLASSES:
         yield (
-            f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of the task {train.task!r} "
+            f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of {train.task!r} "
             "ignores; set null."
         )
 

@@ -167,8 +167,8 @@ class Train(Section):
     """Keyword arguments for your own loss."""
     class_weights: Literal["balanced"] | list[NonNegativeFloat] | None = Field(None, exclude_if=operator.not_)
     """For classification: the weight of each class in the training's loss, in the order of the labels. balanced: the
-    number of labels, divided by the number of classes and by the number of the class's labels. A batch's loss is divided
-    by the sum of its labels' weights. null: all classes weigh the same."""
+    number of labels, divided by the number of classes and by the number of the class's labels. The loss of a global
+    batch is divided by the sum of its labels' weights. null: all classes weigh the same."""
     metric: str = Field(default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1])
     """Default: the task's score, such as accuracy for classification. Or module:function of your own, which maps
     outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use the mean score."""

@@ -32,7 +32,8 @@ class Classification(LogitsTask):
         weights, classes = self.train.class_weights, self.dataset.classes
         if isinstance(weights, list) and len(weights) != len(classes):
             raise TaskError(
-                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {len(classes)} classes."
+                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {len(classes)} "
+                "classes; give each class a weight."
             )
 
     @cached_property

@@ -227,8 +227,8 @@ class LogitsTask(Task):
 
     The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
 
-    Labels that are ``LEFT_OUT`` count in no loss and no score. If there are any, or if classes have weights, the loss of
-    a global batch is the sum of its labels' losses, divided by the sum of their weights: the mean of torch's
+    Labels that are ``LEFT_OUT`` count in no loss and no score. If there are any, or if classes have weights, the loss
+    of a global batch is the sum of its labels' losses, divided by the sum of their weights: the mean of torch's
     cross_entropy over the whole batch.
     """
 

@@ -28,7 +28,7 @@ from safetensors import numpy as safetensors
 
 from pipeline.data import DataError, array_files, arrays, text
 from pipeline.data.packing import prepare, statistics
-from pipeline.data.prepared import Dataset, read
+from pipeline.data.prepared import LEFT_OUT, Dataset, read
 from pipeline.data.sources import fetch
 from pipeline.environment import imports, stages
 from pipeline.params import parse
@@ -165,6 +165,18 @@ def test_bad_arrays_are_refused_and_named(values: dict[str, Any], message: str, 
     with pytest.raises(DataError, match=message):
         packed(tmp_path, "arrays", saved(tmp_path, "npz", **values))
     assert not (tmp_path / "prepared").exists()
+
+
+@pytest.mark.parametrize("shape", [(60,), (60, 4)])
+def test_labels_that_are_left_out_are_counted(shape: tuple[int, ...], tmp_path: Path) -> None:
+    labels = np.resize([0, 1, LEFT_OUT, 2, 2], shape)
+    dataset = packed(tmp_path, "arrays", saved(tmp_path, "npz", inputs=RANDOM.normal(size=(60, 2)), targets=labels))
+    prepared = torch.cat([dataset.train.targets, dataset.test.targets]).numpy()
+    assert sorted(prepared.ravel()) == sorted(labels.ravel())
+    assert dataset.left_out_count == labels.size / 5
+    known = dataset.train.targets[dataset.train.targets != LEFT_OUT]
+    assert dataset.class_counts == tuple(known.bincount().tolist())
+    assert dataset.classes == ("0", "1", "2")
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder", "safetensors", "parquet"])

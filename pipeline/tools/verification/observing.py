@@ -209,11 +209,12 @@ def _part(split: Split, count: int) -> Split:
     share, or a whole class (the data set is sorted), return samples from all over, in random order. For targets that
     are numbers, the quarters of the first number count as classes."""
     labels = split.arrays.get("targets")
-    if labels is None:  # such as windows of texts, which follow each other
+    if labels is None or (labels.ndim > 1 and not labels.is_floating_point()):  # such as windows of texts
         return split[split.drawn(count)]
     if labels.is_floating_point():
         first = labels.reshape(len(labels), -1)[:, 0].double()
         labels = torch.bucketize(first, first[:: len(first) // 10_000 + 1].quantile(first.new_tensor(QUARTERS)))
+    labels = labels.clamp(min=0)  # labels that are left out
     counts = labels.bincount()
     least = (counts * count // (2 * len(split))).clamp(min=1 if count >= len(counts) else 0).minimum(counts)
     if bool((labels[:count].bincount(minlength=len(least)) >= least).all()):
