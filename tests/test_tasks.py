@@ -86,7 +86,7 @@ def test_any_arrays_make_the_same_global_batches(
     split = Split({"inputs": rows, "targets": torch.arange(count), "weights": -torch.arange(count)})
     task: Any = SimpleNamespace(
         dataset=Dataset("any", "0" * 64, (), None, {}, split, split), device=ALONE.device, arrays=tuple(split.arrays),
-        batch=lambda rows: (rows[0], torch.stack((rows[1], rows[2]), 1)), on=lambda _: task,
+        batch=lambda rows: (rows[0], torch.stack((rows[1], rows[2]), 1)), on=lambda _: task, weights=lambda: None,
     )  # fmt: skip
     made = [
         TrainBatches(
