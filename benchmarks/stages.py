@@ -146,7 +146,7 @@ def bare_loop(pairs: int = 176, batch_size: int = 64, steps: int = 20) -> dict[s
             known = dataset.statistics["inputs"]
             mean, std = torch.tensor(known.mean, device=device), torch.tensor(known.std, device=device)
             model = training.net()
-            optimizer = optimizers.of_job(training.train).make(model.parameters())
+            optimizer = optimizers.optimizer_of(training.train, model)
             while True:
                 order = torch.randperm(len(all_labels), device=device)
                 for start in range(0, len(order) - batch_size + 1, batch_size):

@@ -54,6 +54,8 @@ class TrainingStep:
         """Runs a step's micro-batches, records their losses, and sums their gradients in the parameters."""
         self.zero_grad: Callable[[], None] = optimizer.zero_grad
         """Clears the last step's gradients."""
+        self.unscale: Callable[[], object] = lambda: None
+        """Divides the gradients by the loss scale. A technique that reads gradients in ``update`` calls this first."""
         self.update: Callable[[], object] = optimizer.step
         """Updates the parameters from their gradients."""
         self.trial_update: Callable[[], object] | None = None

@@ -33,7 +33,7 @@ class Observed:
     gradients: dict[str, torch.Tensor]
     """After one step. A pipeline's rank has the other stages' gradients from their ranks."""
     weights: dict[str, torch.Tensor]
-    """After all steps, from the state dict."""
+    """After all steps, as they are evaluated and kept."""
     losses: list[float]
     optimizer_state: dict[int, dict[str, Any]]
     parameter_bytes: int
@@ -69,7 +69,7 @@ def observe(
     next(straight)
     gradients = whole_gradients(training)
     losses = [row.train_loss or math.nan for _ in range(STEPS - 1) if (row := next(straight))]
-    weights = copied(training.model_state.read())
+    weights = copied(training.weights())
 
     with pytest.MonkeyPatch.context() as patch:  # times decide where a pipeline is cut, and a cut rounds as it does
         for cut in (technique._cut for technique in training.techniques if hasattr(technique, "_cut")):
@@ -96,7 +96,7 @@ def observe(
         optimizer_bytes=held_bytes(
             value for values in training.optimizer.state.values() for value in values.values() if torch.is_tensor(value)
         ),
-        resumed_sha256=state_sha256(resumed.model_state.read()),
+        resumed_sha256=state_sha256(resumed.weights()),
         straight_sha256=state_sha256(weights),
         resumed_optimizer_state=copied_state(resumed),
         accuracy=training.score.accuracy,
@@ -151,6 +151,11 @@ def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def copied_state(training: Training) -> dict[int, dict[str, Any]]:
     """Return a copy of the whole optimizer state: index of the parameter in the model -> the parameter's state."""
-    places = {name: place for place, (name, _) in enumerate(training.model.named_parameters())}
+    named = list(training.model.named_parameters())
+    places: dict[Any, int] = {name: place for place, (name, _) in enumerate(named)}
+    if training.plan.applied.parallelism != "pipeline":  # whose state has places in the model already
+        place_of = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+        held = (parameter for group in training.optimizer.param_groups for parameter in group["params"])
+        places |= {index: place_of[id(parameter)] for index, parameter in enumerate(held)}
     state = training.optimizer_state.read()["state"]
     return {places.get(key, key): copied(values) for key, values in state.items()}

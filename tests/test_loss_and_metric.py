@@ -303,8 +303,8 @@ def test_a_model_is_made_without_copied_weights(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_optimizer_has_the_options_in_params() -> None:
-    sgd = optimizers.of_job(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
-    adamw = optimizers.of_job(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01)).make(conv_net().parameters())
+    sgd = optimizers.optimizer_of(Train(optimizer="sgd", momentum=0.8, weight_decay=0.01), conv_net())
+    adamw = optimizers.optimizer_of(Train(optimizer="adamw", momentum=0.8, weight_decay=0.01), conv_net())
     assert isinstance(sgd, torch.optim.SGD)
     assert isinstance(adamw, torch.optim.AdamW)
     expected: dict[str, Any] = {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01, "fused": True}
@@ -316,7 +316,7 @@ def test_an_optimizer_has_the_options_in_params() -> None:
 def test_a_skipped_first_step_leaves_momentum_clean() -> None:
     net = nn.Linear(200, 200, bias=False)
     nn.init.ones_(net.weight)
-    optimizer = optimizers.of_job(Train(momentum=0.9, weight_decay=0.0, learning_rate=0.5)).make(net.parameters())
+    optimizer = optimizers.optimizer_of(Train(momentum=0.9, weight_decay=0.0, learning_rate=0.5), net)
     net.weight.grad = torch.ones_like(net.weight)
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     optimizer.step()
@@ -329,7 +329,7 @@ def test_a_skipped_first_step_leaves_momentum_clean() -> None:
 def test_sgd_trains_as_torch_s_own() -> None:
     ours, plain = conv_net(), conv_net()
     pair = [
-        optimizers.of_job(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1)).make(ours.parameters()),
+        optimizers.optimizer_of(Train(momentum=0.9, weight_decay=0.01, learning_rate=0.1), ours),
         torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     ]
     for step in range(4):
@@ -359,7 +359,7 @@ def test_complex_parameters_train_and_frozen_ones_lack_state(name: Any) -> None:
     net = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2, dtype=torch.complex64))
     net[0].requires_grad_(False)
     frozen, trained = ([parameter.clone() for parameter in part.parameters()] for part in net)
-    optimizer = optimizers.of_job(Train(optimizer=name)).make(net.parameters())
+    optimizer = optimizers.optimizer_of(Train(optimizer=name), net)
     net(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
     optimizer.step()
     assert all(map(torch.equal, frozen, net[0].parameters()))

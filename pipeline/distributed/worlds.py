@@ -109,10 +109,10 @@ class World:
             copy.copy_(flat.cpu().view(tensor.dtype).view(tensor.shape))
         return copy
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace ``tensor`` by its sum over the ranks, in place, on every rank."""
+    def sum_(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Replace ``tensor`` by its sum over the ranks of ``group`` (None: all), in place, on each of these ranks."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:

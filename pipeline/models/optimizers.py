@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from pipeline.errors import ConfigError
 from pipeline.params import Train
 
 
@@ -19,16 +21,58 @@ class OptimizerChoice:
     cls: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
 
-    def make(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """Create the optimizer for those ``parameters`` that require a gradient, at the peak learning rate.
+    def make(self, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Create the optimizer for the ``groups`` of parameters (``grouped``), at the peak learning rate.
 
         Fused kernels take no complex parameters; for a model that has some, PyTorch chooses the kernels.
         """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        fits = not any(parameter.is_complex() for parameter in trained)
-        # A stage of a pipeline may have only frozen parameters; torch refuses an empty list, but no empty group.
-        groups: list[Any] = trained or [{"params": []}]
+        groups = list(groups)
+        fits = not any(parameter.is_complex() for group in groups for parameter in group["params"])
         return self.cls(groups, **{key: value for key, value in self.options.items() if fits or key != "fused"})
+
+
+def grouped(train: Train, named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """Return the groups of those ``named`` parameters that require a gradient: one group for each combination of
+    learning rate and weight decay.
+
+    A parameter on the meta device counts, but is in no list: it is in another stage of a pipeline. So all stages have
+    the same groups, some of which may be empty.
+    """
+    groups: dict[tuple[float, bool], list[torch.Tensor]] = (
+        {} if train.no_decay or train.lr_factors else {(1.0, True): []}
+    )
+    for name, parameter in named:
+        if parameter.requires_grad:
+            factor = math.prod(
+                train.lr_factors[pattern] for pattern in sorted(train.lr_factors) if fnmatchcase(name, pattern)
+            )
+            decays = not (matches(name, train.no_decay) or ("vectors" in train.no_decay and parameter.dim() < 2))
+            groups.setdefault((factor, decays), []).extend([] if parameter.is_meta else [parameter])
+    return [
+        {"params": parameters, "lr_factor": factor} | ({} if decays else {"weight_decay": 0.0})
+        for (factor, decays), parameters in sorted(groups.items(), key=lambda group: group[0])
+    ]
+
+
+def optimizer_of(train: Train, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of ``train`` for a model that no technique has changed."""
+    return of_job(train).make(grouped(train, model.named_parameters()))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(train: Train, names: Iterable[str]) -> None:
+    """Raise ConfigError for a pattern of ``train`` that matches none of the ``names`` of parameters."""
+    names = list(names)
+    for key in ("no_decay", "lr_factors"):
+        for pattern in getattr(train, key):
+            if pattern != "vectors" and not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"train.{key}: {pattern!r} matches no parameter of {train.model}, whose parameters are "
+                    f"{', '.join(names[:3])}, ..., {names[-1]}."
+                )
 
 
 class SGD(torch.optim.SGD):
@@ -49,12 +93,16 @@ def of_job(train: Train) -> OptimizerChoice:
     """Return the optimizer of ``train``, with torch's fused kernels, which exist for CPU and CUDA."""
     common = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "adamw":
-        return OptimizerChoice(torch.optim.AdamW, common | {"betas": (train.momentum, 0.999)})
+        return OptimizerChoice(
+            torch.optim.AdamW, common | {"betas": (train.momentum, train.beta2), "eps": train.epsilon}
+        )
     return OptimizerChoice(SGD, common | {"momentum": train.momentum, "nesterov": train.momentum > 0})
 
 
 def rising_steps(train: Train, total_steps: int) -> int:
     """Return how many of ``total_steps`` are warm-up steps, in which the learning rate rises."""
+    if train.lr_warmup_steps is not None:
+        return min(train.lr_warmup_steps, total_steps)
     return round(train.warmup_fraction * total_steps)
 
 

@@ -99,6 +99,16 @@ def records_within_warmup(train: Train) -> str | None:
     return None if train.warmup_steps > GRAPH_WARMUP_STEPS else reason
 
 
+def without_all_gradients(train: Train) -> str | None:
+    reason = f"it frees each gradient before all are complete, and train.clip_norm is {train.clip_norm}"
+    return reason if train.clip_norm else None
+
+
+def averages_itself(train: Train) -> str | None:
+    reason = f"its processes have different weights between averagings, and train.ema_decay is {train.ema_decay}"
+    return reason if train.ema_decay else None
+
+
 # The variant's other settings, and whether the job runs on GPUs
 
 

@@ -237,7 +237,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield from (f"variants.{name}.{key}: {problem}" for key, problem in misplaced(variant).items())
         if problem := contradiction(variant):
             yield f"variants.{name}: {problem}"
-        if variant.scaling == "weak" and not config.train.warmup_fraction:
+        if variant.scaling == "weak" and not (config.train.lr_warmup_steps or config.train.warmup_fraction):
             # The technique's entry does not declare this condition, because ``verify`` runs steps without a warm-up.
             yield (
                 f"variants.{name}.scaling: found 'weak' with train.warmup_fraction {config.train.warmup_fraction}; a "
@@ -273,7 +273,7 @@ def _with_script(config: Config) -> Iterator[str]:
     if script.batch_differs and script.samples_per_step:
         yield "script.samples_per_step: found with script.batch_differs; if batches differ, samples must be counted."
     for key, value in config.train.model_dump(exclude=_WITH_SCRIPT).items():
-        if value != Train().model_dump()[key]:
+        if value != Train().model_dump().get(key):
             yield f"train.{key}: found {value!r}, which a script does not read; give it to script.command."
     for key in ("bench.ablate", "profile.variants", "infer.variants"):
         section, _, name = key.partition(".")
@@ -326,6 +326,9 @@ def _own_code(train: Train) -> Iterator[str]:
             f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of {train.task!r} "
             "ignores; set null."
         )
+    for key in ("beta2", "epsilon"):
+        if train.optimizer == "sgd" and getattr(train, key) != Train.model_fields[key].default:
+            yield f"train.{key}: found {getattr(train, key)}, which sgd ignores; take it out, or set optimizer: adamw."
 
 
 def _model_problems(key: str, name: str | None) -> Iterator[str]:

@@ -23,6 +23,8 @@ DataSetName = Literal[
     "fashion_mnist", "mnist", "cifar10", "digits", "image_folder", "synthetic", "arrays", "text_folder", "python_source"
 ]
 InferenceForm = Literal["eager", "compiled", "bf16", "fp16", "int8", "exported"]
+Pattern = Annotated[str, Field(min_length=1)]
+"""Pattern of the names of parameters in the model's state dict, with * and ? as in file names."""
 VariantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)]  # becomes a file's name
 
 
@@ -188,13 +190,31 @@ class Train(Section):
     """Peak learning rate."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """SGD's momentum, or AdamW's beta1."""
+    beta2: float = Field(0.999, ge=0.0, lt=1.0, exclude_if=lambda beta2: beta2 == 0.999)
+    """AdamW's beta2."""
+    epsilon: float = Field(1e-8, gt=0.0, exclude_if=lambda epsilon: epsilon == 1e-8)
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 5e-4
     """Weight decay."""
+    no_decay: list[Pattern] = Field([], exclude_if=operator.not_)
+    """Parameters without weight decay: patterns of names, such as "*.bias". The word vectors stands for all parameters
+    with at most one dimension, such as biases and the weights of norms."""
+    lr_factors: dict[Pattern, PositiveFloat] = Field({}, exclude_if=operator.not_)
+    """Pattern of names -> factor of these parameters' learning rate, such as "head.*": 10. If several patterns match a
+    name, the factors multiply."""
+    clip_norm: PositiveFloat | None = Field(None, exclude_if=operator.not_)
+    """Largest norm of the gradients of a step, over all parameters, micro-batches and processes; longer gradients are
+    scaled down to it. null: no limit."""
+    ema_decay: ProperFraction | None = Field(None, exclude_if=operator.not_)
+    """After each step, an average of the weights becomes ema_decay times itself plus (1 - ema_decay) times the weights.
+    The average, with the model's current buffers, is evaluated and kept. null: the weights themselves."""
     schedule: Literal["one_cycle", "cosine", "constant"] = "one_cycle"
     """The learning rate after the warm-up. one_cycle: falls linearly to zero. cosine: falls to zero along half a
     cosine. constant: stays the same."""
     warmup_fraction: Fraction = 0.2
     """Share of all steps in which the learning rate rises from zero."""
+    lr_warmup_steps: NonNegativeInt | None = Field(None, exclude_if=lambda steps: steps is None)
+    """The number of these steps, in place of the share."""
     label_smoothing: Fraction = 0.0
     """Label smoothing of cross_entropy in training."""
     augment: Augment = Augment()

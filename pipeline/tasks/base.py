@@ -198,7 +198,7 @@ class Task(ABC):
                 rows = self.dataset.train.drawn(PROBES)
                 inputs, targets = self._samples(rows[torch.arange(PROBES) % len(rows)])
                 self.on(CPU).objective.loss(tried(inputs), targets).backward()
-                optimizers.of_job(self.train).make(tried.parameters()).step()
+                optimizers.optimizer_of(self.train, tried).step()
         except PipelineError:
             raise
         except Exception as error:

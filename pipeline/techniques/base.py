@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,6 +67,14 @@ class Setup:
     model_state: Stored = field(init=False)
     """Reads and loads the state of the single-device model, even if each rank holds only a part of the model."""
     optimizer_state: Stored = field(init=False)
+    averages: Stored | None = None
+    """Reads and loads the averages of the weights, in the form of ``model_state``; None without ``train.ema_decay``."""
+    deployed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context in which the model has the weights that are evaluated and kept."""
+    shard_group: ProcessGroup | None = None
+    """The ranks among which gradients are divided; None if each rank has whole gradients."""
+    is_shard: Callable[[Any], bool] = lambda _: True
+    """Parameter -> whether each rank of ``shard_group`` has another part of its gradient, instead of the same."""
     exchanges_only_gradients: bool = False
     """True if ranks need each other only to add up gradients, so that each can take a step alone under ``no_sync``."""
     replays: bool = False

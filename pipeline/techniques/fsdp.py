@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -58,6 +59,7 @@ class FSDP(Technique):
         self.model: FSDPModule = self._shard(model, outside, reshard)
         where, self._evaluated = self.where("parallelism"), list[str]()
         keep_in_step(model, FSDPModule, self.world, where, [])
+        setup.shard_group = self._mesh().get_group("shares")
         for name, part in model.named_modules():
             keep_parameters(part, partial(part.named_parameters, name), where)
 
@@ -71,10 +73,14 @@ class FSDP(Technique):
 
     def _shard(self, part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> FSDPModule:
         offload = CPUOffloadPolicy() if self.plan.applied.cpu_offload else OffloadPolicy()
+        return fully_shard(
+            part, mesh=self._mesh(), mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
+        )
+
+    def _mesh(self) -> DeviceMesh:
         replicas = self.plan.applied.copies
         shares = {"shares": self.plan.processes // replicas}  # the ranks that share one model
-        mesh = self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
-        return fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        return self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
 
     def change_optimizer(self, setup: Setup) -> None:
         choice = setup.optimizer_choice

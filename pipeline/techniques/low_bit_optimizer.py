@@ -34,5 +34,5 @@ class LowBitOptimizer(Technique):
         from bitsandbytes.optim import AdamW8bit  # an optional extra
 
         options = setup.optimizer_choice.options
-        kept = {key: options[key] for key in ("lr", "betas", "weight_decay")}
+        kept = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay")}
         setup.optimizer_choice = OptimizerChoice(AdamW8bit, kept)

@@ -16,6 +16,7 @@ from torch.utils import swap_tensors
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError, count, say
+from pipeline.models import optimizers
 from pipeline.plans import Plan, WhyNot, WhyNotHeldBy
 from pipeline.step import MicroBatches, TrainingStep
 from pipeline.techniques.base import Setup, Stored, Technique, load_share
@@ -91,7 +92,7 @@ class Pipeline(Technique):
             why_not = WhyNot(str(cut), _ALLOWED)
             raise ConfigError(f"{self.where('parallelism')} of {self._stages} stages, but {why_not}.")
         self._split(cut)
-        setup.model = self._module
+        setup.model, setup.shard_group = self._module, self._pipeline
         if self._replicas > 1:
             keep_parameters(self._module, self._module.named_parameters, f"{self.where('parallelism')} with replicas")
 
@@ -122,7 +123,7 @@ class Pipeline(Technique):
             step.criterion = lambda output, targets: output  # noqa: ARG005
 
     def change_checkpoint(self, setup: Setup) -> None:
-        self._optimizer = setup.step.optimizer
+        self._setup, self._optimizer = setup, setup.step.optimizer
         # ``restore`` loads both states, because it may first have to cut the model again.
         setup.model_state = Stored(self._read_model, partial(self._keep, "model"))
         setup.optimizer_state = Stored(self._read_optimizer, partial(self._keep, "optimizer"))
@@ -166,14 +167,18 @@ class Pipeline(Technique):
         cut the model as the checkpoint says."""
         if tuple(state["ends"]) != self._cut.ends:
             self._split(self._cut._replace(ends=tuple(state["ends"])))
-            (group,) = self._optimizer.param_groups
-            group["params"] = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            groups = optimizers.grouped(self.plan.train, self._model.named_parameters())
+            for group, regrouped in zip(self._optimizer.param_groups, groups, strict=True):
+                group["params"] = regrouped["params"]
             self._optimizer.state.clear()
-        whole = self._sent.pop("model")
+        self._load_model(self._sent.pop("model"))
+        self._setup.model_state = Stored(self._read_model, lambda state: self._load_model(self.world.sent(state)))
+        load_share(self._optimizer, self._sent.pop("optimizer"), list(self._model.parameters()))
+
+    def _load_model(self, whole: dict[str, Any]) -> None:
         self._model.load_state_dict(
             {name: tensor if tensor.is_meta else whole[name] for name, tensor in self._model.state_dict().items()}
         )
-        load_share(self._optimizer, self._sent.pop("optimizer"), list(self._model.parameters()))
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return the step's autocast, which decides the dtypes of the tensors between stages."""

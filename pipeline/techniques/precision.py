@@ -64,6 +64,7 @@ class Float16(BFloat16):
 
         step.backward = lambda loss: backward(self.scaler.scale(loss))
         step.update = update
+        step.unscale = lambda: self.scaler.unscale_(step.optimizer)
 
     def state(self) -> dict[str, Any]:
         return self.scaler.state_dict()

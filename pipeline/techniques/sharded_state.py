@@ -42,6 +42,11 @@ class Layout:
     shape: torch.Size
     """Shape of the whole tensor."""
 
+    @property
+    def divides(self) -> bool:
+        """True if the ranks hold different parts, False if each holds the whole tensor."""
+        return any(placement.is_shard() for placement in self.placements)
+
     def dtensor(self, part: torch.Tensor) -> DTensor:
         """Return this rank's ``part``, a plain tensor, as a DTensor over the same memory."""
         stride = torch.empty(self.shape, device="meta").stride()

@@ -70,6 +70,8 @@ class Tensor(Technique):
                     vars(module)["forward"] = _part_of_whole_dropout(module, rank, ranks)
             # The second layer's output is such a view too, but later modules may change a copy in place.
             pair.second.register_forward_hook(lambda _module, _inputs, output: output.clone())
+        setup.shard_group = mesh["model"].get_group()
+        setup.is_shard = lambda parameter: parameter in self.layouts and self.layouts[parameter].divides
         self.wrapped = (
             None if replicas == 1 else replicated(model, self.plan, self.world, process_group=mesh["data"].get_group())
         )

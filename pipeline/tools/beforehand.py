@@ -91,6 +91,8 @@ def _lines(plan: Plan, techniques: Sequence[Technique], step_changes: Mapping[st
             changes += [f"step.{part}" for part in step_changes[entry.name]]
         changed = f"[{', '.join(changes)}] " if changes else ""
         lines.append(f"  {entry.name:<{width}}  {changed}{entry.does}.")
+    of_job = [(name, parts) for name, parts in step_changes.items() if name not in {entry.name for entry in applied}]
+    lines += [f"of the job: train.{name} [{', '.join(f'step.{part}' for part in parts)}]" for name, parts in of_job]
     return lines + [f"decided: {what}: {choice}" for what, choice in plan.decided.items()]
 
 

@@ -34,7 +34,7 @@ from pipeline.processes import importing, malloc, randomness
 from pipeline.step import Losses, TrainingStep
 from pipeline.tasks import Task
 from pipeline.tasks.batches import Placement, TrainBatches, choose_placement, evaluation_batches
-from pipeline.techniques import Setup, Stored, Technique, of_plan
+from pipeline.techniques import Setup, Stored, Technique, of_plan, recipe
 from pipeline.techniques.precision import DTYPES
 from pipeline.training.loop import Training
 from pipeline.training.outcomes import (
@@ -334,14 +334,18 @@ def compose(
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     whole = without_weights(model) if any(used.evaluates_whole for used in catalogue.in_effect(plan.applied)) else None
     rising = optimizers.rising_steps(train, train.epochs * batches.steps_per_epoch)
-    made = [technique(plan, world) for technique in techniques]
+    made = [technique(plan, world) for technique in (*techniques, *recipe.of_job(train))]
     setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher)
     for technique in made:
         technique.change_model(setup)
     setup.optimizer_choice = optimizers.of_job(train)
     for technique in made:
         technique.change_optimizer(setup)
-    optimizer = setup.optimizer_choice.make(setup.model.parameters())
+    # Names are those of the single-device model, where a pipeline's rank also has the other stages' parameters.
+    named = {parameter: name for part in (setup.model, model) for name, parameter in part.named_parameters()}
+    if plan.applied.model is None:  # a variant's own model has other names
+        optimizers.check_patterns(train, named.values())
+    optimizer = setup.optimizer_choice.make(optimizers.grouped(train, ((name, key) for key, name in named.items())))
     losses = losses or (HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world))
     criterion = batches.weighed(task.objective.loss)
     setup.step = step = TrainingStep(setup.model, criterion, optimizer, losses, plan.micro_batches)

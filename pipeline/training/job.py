@@ -141,9 +141,7 @@ class Job:
             self.conditions = conditions_of(training, self.device_name)
             resumes, earlier = 0, list(self.history)
             if saved:
-                if saved["run"]:
-                    training.model_state.load(saved["model"])
-                else:
+                if not saved["run"]:
                     training.restore(saved)
                 resumes = saved["resumes"]
                 self.history = earlier + [HistoryRow.model_validate(row) for row in saved["history"]]
@@ -151,7 +149,7 @@ class Job:
                 results.write_history(self.history, self.history_file)
             if saved and saved["run"]:
                 self._say(f"seed {seed}: complete in {source}")
-                run = Run.model_validate(saved["run"])
+                run, trained = Run.model_validate(saved["run"]), saved["model"]
             else:
                 if saved:
                     resumes += 1
@@ -181,7 +179,7 @@ class Job:
                 run = self._run(training, resumes, None if saved or earlier else startup_seconds)
                 run = run.model_copy(update={"teacher_sha256": teacher_sha256})
                 self._save(training, checkpoint, identity, resumes, run)
-            trained = self.world.wholes_on_main(training.model_state.read())
+                trained = self.world.wholes_on_main(training.weights())
         if self.world.is_main:
             checkpoints.save(trained, results.model_file(self.plan.name, seed))
         return run
@@ -242,7 +240,8 @@ class Job:
 
     def _save(self, training: Training, path: Path, identity: str, resumes: int, run: Run | None) -> None:
         self.assembly.check_followed()  # before saving: a run that this check refuses must not be resumed
-        state = self.world.wholes_on_main(training.state())
+        of_finished = {"model": training.weights()} if run else {}  # its state is loaded no more
+        state = self.world.wholes_on_main(training.state() | of_finished)
         if self.world.is_main:
             rows = [row.model_dump() for row in self.history if row.seed == training.seed]
             facts = {"identity": identity, "resumes": resumes, "history": rows, "run": run and run.model_dump()}
@@ -269,7 +268,7 @@ class Job:
             train_seconds=max(self.world.gather(clock.train_seconds)),
             evaluate_seconds=training.evaluate_seconds,
             resumes=resumes,
-            model_sha256=checkpoints.state_sha256(training.model_state.read()),
+            model_sha256=checkpoints.state_sha256(training.weights()),
             findings=self.world.broadcast(
                 {name: value for technique in training.techniques for name, value in technique.findings().items()}
                 | training.task.findings(score.loss)

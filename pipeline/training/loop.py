@@ -257,13 +257,19 @@ class Training:
         """Score the current model on the test set. All ranks call this method together, while no window is open."""
         batch_size = self.plan.micro_batch_size
         if not self.whole:
-            return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
+            with self.setup.deployed():
+                return evaluate(self.model, self.task, self.world, batch_size, self.plan.model_processes)
         model = copy.deepcopy(self.whole)
         for technique in self.techniques:
             model = technique.for_evaluation(model)
-        model.load_state_dict(self.model_state.read(), assign=True)
+        model.load_state_dict(self.weights(), assign=True)
         put_back(model, kept_values(self.model, leave_out=set(map(id, self.model.buffers()))))
         return evaluate(model, self.task, self.world, batch_size)
+
+    def weights(self) -> dict[str, Any]:
+        """Return the state of the single-device model that is evaluated and kept. All ranks call this method together;
+        a tensor of which each holds a part is a DTensor."""
+        return (self.setup.averages or self.model_state).read()
 
     def state(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank
@@ -286,6 +292,7 @@ class Training:
         return {
             "model": self.model_state.read(),
             "optimizer": self.optimizer_state.read(),
+            "averages": self.setup.averages and self.setup.averages.read(),
             "ranks": ranks,
             "steps": self.steps,
             "evaluate_seconds": self.evaluate_seconds,
@@ -302,6 +309,8 @@ class Training:
         self.losses.total += mine["losses"]
         for part, remembered in zip(self._resumable(), mine["parts"], strict=True):
             part.restore(remembered)
+        if self.setup.averages:
+            self.setup.averages.load(state["averages"])
         self.steps, self.evaluate_seconds = state["steps"], state["evaluate_seconds"]
         self.unmeasured_until_step = self.steps + self.train.warmup_steps
         self.epoch_loss, self._last_row = state["epoch_loss"], tuple(mine["last_row"])
@@ -367,7 +376,7 @@ class Training:
 
     def _set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
 
     @contextmanager
     def _located(self) -> Iterator[None]:

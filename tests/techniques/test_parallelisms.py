@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 
 DDP, ZERO1, FSDP, TENSOR, PIPELINE = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp", "tensor", "pipeline"))
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
+RECIPE: dict[str, Any] = {"clip_norm": 0.5, "ema_decay": 0.7, "no_decay": ["vectors"], "lr_factors": {"2.*": 2.0}}
+CLIPPED, CLIPPED_ADAMW = TRAIN.model_copy(update=RECIPE), ADAMW.model_copy(update=RECIPE | {"beta2": 0.95})
 normed_net = partial(conv_net, norm=True)
 
 
@@ -55,25 +57,25 @@ def staged(micro_batches: int, batch_size: int = 96, train: Train = TRAIN, **mor
 
 TWICE = {"gradient_accumulation": 2}
 CASES = {
-    "ddp": Case(DDP | {"gradient_accumulation": 4}, 2),
+    "ddp": Case(DDP | {"gradient_accumulation": 4}, 2, train=CLIPPED),
     "zero1": Case(ZERO1, 2),
-    "zero1, adamw": Case(ZERO1 | TWICE, 2, train=ADAMW),
+    "zero1, adamw": Case(ZERO1 | TWICE, 2, train=CLIPPED_ADAMW),
     "fsdp": Case(FSDP, 1),
     "fsdp, kept": Case(FSDP | {"reshard_after_forward": False}, 1),
-    "fsdp, accumulated": Case(FSDP | TWICE, 1),
-    "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net),
+    "fsdp, accumulated": Case(FSDP | TWICE, 1, train=CLIPPED),
+    "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net, train=CLIPPED),
     "tensor, checkpointed": Case(TENSOR | {"activation_checkpointing": True}, uncut(headed_net, HEAD), headed_net),
     "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),
     # The number of micro-batches is not always a multiple of the number of stages.
     "gpipe, 4": staged(4, schedule="gpipe"),
-    "1f1b, 4": staged(4, train=ADAMW),
+    "1f1b, 4": staged(4, train=CLIPPED_ADAMW),
     "gpipe, 3": staged(3, 90, schedule="gpipe"),
     "1f1b, 5": staged(5, 90),
     "pipeline, checkpointed": staged(4, activation_checkpointing=True),
     "pipeline, channels_last": staged(4, channels_last=True),
     "pipeline, bf16": staged(2, precision="bf16"),
     # Each pipeline has half of the batch and thus smaller micro-batches, so the net must not have BatchNorm.
-    "pipeline, replicas": Case(PIPELINE | TWICE | {"replicas": 2}, 2, size=4),
+    "pipeline, replicas": Case(PIPELINE | TWICE | {"replicas": 2}, 2, size=4, train=CLIPPED),
 }
 of_three = partial(Case, size=3, train=TRAIN.model_copy(update={"batch_size": 36}))
 LARGER = {
@@ -82,12 +84,13 @@ LARGER = {
     "fsdp of three": of_three(FSDP | TWICE, 1),
     "fsdp of three, checkpointed": of_three(FSDP | {"activation_checkpointing": True, "channels_last": True}, 1),
     "fsdp, replicas": Case(FSDP | {"replicas": 2}, 2, size=4),
-    "fsdp, replicas, accumulated": Case(FSDP | {"replicas": 2} | TWICE, 2, size=4),
+    "fsdp, replicas, accumulated": Case(FSDP | {"replicas": 2} | TWICE, 2, size=4, train=CLIPPED),
     "tensor, replicas": Case(
         TENSOR | {"replicas": 2, "channels_last": True} | TWICE,
         2 * uncut(plain_headed_net, HEAD),
         plain_headed_net,
         size=4,
+        train=CLIPPED,
     ),
 }
 

@@ -206,7 +206,7 @@ def _made(technique: Technique, net: nn.Module, choice: OptimizerChoice) -> Any:
     setup.optimizer_choice = choice
     technique.change_model(setup)
     technique.change_optimizer(setup)
-    return setup.optimizer_choice.make(setup.model.parameters())
+    return setup.optimizer_choice.make([{"params": list(setup.model.parameters())}])
 
 
 def _left_out_of_zero1(joined: World) -> tuple[bool, bool, bool]:

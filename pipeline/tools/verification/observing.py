@@ -61,6 +61,10 @@ PLAIN_SGD: dict[str, Any] = {
     "weight_decay": 0.0,
     "schedule": "constant",
     "warmup_fraction": 0.0,
+    "lr_warmup_steps": None,
+    "lr_factors": {},
+    "clip_norm": None,
+    "ema_decay": None,
 }
 
 PRELOAD = ("pipeline.tools.verification.observing", "torch._dynamo")
@@ -232,7 +236,7 @@ def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
 
 def _shrunk(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Return the settings under ``train`` that replace the job's settings in the miniature."""
-    changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS}
+    changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS, "lr_warmup_steps": None}
     if trial.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
     return changes | {"learning_rate": trial.rate * plan.train.learning_rate}
@@ -291,11 +295,13 @@ def _spoilt(training: Training, trial: Trial) -> AbstractContextManager[None]:
         with torch.no_grad():
             for parameter in training.model.parameters():
                 parameter.mul_(1 + trial.noise * torch.randn_like(parameter))
+        if training.setup.averages:
+            training.setup.averages.load(training.model_state.read())
     return training.step.instrument(**({"forward": forgetful} if trial.forgets else {}))
 
 
 def _copied(training: Training) -> dict[str, Tensor]:
-    state = training.model_state.read()
+    state = training.weights()
     return {name: whole(value).detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
