@@ -125,6 +125,7 @@ NAMES = {
     "forgets_decay": "rounding",
     "differs_by_process": "rounding",
     "refuses_to_train": "rounding",
+    "clips_alone": "rounding",
 }
 """Faulty technique -> what it promises to change."""
 
@@ -182,6 +183,12 @@ class ForgetsDecay(Technique):
     def change_step(self, setup):
         for group in setup.step.optimizer.param_groups:
             group["weight_decay"] = 0.0
+
+class ClipsAlone(Technique):
+    name = "clips_alone"
+
+    def change_step(self, setup):
+        setup.shard_group = None  # each rank clips to the norm of its own shards
 
 class RefusesToTrain(Technique):
     name = "refuses_to_train"
@@ -284,6 +291,7 @@ def test_without_a_deterministic_form_no_bit_is_promised(claimed: Claimed) -> No
 
 def test_planted_faults_are_found(claimed: Claimed) -> None:
     variants: dict[str, Any] = {name.replace("_", "-"): {"extra": {name: {}}} for name in NAMES}
+    del variants["clips-alone"]
     variants["loses-a-rank"]["parallelism"] = "ddp"
     variants["skips-a-micro-batch"]["gradient_accumulation"] = 2
     claims = claimed(variants, model="own_nets:noisy")
@@ -303,6 +311,18 @@ def test_planted_faults_are_found(claimed: Claimed) -> None:
     }
     assert "not today" in of(claims, "refuses-to-train", "the variant trains").note
     assert of(claims, "explodes", "the variant trains").undecided == UNTRIED
+
+
+@pytest.mark.slow
+def test_a_recipe_holds_and_a_local_clip_is_found(claimed: Claimed) -> None:
+    alone: dict[str, Any] = {"parallelism": "fsdp", "extra": {"clips_alone": {}}}
+    recipe: dict[str, Any] = {"clip_norm": 0.3, "ema_decay": 0.8, "lr_warmup_steps": 1000, "lr_factors": {"8.*": 2.0}}
+    claims = claimed({"sound": {"parallelism": "fsdp"}, "alone": alone}, **recipe)
+    assert all(claim.holds for claim in claims if claim.variant == "sound"), claims
+    assert [claim.claim.split(":")[0] for claim in claims if claim.holds is False] == [
+        "losses of 20 steps",
+        "weights after 20 steps",
+    ]
 
 
 def test_a_bound_without_a_fault_beyond_answers_nothing(claimed: Claimed) -> None:

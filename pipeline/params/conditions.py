@@ -100,7 +100,7 @@ def records_within_warmup(train: Train) -> str | None:
 
 
 def without_all_gradients(train: Train) -> str | None:
-    reason = f"it frees each gradient before all are complete, and train.clip_norm is {train.clip_norm}"
+    reason = f"it frees gradients before all are complete, and train.clip_norm {train.clip_norm} is for all together"
     return reason if train.clip_norm else None
 
 

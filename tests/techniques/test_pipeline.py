@@ -25,7 +25,7 @@ from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.loop import Training
 from tests.nets import ALONE, changed, chosen, conv_net, make_plan, stopped
-from tests.parallel import STEPS, held_bytes, make_training
+from tests.parallel import STEPS, TRAIN, held_bytes, make_training
 from tests.ranks import run_ranks
 from tests.trainings import OF_TASK, learned
 from tests.trainings import training_on as language_training
@@ -110,7 +110,9 @@ def test_the_cut_makes_the_slowest_stage_fast(digits: Dataset) -> None:
 
 
 def _noisy_net(dataset: Dataset, joined: World) -> Training:
-    return make_training(dataset, joined, partial(conv_net, norm=True, dropout=True), **PIPELINE)
+    recipe = {"clip_norm": 0.5, "ema_decay": 0.7, "no_decay": ["vectors"], "lr_factors": {"2.*": 2.0}}
+    net = partial(conv_net, norm=True, dropout=True)
+    return make_training(dataset, joined, net, TRAIN.model_copy(update=recipe), **PIPELINE)
 
 
 def _language_model(parallelism: str, joined: World) -> Training:
@@ -150,7 +152,7 @@ def _resumed(joined: World, made: Callable[[World], Training]) -> list[tuple[Any
     return [
         (
             technique_of(training)._cut.ends,
-            state_sha256(training.model_state.read()),
+            [state_sha256(state) for state in (training.model_state.read(), training.weights())],
             held_bytes(training.model.parameters()),
         )
         for training in (whole, again)
