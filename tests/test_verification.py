@@ -316,7 +316,7 @@ def test_planted_faults_are_found(claimed: Claimed) -> None:
 @pytest.mark.slow
 def test_a_recipe_holds_and_a_local_clip_is_found(claimed: Claimed) -> None:
     alone: dict[str, Any] = {"parallelism": "fsdp", "extra": {"clips_alone": {}}}
-    recipe: dict[str, Any] = {"clip_norm": 0.3, "ema_decay": 0.8, "lr_warmup_steps": 1000, "lr_factors": {"8.*": 2.0}}
+    recipe: dict[str, Any] = {"clip_norm": 0.3, "ema_decay": 0.8, "lr_warmup_steps": 1000, "lr_factors": {"2.*": 2.0}}
     claims = claimed({"sound": {"parallelism": "fsdp"}, "alone": alone}, **recipe)
     assert all(claim.holds for claim in claims if claim.variant == "sound"), claims
     assert [claim.claim.split(":")[0] for claim in claims if claim.holds is False] == [

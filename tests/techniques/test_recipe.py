@@ -108,7 +108,7 @@ def test_what_a_recipe_cannot_have_is_refused() -> None:
         plan_of(parse({"train": train, "variants": {"baseline": applied}}), "baseline", CPU)
 
     with pytest.raises(
-        ConfigError, match=r"optimizer_in_backward: found True, but it frees gradients before .* clip_norm"
+        ConfigError, match=r"optimizer_in_backward: found True, but it frees gradients before .*clip_norm"
     ):
         planned({"clip_norm": 1.0}, optimizer_in_backward=True)
     local = {"parallelism": "ddp", "processes": 2, "communication_hook": "post_local_sgd"}
