@@ -126,6 +126,7 @@ NAMES = {
     "differs_by_process": "rounding",
     "refuses_to_train": "rounding",
     "clips_alone": "rounding",
+    "thaws": "rounding",
 }
 """Faulty technique -> what it promises to change."""
 
@@ -183,6 +184,12 @@ class ForgetsDecay(Technique):
     def change_step(self, setup):
         for group in setup.step.optimizer.param_groups:
             group["weight_decay"] = 0.0
+
+class Thaws(Technique):
+    name = "thaws"
+
+    def change_model(self, setup):
+        setup.model.train().requires_grad_(True)
 
 class ClipsAlone(Technique):
     name = "clips_alone"
@@ -291,7 +298,7 @@ def test_without_a_deterministic_form_no_bit_is_promised(claimed: Claimed) -> No
 
 def test_planted_faults_are_found(claimed: Claimed) -> None:
     variants: dict[str, Any] = {name.replace("_", "-"): {"extra": {name: {}}} for name in NAMES}
-    del variants["clips-alone"]
+    del variants["clips-alone"], variants["thaws"]
     variants["loses-a-rank"]["parallelism"] = "ddp"
     variants["skips-a-micro-batch"]["gradient_accumulation"] = 2
     claims = claimed(variants, model="own_nets:noisy")
@@ -323,6 +330,12 @@ def test_a_recipe_holds_and_a_local_clip_is_found(claimed: Claimed) -> None:
         "losses of 20 steps",
         "weights after 20 steps",
     ]
+
+
+def test_what_is_frozen_stays_or_is_found(claimed: Claimed) -> None:
+    thaws: dict[str, Any] = {"extra": {"thaws": {}}}
+    claims = claimed({"sound": {}, "thawed": thaws}, model="own_nets:noisy", frozen=["0.*"])
+    assert [of(claims, name, "7 frozen tensors").holds for name in ("sound", "thawed")] == [True, False]
 
 
 def test_a_bound_without_a_fault_beyond_answers_nothing(claimed: Claimed) -> None:

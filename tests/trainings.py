@@ -58,7 +58,7 @@ def make_training(
     task = task_of(dataset, plan.train, joined.device)
     if model is None:
         torch.manual_seed(seed)
-        model = task.model() if "model" in train.model_fields_set else conv_net(seed=seed)
+        model = task.begun() if "model" in train.model_fields_set else conv_net(seed=seed)
     return training_of(plan, model, task, batches, joined, seed, steady=steady)
 
 

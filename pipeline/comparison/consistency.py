@@ -236,7 +236,15 @@ def _bench_problems(
         if arm is None:
             problems.append(f"the bench did not measure variant {result.variant!r}")
             continue
-        for key in ("world_size", "hosts", "batch_size", "micro_batches", "parameter_count", "placement"):
+        for key in (
+            "world_size",
+            "hosts",
+            "batch_size",
+            "micro_batches",
+            "parameter_count",
+            "trained_count",
+            "placement",
+        ):
             benched, trained = getattr(arm, key), getattr(result, key)
             if benched != trained:
                 problems.append(

@@ -46,8 +46,8 @@ def of_stage(stage: str, own: Iterable[str] = (), *, of_script: bool = False) ->
 
 def of_variant(plan: Plan) -> dict[str, str]:
     """Return file -> digest of the code that the variant adds: its techniques, the user's own modules and their
-    imports, the files that the user's code reads (``train.files``), and the configuration files of models of
-    ``transformers``. Raises ConfigError if a file of ``train.files`` is missing."""
+    imports, the files that the user's code reads (``train.files``), the weights with which training begins, and the
+    configuration files of models of ``transformers``. Raises ConfigError if a file of ``train.files`` is missing."""
     own = (entry.implementation.partition(".")[0] for entry in requested(plan.applied))
     modules = {*(f"pipeline.techniques.{name}" for name in own if name), *modules_of_the_user(plan)}
     return _digests(modules) | of_files(files_read(plan))
@@ -132,8 +132,12 @@ def key_of(section: Fetch | Train) -> str:
 
 
 def files_read(plan: Plan) -> Iterator[Path]:
-    """Yield the files of ``train.files``, and the configurations of models of ``transformers``."""
+    """Yield the files of ``train.files`` and of ``train.weights``, and the configurations of models of
+    ``transformers``."""
     yield from listed(plan.train)
+    if plan.train.weights:  # the training reports a missing file
+        weights = Path(plan.train.weights).expanduser()
+        yield from sorted(weights.glob("*.safetensors*")) if weights.is_dir() else [weights] * weights.is_file()
     for job in (plan.train, plan.applied.distillation):
         path = Path(str(job.model_options.get("config")) if job and job.model == "transformers" else "")
         if path.is_file():  # building the model reports a missing file

@@ -63,10 +63,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_patterns(train: Train, names: Iterable[str]) -> None:
-    """Raise ConfigError for a pattern of ``train`` that matches none of the ``names`` of parameters."""
+def check_patterns(train: Train, names: Iterable[str], *keys: str) -> None:
+    """Raise ConfigError for a pattern in these ``keys`` of ``train`` that matches none of the ``names`` of
+    parameters."""
     names = list(names)
-    for key in ("no_decay", "lr_factors"):
+    for key in keys:
         for pattern in getattr(train, key):
             if pattern != "vectors" and not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(

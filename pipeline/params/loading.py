@@ -67,7 +67,8 @@ class Config(Section):
     def train_of(self, name: str) -> Train:
         """Return the job of ``variants.<name>``: ``train``, with the variant's own model if it has one."""
         own = self.variants[name]
-        return self.train.model_copy(update=own.model_dump(include=_OF_MODEL) if own.model else {})
+        new = own.model_dump(include=_OF_MODEL) | {"weights": None, "frozen": []}
+        return self.train.model_copy(update=new if own.model else {})
 
     @property
     def job(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def check_names(train: Train, variants: Mapping[str, Variant] | None = None) -> 
             named[f"variants.{name}.distillation.model"] = taught.model
         if taught and taught.file and not taught.file.is_file():
             problems.append(f"variants.{name}.distillation.teacher: found '{taught.file}', which is not a file.")
+    if train.weights and not Path(train.weights).expanduser().exists():
+        problems.append(f"train.weights: found '{train.weights}', which is neither a file nor a folder.")
     for key, name in named.items():
         if ":" in name:
             problems.append(_own_problem(key, name))

@@ -161,6 +161,15 @@ class Train(Section):
     tokens: gpt or transformers. For any data: module:factory of your own."""
     model_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the model."""
+    weights: str | None = Field(None, exclude_if=operator.not_)
+    """The weights with which training begins: a .safetensors file, a state dict that torch.save wrote, or a folder of
+    transformers. They must fit the model. null: new weights. A variant with a model of its own begins with new
+    weights."""
+    allow_new: list[Pattern] = Field([], exclude_if=operator.not_)
+    """Patterns of names that the weights may lack or have in another shape; they begin with new values."""
+    frozen: list[Pattern] = Field([], exclude_if=operator.not_)
+    """Parameters that are not trained: patterns of names, such as "backbone.*". Parts of the model that are frozen as a
+    whole stay in evaluation mode."""
     loss: str = Field(default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[0])
     """Default: the task's loss, such as cross_entropy for classification. Or module:factory of your own: the factory is
     called with loss_options and with arguments that describe the task's outputs, such as classes. It returns a function

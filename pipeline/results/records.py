@@ -243,6 +243,8 @@ class RunConditions(Record):
     placement: Literal["resident", "streamed", "dataloader"] | None
     """None if unknown."""
     parameter_count: int
+    trained_count: int | None = Field(None, exclude_if=lambda count: count is None)
+    """Number of parameters that are trained; None: all."""
     changed: str = Field("", exclude_if=operator.not_)
     """What ran instead of a variant's settings, such as the arguments of a command."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline import models
 from pipeline.data.prepared import LEFT_OUT, Dataset, Statistics
 from pipeline.errors import PipelineError, first_line
-from pipeline.models import loss_and_metric, optimizers
+from pipeline.models import finetuning, loss_and_metric, optimizers
 from pipeline.models.keeping import copied
 from pipeline.models.loss_and_metric import Objective
 from pipeline.params import Train
@@ -167,14 +167,25 @@ class Task(ABC):
         return F.mse_loss(outputs.float(), taught.float())
 
     def model(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> nn.Module:
-        """Build a single-device model with new weights on the CPU, by default the job's model. Raises ModelError."""
-        return models.build(
+        """Build a single-device model with new weights on the CPU, by default the job's model, in which the parts of
+        ``train.frozen`` are frozen. Raises PipelineError."""
+        model = models.build(
             name or self.train.model,
             dict(options or {}) if name else self.train.model_options,
             self.input_arguments() | self.output_arguments(),
             inputs=self.inputs(2),
             outputs=self.output_shape(),
         )
+        if not name:
+            finetuning.freeze(model, self.train)
+        return model
+
+    def begun(self) -> nn.Module:
+        """Return the job's model with the weights with which training begins (``train.weights``). Raises
+        PipelineError."""
+        model = self.model()
+        finetuning.load(model, self.train)
+        return model
 
     def inputs(self, count: int) -> Tensor:
         """Return the model's inputs [count, ...] of training samples, on the CPU."""

@@ -60,6 +60,8 @@ class Setup:
     these steps are over. 0 if a steady state is measured."""
     teacher: Mapping[str, torch.Tensor] | None = None
     """The weights of the variant's teacher; None without a teacher, or if steps are only measured or checked."""
+    trained_count: int = 0
+    """Number of parameters that are trained, in all ranks' parts of the model together."""
     optimizer_choice: OptimizerChoice = field(init=False)
     """Makes the optimizer for the changed model's parameters."""
     step: TrainingStep = field(init=False)

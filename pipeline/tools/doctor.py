@@ -139,7 +139,7 @@ def parts() -> Iterator[Finding]:
     prepared.check_batch(config.train.batch_size, dataset.name, len(dataset.train))
     task = tasks.of_job(config.train, dataset)
     task.check()
-    model = task.model()
+    model = task.begun()
     task.try_step(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     yield ok(f"{config.train.model} has {parameters:,} parameters on {dataset.name}")

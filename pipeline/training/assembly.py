@@ -164,7 +164,7 @@ class Assembly:
                 f"or a train.batch_size of at most {len(dataset.train) // plan.scale}."
             )
         randomness.seed(seed)
-        model = change_model(task.model())
+        model = change_model(task.begun())
         with (
             self._repeating(plan, model) as plan,
             batches_of(plan, task, world, seed, self.placement) as batches,
@@ -335,7 +335,8 @@ def compose(
     whole = without_weights(model) if any(used.evaluates_whole for used in catalogue.in_effect(plan.applied)) else None
     rising = optimizers.rising_steps(train, train.epochs * batches.steps_per_epoch)
     made = [technique(plan, world) for technique in (*techniques, *recipe.of_job(train))]
-    setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher)
+    trained_count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    setup = Setup(model, task, lambda: next(batches.epoch(0)), 0 if steady else rising, teacher, trained_count)
     for technique in made:
         technique.change_model(setup)
     setup.optimizer_choice = optimizers.of_job(train)
@@ -344,7 +345,7 @@ def compose(
     # Names are those of the single-device model, where a pipeline's rank also has the other stages' parameters.
     named = {parameter: name for part in (setup.model, model) for name, parameter in part.named_parameters()}
     if plan.applied.model is None:  # a variant's own model has other names
-        optimizers.check_patterns(train, named.values())
+        optimizers.check_patterns(train, named.values(), "no_decay", "lr_factors")
     optimizer = setup.optimizer_choice.make(optimizers.grouped(train, ((name, key) for key, name in named.items())))
     losses = losses or (HostLosses(world) if world.device.type == "cpu" else DeviceLosses(world))
     criterion = batches.weighed(task.objective.loss)

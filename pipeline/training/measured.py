@@ -47,7 +47,7 @@ def device_name_of(world: World, environment: dict[str, Any]) -> str:
 
 def conditions_of(training: Training, device_name: str) -> RunConditions:
     """Describe how the training's variant runs on this machine."""
-    plan, world = training.plan, training.world
+    plan, world, trained = training.plan, training.world, training.setup.trained_count
     return RunConditions(
         applied=plan.applied.model_dump(mode="json"),
         skipped=plan.skipped,
@@ -62,6 +62,7 @@ def conditions_of(training: Training, device_name: str) -> RunConditions:
         threads_per_process=torch.get_num_threads(),
         placement=training.batches.placement,
         parameter_count=training.parameter_count,
+        trained_count=None if trained == training.parameter_count else trained,
     )
 
 

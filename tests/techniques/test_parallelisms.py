@@ -30,6 +30,13 @@ def uncut(net: Callable[[], nn.Module], cut: int) -> float:
     return 2 - cut / sum(parameter.numel() for parameter in net().parameters())
 
 
+def frozen_net() -> nn.Module:
+    """Return a net whose first block, with BatchNorm, is frozen."""
+    net = conv_net()
+    net[0] = conv_net(norm=True)[0].requires_grad_(False).eval()
+    return net
+
+
 plain_headed_net = partial(headed_net, norm=False, dropout=False)
 HEAD = 64 * 48 + 48 + 48 * 10
 MLPS = 2 * (16 * 64 + 64 + 64 * 16)
@@ -63,6 +70,7 @@ CASES = {
     "fsdp": Case(FSDP, 1),
     "fsdp, kept": Case(FSDP | {"reshard_after_forward": False}, 1),
     "fsdp, accumulated": Case(FSDP | TWICE, 1, train=CLIPPED),
+    "fsdp, frozen": Case(FSDP, 1, frozen_net),
     "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net, train=CLIPPED),
     "tensor, checkpointed": Case(TENSOR | {"activation_checkpointing": True}, uncut(headed_net, HEAD), headed_net),
     "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),

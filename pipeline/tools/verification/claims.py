@@ -17,7 +17,7 @@ import torch
 
 from pipeline import params, tasks
 from pipeline.distributed import WorkerError
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError, PipelineError, count
 from pipeline.measurement.updates import relative_difference
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
@@ -157,7 +157,7 @@ class Verifier:
             batches = observing.first_inputs(task, observing.STATISTICS_BATCHES)
             with randomness.kept():
                 randomness.seed(train.seeds[0])
-                model = task.model()
+                model = task.begun()
                 as_it_is, per_sample = observing.nature(model, batches[0]), observing.statistics(model, batches)
                 made_per_sample = observing.nature(observing.make_per_sample(model, per_sample), batches[0])
             torch.save(per_sample, file)
@@ -168,7 +168,8 @@ class Verifier:
         """Return the number of claims that ``claims`` yields for the plan if all of them can be tried."""
         changes = {entry.changes for entry in params.requested(plan.applied)}
         idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
-        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 3
+        of_frozen = bool(self._kept(plan))
+        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + of_frozen + 3
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
         """Yield the claims of the plan's variant. The note of a claim that cannot be tried here says why."""
@@ -192,6 +193,7 @@ class Verifier:
             return
         yield from self._against_one_device(plan, entries)
         yield from self._unchanged(plan, entries)
+        yield from self._frozen(plan, moved)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
         yield evaluated(plan, first)
@@ -301,6 +303,22 @@ class Verifier:
                 yield _failed(plan.name, claim, error)
             else:
                 yield self._bit_by_bit(plan, entries, claim, ours, plain)
+
+    def _frozen(self, plan: Plan, moved: Mapping[str, torch.Tensor]) -> Iterator[Claim]:
+        """Yield the claim that a training leaves what is frozen as it was, bit by bit. ``moved``: name -> change."""
+        if kept := self._kept(plan):
+            changed = sum(int(values.count_nonzero()) for name, values in moved.items() if name in kept)
+            claim = f"{count(len(kept), 'frozen tensor')}: as before, after {self.steps} steps"
+            yield Claim(plan.name, claim, changed, 0, not changed, "values")
+
+    def _kept(self, plan: Plan) -> set[str]:
+        """Return the names of the parameters that the variant does not train, and of the statistics in parts that are
+        in evaluation mode."""
+        with randomness.kept():
+            model = replace(self._small, train=plan.train).model()
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        still = [(name, part) for name, part in model.named_modules() if not part.training]
+        return frozen | {f"{name}.{key}" for name, part in still for key, _ in part.named_buffers(recurse=False)}
 
     def _bit_by_bit(self, plan: Plan, entries: Sequence[Entry], claim: str, first: Observed, plain: Observed) -> Claim:
         """Return the claim that two trainings end in the same weights; not promised if a training is not

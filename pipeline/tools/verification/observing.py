@@ -198,7 +198,7 @@ def observe(trial: Trial, file: Path, assembly: Assembly) -> Observed:
 def statistics_file(train: Train) -> str:
     """Return the name of the file with the statistics that make the job's model per-sample. The file is in the folder
     of the trainings' files, and all trainings of this model use it."""
-    return f"statistics-{json_sha256([train.model, train.model_options])[:16]}.pt"
+    return f"statistics-{json_sha256([train.model, train.model_options, train.weights])[:16]}.pt"
 
 
 def miniature(dataset: Dataset, batch_size: int) -> Dataset:

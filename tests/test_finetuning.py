@@ -1,0 +1,141 @@
+"""A training begins with the weights of a file, and leaves alone what is frozen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pipeline.data.prepared import Dataset
+from pipeline.environment import code
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.models.finetuning import INDEX, WeightsError
+from pipeline.params import check_names, parse
+from pipeline.plans import plan as plan_of
+from pipeline.profiling import flops
+from pipeline.tasks import Task
+from pipeline.training.checkpoints import state_sha256
+from pipeline.training.measured import conditions_of
+from tests.nets import ALONE, task_of
+from tests.parallel import CPU
+from tests.trainings import DATA, TRAIN, ledgers, make_training, settings_of
+
+CAUSAL = settings_of("language_model")
+
+
+@pytest.fixture(scope="module")
+def pretrained() -> dict[str, torch.Tensor]:
+    """The weights of a language model that has been trained for an epoch; its last layer is tied to its first."""
+    training = make_training(DATA["language_model"], train=CAUSAL, seed=7)
+    training.advance(training.batches.steps_per_epoch)
+    return training.weights()
+
+
+def begun(weights: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    job = CAUSAL.model_copy(update={"weights": str(weights)} | changes)
+    return make_training(DATA["language_model"], train=job).model.state_dict()
+
+
+def untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the state as safetensors keeps it: of tensors that share memory, only one."""
+    return {name: values.contiguous() for name, values in state.items() if name != "4.weight"}
+
+
+def test_each_form_of_weights_is_where_training_begins(pretrained: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    torch.save(pretrained, tmp_path / "state.pt")
+    save_file(untied(pretrained), tmp_path / "state.safetensors")
+    for folder in ("whole", "sharded"):
+        (tmp_path / folder).mkdir()
+    save_file(untied(pretrained), tmp_path / "whole" / "model.safetensors")
+    parts: dict[str, dict[str, torch.Tensor]] = {"first": {}, "second": {}}
+    for number, (name, values) in enumerate(untied(pretrained).items()):
+        parts["second" if number % 2 else "first"][name] = values
+    for part, state in parts.items():
+        save_file(state, tmp_path / "sharded" / f"{part}.safetensors")
+    places = {name: f"../{part}.safetensors" for part, state in parts.items() for name in state}
+    (tmp_path / "sharded" / INDEX).write_text(json.dumps({"weight_map": places}))
+    for form in ("state.pt", "state.safetensors", "whole", "sharded"):
+        assert state_sha256(begun(tmp_path / form)) == state_sha256(pretrained), form
+    half = {name: values.bfloat16() for name, values in pretrained.items()}
+    torch.save({name.removeprefix("net."): values for name, values in half.items()}, tmp_path / "half.pt")
+    assert {values.dtype for values in begun(tmp_path / "half.pt").values()} == {torch.float32}
+
+
+def test_weights_must_fit_but_for_what_is_new(pretrained: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path, name = tmp_path / "state.pt", "1.mlp.0.bias"
+    for changes, problem in (
+        ({name: None}, f"{name} is missing"),
+        ({name: torch.ones(3)}, rf"{name} has shape \[3\], not \[64\]"),
+        ({"1.mlp.9.bias": torch.ones(3)}, "1.mlp.9.bias is not in the model"),
+    ):
+        changed = {key: value for key, value in (pretrained | changes).items() if value is not None}
+        torch.save(changed, path)
+        with pytest.raises(WeightsError, match=rf"does not fit gpt: {problem}\. Set train.allow_new"):
+            begun(path)
+        kept = begun(path, allow_new=["1.mlp.?.bias"])
+        assert torch.equal(kept["1.mlp.0.weight"], pretrained["1.mlp.0.weight"])
+    assert torch.equal(kept[name], pretrained[name])
+    for content in (nn.Linear(2, 2), {"model": pretrained}, {"epoch": 3}):  # a pickle's code must not run
+        torch.save(content, path)
+        with pytest.raises(WeightsError, match=rf"{path} cannot be read as weights"):
+            begun(path)
+    with pytest.raises(ConfigError, match=r"train.weights: found '.*none.pt', which is neither"):
+        check_names(CAUSAL.model_copy(update={"weights": str(tmp_path / "none.pt")}))
+
+
+def test_other_weights_are_another_training(pretrained: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    job = {"task": "language_model", "model": "gpt", "weights": str(path)}
+    config = parse({"train": job, "variants": {"baseline": {}, "own": {"model": "mlp"}}})
+    plans = {name: plan_of(config, name, CPU) for name in config.variants}
+    digests = []
+    for factor in (1.0, 2.0):
+        torch.save({name: factor * values for name, values in pretrained.items()}, path)
+        digests.append({name: code.of_variant(plan) for name, plan in plans.items()})
+    assert digests[0]["baseline"] != digests[1]["baseline"]
+    assert digests[0]["own"] == digests[1]["own"], "a variant's own model begins with new weights"
+
+
+FROZEN = TRAIN.model_copy(update={"model": "shufflenet_v2_x0_5", "frozen": ["conv?.*", "stage*"]})
+
+
+@pytest.fixture(scope="module")
+def job(digits: Dataset) -> Task:
+    return task_of(digits, FROZEN)
+
+
+def test_a_frozen_backbone_stays_as_it_is(digits: Dataset, job: Task) -> None:
+    training = make_training(digits, train=FROZEN)
+    before = {name: values.clone() for name, values in training.model.state_dict().items()}
+    training.advance(5)
+    training.evaluate()
+    training.advance(1)
+    changed = {name for name, values in training.model.state_dict().items() if not torch.equal(values, before[name])}
+    assert changed == {"fc.weight", "fc.bias"}
+    assert {name for name, part in training.model.named_modules() if part.training} == {"", "maxpool", "fc"}
+    conditions = conditions_of(training, "a CPU")
+    assert (conditions.trained_count, conditions.parameter_count) == (1024 * 10 + 10, training.parameter_count)
+
+    measured, foreseen = ledgers(training)
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert measured.optimizer_state_bytes == measured.gradients_bytes == 4 * (1024 * 10 + 10)
+    plain = make_training(digits, train=FROZEN.model_copy(update={"frozen": []}))
+    assert conditions_of(plain, "a CPU").trained_count is None
+    forward = flops.counted(plain.plan, plain.task, "a CPU").model_per_sample
+    frozen = flops.counted(training.plan, job, "a CPU").model_per_sample
+    of_head, first = 2 * 1024 * 10, 2 * 9 * 24 * 4 * 4  # the head's product; the first layer's, without input gradient
+    assert (frozen - 2 * of_head) * 3 == pytest.approx(forward + first - 3 * of_head, rel=0.01)
+
+
+def test_what_cannot_be_frozen_is_refused(digits: Dataset) -> None:
+    for patterns, problem in (
+        (["backbone.*"], "train.frozen: 'backbone.\\*' matches no parameter of small_cnn"),
+        (["*"], "leaves no parameter of small_cnn to train"),
+    ):
+        with pytest.raises(PipelineError, match=problem):
+            make_training(digits, ALONE, train=TRAIN.model_copy(update={"model": "small_cnn", "frozen": patterns}))
