@@ -17,11 +17,9 @@ from pipeline.errors import ConfigError, PipelineError
 from pipeline.models.finetuning import INDEX, WeightsError
 from pipeline.params import check_names, parse
 from pipeline.plans import plan as plan_of
-from pipeline.profiling import flops
-from pipeline.tasks import Task
 from pipeline.training.checkpoints import state_sha256
 from pipeline.training.measured import conditions_of
-from tests.nets import ALONE, task_of
+from tests.nets import ALONE
 from tests.parallel import CPU
 from tests.trainings import DATA, TRAIN, ledgers, make_training, settings_of
 
@@ -104,12 +102,7 @@ def test_other_weights_are_another_training(pretrained: dict[str, torch.Tensor],
 FROZEN = TRAIN.model_copy(update={"model": "shufflenet_v2_x0_5", "frozen": ["conv?.*", "stage*"]})
 
 
-@pytest.fixture(scope="module")
-def job(digits: Dataset) -> Task:
-    return task_of(digits, FROZEN)
-
-
-def test_a_frozen_backbone_stays_as_it_is(digits: Dataset, job: Task) -> None:
+def test_a_frozen_backbone_stays_as_it_is(digits: Dataset) -> None:
     training = make_training(digits, train=FROZEN)
     before = {name: values.clone() for name, values in training.model.state_dict().items()}
     training.advance(5)
@@ -123,13 +116,9 @@ def test_a_frozen_backbone_stays_as_it_is(digits: Dataset, job: Task) -> None:
 
     measured, foreseen = ledgers(training)
     assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
-    assert measured.optimizer_state_bytes == measured.gradients_bytes == 4 * (1024 * 10 + 10)
+    assert measured.optimizer_state_bytes == 4 * (1024 * 10 + 10)
     plain = make_training(digits, train=FROZEN.model_copy(update={"frozen": []}))
     assert conditions_of(plain, "a CPU").trained_count is None
-    forward = flops.counted(plain.plan, plain.task, "a CPU").model_per_sample
-    frozen = flops.counted(training.plan, job, "a CPU").model_per_sample
-    of_head, first = 2 * 1024 * 10, 2 * 9 * 24 * 4 * 4  # the head's product; the first layer's, without input gradient
-    assert (frozen - 2 * of_head) * 3 == pytest.approx(forward + first - 3 * of_head, rel=0.01)
 
 
 def test_what_cannot_be_frozen_is_refused(digits: Dataset) -> None:

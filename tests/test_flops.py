@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,9 +49,14 @@ def small_images(train: Train) -> Task:
 
 
 def counted(
-    model: str = "tests.test_flops:net", machine: Machine = CPU_ONLY, device: str = "Some CPU", **variant: Any
+    model: str = "tests.test_flops:net",
+    machine: Machine = CPU_ONLY,
+    device: str = "Some CPU",
+    frozen: Sequence[str] = (),
+    **variant: Any,
 ) -> Flops:
-    config = parse({"train": {"model": model}, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
+    train = {"model": model, "frozen": [*frozen]}
+    config = parse({"train": train, "compare": {"baseline": "tried"}, "variants": {"tried": variant}})
     return flops.counted(plan(config, "tried", machine), small_images(config.train), device)
 
 
@@ -58,6 +64,10 @@ def test_convolutions_and_matrices_are_counted_as_by_hand() -> None:
     count = counted()
     assert count.model_per_sample == count.executed_per_sample == TRAINING
     assert counted("tests.test_flops:looking").model_per_sample == TRAINING, "a model that looks at values"
+
+
+def test_a_frozen_part_computes_no_gradients() -> None:
+    assert counted(frozen=["0.*"]).model_per_sample == FIRST + 2 * SECOND + 3 * LINEAR
 
 
 def test_checkpointing_computes_its_blocks_once_more() -> None:
