@@ -173,7 +173,8 @@ def student() -> Made:
         runs = [make_run(seed, steps=705, test_correct=right) for seed in range(3)]
         runs = [run.model_copy(update={"findings": {"perplexity": 8.0}}) for run in runs]
         result = make_result(
-            name, runs, applied=applied, parameter_count=count, unit=unit, directions=direction,
+            name, runs, applied=applied, parameter_count=count, trained_count=5 if applied else None, unit=unit,
+            directions=direction,
             dataset=known(make_result().dataset).model_copy(
                 update={"test_in_train_count": 12, "test_repeated_count": 3}
             ),
