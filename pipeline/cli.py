@@ -32,7 +32,7 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
-    *("gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor", "submit"),
+    *("try", "gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor", "submit"),
     *("techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
@@ -163,6 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     variants, of_variants = parsers["variants"], "a file under variants/; print which of its variants can run here"
     variants.add_argument("set", nargs="?", metavar="SET", help=of_variants)
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
+    tried = parsers["try"]
+    tried.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
+    tried.add_argument("--minutes", type=float, default=5.0, metavar="X", help="the time for all of it (5)")
     scale, base = parsers["scale"], "a variant whose processes share the batch, or ddp, zero1 or fsdp"
     scale.add_argument("variants", nargs="*", metavar="VARIANT", help=f"{base}; without a name: all of params.yaml")
     further = "project the curves to so many devices; default: four times those that there are"
@@ -380,6 +383,15 @@ def _bench(parsed: argparse.Namespace) -> Callable[[], object]:
         settled=lambda rounds: _by_verdicts("settled", rounds.arms, config.compare),
         memory_known=lambda rounds: _by_verdicts("memory_known", rounds.arms, config.compare),
     )
+
+
+def _try(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Rank the variants within minutes, provisionally: clearly slower, clearly less memory, or not to be told yet."""
+    config, machine = _ready()
+    from pipeline.tools import first_look
+
+    names, minutes = parsed.variants, parsed.minutes
+    return lambda: first_look.run(config, machine, names, minutes=minutes, age_seconds=processes.age_seconds())
 
 
 def _by_verdicts(rule: str, arms: Sequence[Arm], settings: Compare) -> Any:

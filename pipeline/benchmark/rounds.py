@@ -101,14 +101,10 @@ def measure(
     def so_far() -> Rounds:
         return Rounds(
             arms=tuple(
-                Arm(
-                    name=spec.name,
-                    role=spec.role,
-                    variant=spec.variant,
-                    technique=spec.technique,
-                    samples=tuple(complete[spec.name] for complete in rounds if spec.name in complete),
+                spec.measured(
+                    [complete[spec.name] for complete in rounds if spec.name in complete],
+                    conditions[spec.name],
                     settled=spec not in running,
-                    **dict(conditions[spec.name]),
                 )
                 for spec in arms
             ),
@@ -183,10 +179,15 @@ def order_of(arms: Sequence[ArmSpec], number: int) -> list[ArmSpec]:
     return drawn[:: 1 if number % 2 == 0 else -1]
 
 
+def conditions_of(answer: Mapping[str, Any]) -> RunConditions:
+    """Return the conditions in an arm's answer."""
+    return RunConditions(**{key: answer[key] for key in RunConditions.model_fields if key in answer})
+
+
 def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
     """Return the window in an arm's answer. Raises BenchError if the arm's ``conditions`` differ from those of earlier
     rounds, or if the arm measured too few steps and reports no reason."""
-    now_run = RunConditions(**{key: answer[key] for key in RunConditions.model_fields if key in answer})
+    now_run = conditions_of(answer)
     if conditions.setdefault(name, now_run) != now_run:
         raise BenchError(
             f"{name} ran differently from round to round: {conditions[name]}, then {now_run}. "
@@ -299,7 +300,12 @@ def steps_of(
         sample = calibrate(arm, CALIBRATION_STEPS, ledgers=ledgers)
         window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
-            opening = statistics.fmean(calibration.opening_seconds for calibration in (sample, *others))
-            seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
-            return max(FEWEST_STEPS, round(seconds / (window.step_p50_ms / 1e3))), sample
+            return window_steps(seconds, window.step_p50_ms / 1e3, (sample, *others)), sample
     return CALIBRATION_STEPS, sample
+
+
+def window_steps(seconds: float, step_seconds: float, samples: Sequence[Calibration]) -> int:
+    """Return the steps of a window by the rule of ``steps_of``, if a step of the baseline takes ``step_seconds``."""
+    opening = statistics.fmean(sample.opening_seconds for sample in samples)
+    seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
+    return max(FEWEST_STEPS, round(seconds / step_seconds))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import select
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +19,7 @@ from typing import IO, Any, Literal, Protocol, Self
 from tqdm import tqdm
 
 from pipeline.errors import PipelineError, printable, say
-from pipeline.results import SameJob
+from pipeline.results import Arm, RunConditions, SameJob, Window
 
 LAST_WORDS_SECONDS = 2.0
 """Longest wait for an ended server's last output. The wait is limited, because the server's arms may keep the pipe
@@ -25,6 +28,10 @@ open."""
 
 class BenchError(PipelineError):
     """A checkout or a variant could not be measured. The message says why."""
+
+
+class OutOfTime(BenchError):
+    """A server did not answer before its ``deadline``. It must be started again before it can answer anything."""
 
 
 class Arms(Protocol):
@@ -46,6 +53,8 @@ class Server(AbstractContextManager["Server"]):
 
     def __init__(self, root: Path = Path(), python: Path = Path(sys.executable)) -> None:
         self.root, self._python = root, python
+        self.deadline = math.inf
+        """By ``time.monotonic``: an answer that comes later raises OutOfTime."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -69,6 +78,11 @@ class Server(AbstractContextManager["Server"]):
                     stream.close()
         self._process.wait()
         self._listener.join(LAST_WORDS_SECONDS)
+
+    def restart(self) -> None:
+        """End the process and whatever it measures, and start another one."""
+        self.__exit__()
+        self.__enter__()
 
     def describe(self) -> dict[str, Any]:
         """Return sections of the checkout's params.yaml, the environment's hash, the data set, the baseline's device,
@@ -122,6 +136,9 @@ class Server(AbstractContextManager["Server"]):
         try:
             questions.write(json.dumps({"do": do, **request}) + "\n")
             questions.flush()
+            left = None if self.deadline == math.inf else max(0.0, self.deadline - time.monotonic())
+            if not select.select([answers], [], [], left)[0]:
+                raise OutOfTime(f"{about}it took too long to {do}")
             line = answers.readline()
         except BrokenPipeError:
             line = ""
@@ -153,3 +170,15 @@ class ArmSpec:
     technique: str | None
     server: Arms
     plan: dict[str, Any]
+
+    def measured(self, samples: Sequence[Window], conditions: RunConditions, *, settled: bool = False) -> Arm:
+        """Return the arm with these samples."""
+        return Arm(
+            name=self.name,
+            role=self.role,
+            variant=self.variant,
+            technique=self.technique,
+            samples=tuple(samples),
+            settled=settled,
+            **dict(conditions),
+        )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from pipeline.benchmark.rounds import (
 from pipeline.benchmark.server import ArmSpec, Server
 from pipeline.environment import stages
 from pipeline.errors import count, say
+from pipeline.params import Bench as BenchSettings
 from pipeline.params import Config, Machine, misplaced
 from pipeline.params import techniques as techniques_of
 from pipeline.plans import Plan, plans
@@ -107,70 +109,124 @@ def run(
 
 
 def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled, memory_known: MemoryKnown) -> Bench:
-    settings, baseline = config.bench, config.compare.baseline
     session_so_far = begin_session()
+    with served(config, machine, Server()) as job:
+        ablated, not_ablated = isolating(config, job.plans, job.server)
+        arms = [*job.arms[:-1], *ablated, job.arms[-1]]
+        names = [arm.name for arm in arms]
+        earlier = None if again else unfinished(session_so_far(), job.facts["keys"], job.facts["dataset"], names)
+        about = job.facts | {"not_ablated": not_ablated}
+        if earlier:
+            say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
+            about |= {"margins": earlier.margins or about["margins"], "same_job": earlier.same_job}
+        if earlier and (earlier.flops or earlier.same_job):
+            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
+            ledgers, flops = earlier.ledgers, earlier.flops
+        else:  # also after a first look, which takes no ledgers
+            steps, round_seconds, ledgers, flops = calibrated(arms, config.bench.window_seconds, ledgers=not again)
+            about |= {"same_job": job.server.same_jobs(config.compare.baseline, arms[-1].name)}
+        return side_by_side(
+            "bench",
+            arms,
+            config.bench,
+            job.device,
+            steps=earlier.steps if earlier else steps,
+            round_seconds=round_seconds,
+            session=session_so_far,
+            keep=lambda bench: files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json()),
+            earlier=earlier,
+            settled=settled,
+            memory_known=memory_known,
+            **about | {"ledgers": ledgers, "flops": flops},
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured for params.yaml, while its server runs."""
+
+    server: Server
+    plans: Mapping[str, Plan]
+    arms: tuple[ArmSpec, ...]
+    """The arms of the variants, and the baseline's control last."""
+    device: str
+    facts: dict[str, Any]
+    """Fields of ``Bench``."""
+
+
+@contextmanager
+def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
+    """Start ``server`` and let it plan the variants of ``config``. Raises PipelineError."""
+    baseline, made = config.compare.baseline, plans(config, machine)
     # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
-    made = plans(config, machine)
     commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
     keys = {name: stages.key(content, "bench", name) for name in config.variants}
-    with Server() as server:
+    with server:
         about = server.describe()
         sent = {name: server.plan(name, variant.model_dump(mode="json")) for name, variant in config.variants.items()}
         specs = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in sent.items()]
-        ablated, not_ablated = isolating(config, made, server)
         control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
-        arms = [*specs, *ablated, control]
-        dataset = about["dataset"] and DatasetFacts.model_validate(about["dataset"])
-        earlier = None if again else unfinished(session_so_far(), keys, dataset, [arm.name for arm in arms])
-        if earlier:
-            say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
-            steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
-            ledgers, flops, same_job = earlier.ledgers, earlier.flops, earlier.same_job
-        else:
-            steps, round_seconds, ledgers, flops = calibrated(arms, settings.window_seconds, ledgers=not again)
-            same_job = server.same_jobs(baseline, control.name)
-        before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
-        limits: dict[str, Any] = {
-            "seconds": _left(60 * settings.max_minutes, spent),
-            "max_rounds": None if settings.max_rounds is None else before + _left(settings.max_rounds, before),
-            "fewest": fewest_rounds(settings),
+        facts = {
+            "environment": about["environment"],
+            "commit": commit,
+            "config": {section: about[section] for section in ("train", "bench", "variants")},
+            "dataset": about["dataset"] and DatasetFacts.model_validate(about["dataset"]),
+            "baseline": baseline,
+            "keys": keys,
+            "margins": config.compare.margins,
         }
+        yield Job(server, made, (*specs, control), about["device"], facts)
 
-        def bench_of(rounds: Rounds) -> Bench:
-            session = session_so_far()
-            bench = Bench(
-                **(vars(rounds) | {"seconds": spent + rounds.seconds}),
-                environment=about["environment"],
-                commit=commit,
-                config={section: about[section] for section in ("train", "bench", "variants")},
-                dataset=dataset,
-                baseline=baseline,
-                ledgers=ledgers,
-                flops=flops,
-                not_ablated=not_ablated,
-                session=earlier.session.model_copy(update={"end_utc": session.end_utc}) if earlier else session,
-                keys=keys,
-                margins=(earlier and earlier.margins) or config.compare.margins,
-                same_job=same_job,
-            )
-            return bench.model_copy(update={"window_fraction": bench.windows_seconds / bench.seconds})
 
-        def keep(rounds: Rounds) -> None:  # a killed bench loses its current round only
-            bench = bench_of(replace(rounds, interrupted=True))
-            files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
+def side_by_side(
+    command: str,
+    arms: Sequence[ArmSpec],
+    settings: BenchSettings,
+    device: str,
+    *,
+    steps: int,
+    round_seconds: float,
+    session: Callable[[], Session],
+    keep: Callable[[Bench], object],
+    earlier: Bench | None = None,
+    settled: Settled = lambda _: (),
+    memory_known: MemoryKnown = lambda _: False,
+    **about: Any,
+) -> Bench:
+    """Measure ``arms`` in rounds, as long as ``settings`` say; return the bench.
 
-        said = outlook(len(arms), steps, round_seconds, before=before, **limits)
-        say(f"bench: {said}")
-        rounds = measure(
-            arms,
-            **limits,
-            steps=steps,
-            turns=turns_on(about["device"], settings),
-            settled=settled,
-            memory_known=memory_known,
-            earlier=earlier.arms if earlier else (),
-            keep=keep,
+    ``command``: what the printed outlook begins with. ``device``: "cpu" or "cuda". ``steps``, ``round_seconds``: those
+    of ``calibrated``. ``session``: what ``begin_session`` returns. ``keep``: gets the bench so far after each round, so
+    that a command that is killed loses only its current round. ``earlier``: a bench of the same arms, which is
+    continued. ``settled``, ``memory_known``: as in ``rounds.measure``. ``about``: further fields of ``Bench``.
+    """
+    before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
+    limits: dict[str, Any] = {
+        "seconds": _left(60 * settings.max_minutes, spent),
+        "max_rounds": None if settings.max_rounds is None else before + _left(settings.max_rounds, before),
+        "fewest": fewest_rounds(settings),
+    }
+
+    def bench_of(rounds: Rounds) -> Bench:
+        now = session()
+        bench = Bench(
+            **{"ledgers": {}, "flops": {}, "not_ablated": {}} | about | vars(rounds),
+            session=earlier.session.model_copy(update={"end_utc": now.end_utc}) if earlier else now,
         )
+        seconds = spent + rounds.seconds
+        return bench.model_copy(update={"seconds": seconds, "window_fraction": bench.windows_seconds / seconds})
+
+    say(f"{command}: {outlook(len(arms), steps, round_seconds, before=before, **limits)}")
+    rounds = measure(
+        arms,
+        **limits,
+        steps=steps,
+        turns=turns_on(device, settings),
+        settled=settled,
+        memory_known=memory_known,
+        earlier=earlier.arms if earlier else (),
+        keep=lambda rounds: keep(bench_of(replace(rounds, interrupted=True))),
+    )
     return bench_of(rounds)
 
 

@@ -83,7 +83,7 @@ def _interaction(added: Mapping[Figure, Difference], stacked: Mapping[Figure, Di
     sentences = []
     for quantity in (figure for figure in added if figure in stacked):
         alone, combined = added[quantity], stacked[quantity]
-        if "untrusted" in (alone.decision, combined.decision):
+        if alone.why_untrusted or combined.why_untrusted:
             continue
         (low, high), (least, most) = alone.bounds, combined.bounds
         apart = high < least or most < low

@@ -88,7 +88,7 @@ def of_variant(
 
 def is_open(ratio: Difference) -> bool:
     """True if ``ratio`` is untrusted or, at its margin, undecided."""
-    return ratio.decision == "untrusted" or (ratio.decision == "undecided" and bool(ratio.margin))
+    return bool(ratio.why_untrusted) or (ratio.decision == "undecided" and bool(ratio.margin))
 
 
 def interrupted(bench: Bench) -> str:
@@ -105,8 +105,8 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
     """
     if not is_open(ratio):
         return []
-    if ratio.decision == "untrusted":
-        return [ratio.why_untrusted or "unknown"]
+    if ratio.why_untrusted:
+        return [ratio.why_untrusted]
     if not planning.rounds_help(ratio):
         margin = math.ceil(1e3 * planning.margin_decided(ratio, ratio.pairs)) / 1e3
         return [

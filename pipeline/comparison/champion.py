@@ -25,11 +25,13 @@ def champion_of(paying: Mapping[str, Mapping[Figure, Difference]], table: Table)
     If no variant gains speed, memory decides, then energy. If all variants pay by accuracy alone, return the first.
     Return None if no variant pays.
 
-    ``paying``: variant -> its ratios. A gain without a margin, or an undecided one, does not count.
+    ``paying``: variant -> its ratios. A gain without a margin, or an undecided one, does not count. A gain whose
+    size is uncertain counts only if no other does.
     """
     for quantity in QUANTITIES:
         known = {variant: ratios[quantity] for variant, ratios in paying.items() if quantity in ratios}
         gains = {variant: ratio for variant, ratio in known.items() if ratio.margin and ratio.decision == "better"}
+        gains = {variant: ratio for variant, ratio in gains.items() if not ratio.why_untrusted} or gains
         if gains:
             first, *others = sorted(
                 gains, key=lambda name: gains[name].estimate or 1.0, reverse=quantity.higher_is_better
@@ -39,7 +41,7 @@ def champion_of(paying: Mapping[str, Mapping[Figure, Difference]], table: Table)
                 variant=first,
                 quantity=quantity.noun,
                 among=len(gains),
-                ratio=_gain(first, gains, table, quantity) if second else gains[first],
+                ratio=_gain(first, gains, table, quantity) if second or gains[first].why_untrusted else gains[first],
                 runner_up=second,
                 head_to_head=_head_to_head(first, second, gains, table, quantity) if second else None,
             )

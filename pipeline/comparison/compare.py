@@ -56,9 +56,7 @@ def judge(
     of_machine = [
         quantity
         for quantity, ratio in ratios.items()
-        if ratio.decision == noises[quantity].decision == "untrusted"
-        and own
-        and own.noise(quantity) == noises[quantity]
+        if ratio.why_untrusted and noises[quantity].why_untrusted and own and own.noise(quantity) == noises[quantity]
     ]
     as_baseline = bool(result.skipped) and result.applied == baseline.applied
     reasons = advice.of_variant(
@@ -109,9 +107,7 @@ def compare(
     own = table.own.start_utc
     trusted = {baseline.variant: {figure.margin: not noise.why_untrusted for figure, noise in noises.items()}}
     for name, of_variant in ratios.items():
-        trusted[name] = {
-            figure.margin: ratio.parts[own].decision != "untrusted" for figure, ratio in of_variant.items()
-        }
+        trusted[name] = {figure.margin: not ratio.parts[own].why_untrusted for figure, ratio in of_variant.items()}
     fields = {
         result.variant: summaries.of_variant(
             result, bench, histories[result.variant], settings, trusted[result.variant]

@@ -132,7 +132,7 @@ class Table(NamedTuple):
         arms = column(above), column(below)
         of_sessions = {session.start_utc: session.rounds(*arms) for session in self.sessions}
         known = {start: rounds for start, rounds in of_sessions.items() if rounds}
-        return {start: rounds.ratio(*arms, quantity, margin, confidence) for start, rounds in known.items()}
+        return {start: rounds.ratio(*arms, quantity, margin, confidence, sides=True) for start, rounds in known.items()}
 
     def compared(self, variants: Sequence[str], quantity: Figure, margin: float) -> dict[str, Difference]:
         """Return variant -> its ratio to the baseline over all sessions, decided together (``stats.step_down``)."""
@@ -192,12 +192,7 @@ def open_ratios(arms: Sequence[Arm], settings: Compare) -> dict[Figure, set[str]
     ``arms``: all arms so far, an ablation's included. Figures without a margin, and those that this machine cannot
     measure, are left out.
     """
-    baseline = column(settings.baseline)
-    by_column = {arm.column: arm for arm in arms}
-    cost = RoundCost("bench.max_minutes", len(by_column[baseline].samples), 1.0)
-    rounds = Rounds(by_column, settings.baseline, cost, settings.max_spread)
-    machine = [by_column[name] for name in rounds.equal_to(baseline)]
-    margins = {figure: figure.margin_in(settings.margins) for figure in QUANTITIES}
+    baseline, rounds, margins = column(settings.baseline), _rounds_of(arms, settings), _margins(arms, settings)
     compared = [arm for arm in arms if arm.variant != settings.baseline]
 
     def is_open(arm: Arm, figure: Figure, undecided: int) -> bool:
@@ -210,8 +205,40 @@ def open_ratios(arms: Sequence[Arm], settings: Compare) -> dict[Figure, set[str]
         return {arm.variant for arm in compared if is_open(arm, figure, undecided)}
 
     variants = {arm.variant for arm in compared}
-    measured = [figure for figure in margins if margins[figure] and not verdicts.unmeasurable(machine, figure)]
-    return {figure: open_by(figure, stats.step_down(partial(open_by, figure), len(variants))) for figure in measured}
+    return {figure: open_by(figure, stats.step_down(partial(open_by, figure), len(variants))) for figure in margins}
+
+
+def looked_at(
+    arms: Sequence[Arm], settings: Compare, cost: RoundCost
+) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
+    """Return variant -> its ratios to the baseline, and the A/A noises, as a look shows them that nothing follows: each
+    interval has the confidence ``verdicts.SURE``, so that many such looks are hardly ever wrong.
+
+    ``arms``: variants, the baseline and its control, with their rounds so far. ``cost``: what advice refers to.
+    """
+    rounds, margins = _rounds_of(arms, settings, cost), _margins(arms, settings)
+    baseline = column(settings.baseline)
+    return {
+        arm.variant: {
+            figure: rounds.ratio(arm.column, baseline, figure, margin, verdicts.SURE, sides=True)
+            for figure, margin in margins.items()
+        }
+        for arm in arms
+        if arm.variant != settings.baseline
+    }, {figure: rounds.noise(figure) for figure in margins}
+
+
+def _rounds_of(arms: Sequence[Arm], settings: Compare, cost: RoundCost | None = None) -> Rounds:
+    by_column = {arm.column: arm for arm in arms}
+    cost = cost or RoundCost("bench.max_minutes", len(by_column[column(settings.baseline)].samples), 1.0)
+    return Rounds(by_column, settings.baseline, cost, settings.max_spread)
+
+
+def _margins(arms: Sequence[Arm], settings: Compare) -> dict[Figure, float]:
+    """Return the margins of the figures that have one, and that this machine can measure."""
+    machine = [arm for arm in arms if arm.variant == settings.baseline and arm.technique is None]
+    margins = {figure: figure.margin_in(settings.margins) for figure in QUANTITIES}
+    return {figure: at for figure, at in margins.items() if at and not verdicts.unmeasurable(machine, figure)}
 
 
 def table_of(benches: Sequence[Bench], max_spread: float, advised: Mapping[str, float]) -> Table:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Verdict = Literal["pays", "trades", "costs", "neutral", "undecided", "untrusted"]
 Decision = Literal["better", "worse", "same", "undecided", "untrusted"]
-"""The decision on one quantity. Only ``verdicts`` sets *untrusted*, depending on the samples; ``decide`` never does."""
+"""The decision on one quantity. Only ``verdicts`` sets *untrusted*, depending on the samples; ``decide`` never does. Of
+a difference that is *better* or *worse* and has a ``why_untrusted``, only the side is known: its size is uncertain."""
 
 ERROR = 0.05
 """How often at least one of the decisions on a figure may be wrong, over all variants of a comparison or gate."""
@@ -68,6 +69,7 @@ class Difference(Record):
     if the interval is wider, the machine is not trusted."""
     decision: Decision = "undecided"
     why_untrusted: str | None = None
+    """Why the estimate and its interval are not to be used; None if they are."""
     more_pairs: int | None = None
     """About how many more pairs a decision needs; for a ratio, in one session. None if there is a decision, or no
     forecast."""
@@ -138,7 +140,7 @@ class Difference(Record):
     @property
     def counts(self) -> bool:
         """True if the difference is trusted and has bounds."""
-        return self.decision != "untrusted" and self.low is not None
+        return not self.why_untrusted and self.low is not None
 
     @property
     def drifts(self) -> bool:

@@ -149,7 +149,7 @@ def metrics(compared: Compared) -> dict[str, float | int | str | None]:
 
 
 def _ratio(name: str, ratio: Difference | None) -> dict[str, float | int | None]:
-    trusted = ratio if ratio and ratio.decision != "untrusted" else None
+    trusted = ratio if ratio and not ratio.why_untrusted else None
     return {
         f"{name}_ratio": trusted.estimate if trusted else None,
         f"{name}_ratio_low": trusted.low if trusted else None,

@@ -117,7 +117,7 @@ def banner(comparison: Comparison) -> list[str]:
     nouns: dict[str, list[str]] = {}
     for figure, noise in comparison.noises.items():
         ratios = [compared.ratios.get(figure) for compared in others]
-        if ratios and not any(ratio and ratio.decision == "untrusted" for ratio in ratios):
+        if ratios and not any(ratio and ratio.why_untrusted for ratio in ratios):
             continue  # other sessions make all these ratios trusted
         if noise.why_untrusted:
             nouns.setdefault(noise.why_untrusted, []).append(figure.noun)
@@ -182,7 +182,7 @@ def contradiction(compared: Compared, baseline: Compared) -> tuple[float, float]
     seed shows no noise.
     """
     ours, theirs, ratio = THROUGHPUT.known(compared.runs), THROUGHPUT.known(baseline.runs), compared.throughput
-    if not (ratio and ratio.low and ratio.high) or ratio.decision == "untrusted" or min(len(ours), len(theirs)) < 2:
+    if not (ratio and ratio.low and ratio.high) or ratio.why_untrusted or min(len(ours), len(theirs)) < 2:
         return None
     low, high = min(ours) / max(theirs), max(ours) / min(theirs)
     agree = low / BETWEEN_SESSIONS <= ratio.high and ratio.low <= high * BETWEEN_SESSIONS
@@ -282,9 +282,14 @@ def lines(difference: Difference | None) -> tuple[str, ...]:
     if difference is None:
         return ()
     value, ends = estimate(difference), interval(difference)
-    if difference.why_untrusted:
+    if difference.decision == UNTRUSTED:
         return (UNTRUSTED,) if difference.estimate is None else (UNTRUSTED, f"[{value}, {ends}]")
-    return f"{value}{' undecided' if difference.decision == 'undecided' else ''}", ends
+    return f"{value}{' undecided' if difference.decision == 'undecided' else uncertain(difference)}", ends
+
+
+def uncertain(difference: Difference) -> str:
+    """Return ", size uncertain" if only the side of a decided difference is known; else an empty text."""
+    return ", size uncertain" if difference.why_untrusted and difference.decision != UNTRUSTED else ""
 
 
 def text(difference: Difference) -> str:

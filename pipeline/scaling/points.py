@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import environment, files
-from pipeline.benchmark.rounds import Rounds, fewest_rounds, measure, outlook, turns_on
 from pipeline.benchmark.server import ArmSpec, Server
-from pipeline.benchmark.stage import begin_session, calibrated, file_name
+from pipeline.benchmark.stage import begin_session, calibrated, file_name, side_by_side
 from pipeline.data.prepared import read as read_dataset
 from pipeline.environment.hardware import cores
-from pipeline.errors import ConfigError, say
+from pipeline.errors import ConfigError
 from pipeline.files import PREPARED
 from pipeline.params import Config, Machine, Variant, catalogue
 from pipeline.plans import Plan
@@ -117,14 +116,7 @@ def measured(
         steps, round_seconds, _, _ = calibrated(arms, settings.window_seconds, ledgers=False)
         server.alone.clear()  # the samples of the calibration are no rounds
 
-        def kept(rounds: Rounds) -> Measured:
-            bench = Bench(
-                **vars(rounds), environment=hashed, commit=environment.checked_out(),
-                config={"train": config.job, "bench": settings.model_dump(mode="json"), "variants": {}},
-                dataset=dataset, baseline=base.name, ledgers={}, flops={}, not_ablated={}, session=session_so_far(),
-                margins=config.compare.margins,
-                keys={name: files.json_sha256(plan.model_dump(mode="json")) for name, plan in plans.items()},
-            )  # fmt: skip
+        def kept(bench: Bench) -> Measured:
             number = bench.rounds
             result = Measured(
                 bench=bench,
@@ -139,11 +131,24 @@ def measured(
             files.write_text(KEPT / file_name(bench), result.to_json())
             return result
 
-        limits: dict[str, Any] = {"seconds": 60 * minutes, "max_rounds": settings.max_rounds}
-        limits["fewest"] = fewest_rounds(settings)
-        say(f"scale: {outlook(len(arms), steps, round_seconds, **limits)}")
-        turns = turns_on(plans[base.name].device, settings)
-        return kept(measure(arms, **limits, steps=steps, turns=turns, keep=kept))
+        bench = side_by_side(
+            "scale",
+            arms,
+            settings,
+            plans[base.name].device,
+            steps=steps,
+            round_seconds=round_seconds,
+            session=session_so_far,
+            keep=kept,
+            environment=hashed,
+            commit=environment.checked_out(),
+            config={"train": config.job, "bench": settings.model_dump(mode="json"), "variants": {}},
+            dataset=dataset,
+            baseline=base.name,
+            margins=config.compare.margins,
+            keys={name: files.json_sha256(plan.model_dump(mode="json")) for name, plan in plans.items()},
+        )
+        return kept(bench)
 
 
 def on_gpu(config: Config, machine: Machine) -> bool:

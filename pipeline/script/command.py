@@ -10,9 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from pipeline import environment, files, report
-from pipeline.benchmark.rounds import Rounds, calibrate, fewest_rounds, measure, outlook, steps_of, turns_on
+from pipeline.benchmark.rounds import calibrate, steps_of
 from pipeline.benchmark.server import ArmSpec
-from pipeline.benchmark.stage import begin_session, file_name
+from pipeline.benchmark.stage import begin_session, file_name, side_by_side
 from pipeline.comparison import sessions
 from pipeline.comparison.compare import compare
 from pipeline.comparison.comparison_file import Comparison
@@ -71,8 +71,6 @@ def run(
         raise ConfigError(f"--output: found the file {output}; expected a directory, or a new name.")
     config = config_of([f"bench.max_minutes={minutes}", *settings])
     bench_settings, compared = config.bench, config.compare
-    limits: dict[str, Any] = {"seconds": 60 * bench_settings.max_minutes, "max_rounds": bench_settings.max_rounds}
-    limits["fewest"] = fewest_rounds(bench_settings)
     session_so_far, earlier = begin_session(), read_sessions(output / "sessions")
     with Scripts(bench_settings, left_out=[output.resolve()], **options) as server:
         specs = [ArmSpec(name, "variant", name, None, server, made._asdict()) for name, made in commands.items()]
@@ -97,33 +95,32 @@ def run(
             for name, made in commands.items()
         }
 
-        def bench_of(measured: Rounds) -> Bench:
-            return Bench(
-                **vars(measured), environment=fingerprint["hash"], commit=environment.checked_out(),
-                config={"train": {"command": base}, "bench": bench_settings.model_dump(mode="json")},
-                dataset=None, baseline=BASE, ledgers={}, flops={}, not_ablated={}, session=session_so_far(),
-                margins=compared.margins, same_job=jobs, keys=keys,
-            )  # fmt: skip
-
-        def keep(measured: Rounds) -> None:  # a killed command loses its current round only
-            bench = bench_of(replace(measured, interrupted=True))
+        def keep(bench: Bench) -> None:
             files.write_text(output / "sessions" / file_name(bench), bench.to_json())
             tqdm.write(row_of(compared_in([bench], compared, fingerprint)))
 
-        seconds = sum(sample.seconds(steps) for sample in samples.values())
-        say(f"script: {outlook(len(samples), steps, seconds, **limits)}")
         on_gpu = answers[BASE]["ranks"][0]["gpu"]
         # Between turns, processes that read ahead would work for the next turn.
         alone = on_gpu or any(answer["workers"] for answer in answers.values())
-        measured = measure(
+        bench = side_by_side(
+            "script",
             [replace(spec, plan=spec.plan | {"samples": credited[spec.variant]}) for spec in (*specs, control)],
-            **limits,
+            bench_settings,
+            "cuda" if alone else "cpu",
             steps=steps,
-            turns=turns_on("cuda" if alone else "cpu", bench_settings),
-            settled=lambda so_far: sessions.settled(so_far.arms, compared),
+            round_seconds=sum(sample.seconds(steps) for sample in samples.values()),
+            session=session_so_far,
             keep=keep,
+            settled=lambda so_far: sessions.settled(so_far.arms, compared),
+            environment=fingerprint["hash"],
+            commit=environment.checked_out(),
+            config={"train": {"command": base}, "bench": bench_settings.model_dump(mode="json")},
+            dataset=None,
+            baseline=BASE,
+            margins=compared.margins,
+            same_job=jobs,
+            keys=keys,
         )
-    bench = bench_of(measured)
     files.write_text(output / "sessions" / file_name(bench), bench.to_json())
     comparison = compared_in([bench, *earlier], compared, fingerprint)
     report.write(comparison, {name: [] for name in commands}, output)

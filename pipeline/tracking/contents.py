@@ -130,7 +130,7 @@ def columns(comparison: Comparison) -> dict[str, dict[str, str]]:
             if not value and figure.optional:
                 continue
             text = pages.of_figure(figure, value, comparison.unit).replace(pages.JOINED, " ")
-            if value and ratio and ratio.decision != "untrusted":
+            if value and ratio and not ratio.why_untrusted:
                 text += f", {pages.TIMES}{_ratio(ratio)}"
             tags[compared.variant][figure.word] = text
         accuracy = pages.percent(compared.trained["test_accuracy_mean_fraction"])

@@ -136,7 +136,7 @@ def sessions_of(comparison: Comparison, variant: str) -> int:
             ratio.session_count
             for compared in comparison.variants
             for ratio in (compared.throughput, compared.memory, gain)
-            if compared.variant == variant and ratio and ratio.decision != "untrusted"
+            if compared.variant == variant and ratio and not ratio.why_untrusted
         ),
         default=0,
     )

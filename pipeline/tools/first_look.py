@@ -1,0 +1,269 @@
+"""The command ``try``: within a few minutes, a first and provisional ranking of the variants, which ends on time.
+
+It measures rounds by the rules of the bench, and keeps them where a later bench of the same session can go on from
+them. No verdict is made.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+from pipeline import files
+from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, conditions_of, window_steps
+from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
+from pipeline.benchmark.stage import Job, begin_session, file_name, served, side_by_side
+from pipeline.comparison import sessions
+from pipeline.comparison.planning import RoundCost
+from pipeline.comparison.stats import Difference
+from pipeline.comparison.verdicts import SURE
+from pipeline.errors import ConfigError, count, did_you_mean, first_line, hanging, say
+from pipeline.params import Config, Machine
+from pipeline.report import facts
+from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
+from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.figures import THROUGHPUT, Figure
+
+SAMPLING = 1 / 3
+"""The first samples may take this share of the time that is left before them, and so may each of them."""
+ANSWER_SECONDS = 15.0
+"""How long a person may think about variants to drop. Without an answer, they are dropped."""
+ENDING_SECONDS = 1.0
+"""What it takes to end the arms, after the last round."""
+
+
+def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float, age_seconds: float) -> None:
+    """Measure the variants ``names`` (none: all) until ``minutes`` after the process's start, and rank them.
+
+    ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError if not even
+    the baseline can be measured, and KeyboardInterrupt after an interrupt, when the ranking is printed.
+    """
+    if not minutes > 0:  # NaN is not above 0
+        raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0.")
+    if unknown := [name for name in names if name not in config.variants]:
+        known = did_you_mean(unknown[0], config.variants)
+        raise ConfigError(f"try: found {unknown[0]!r}, which is no variant of params.yaml.{known}")
+    baseline = config.compare.baseline
+    chosen = [name for name in config.variants if name == baseline or name in (names or config.variants)]
+    look = Look(config, chosen, minutes, time.monotonic() - age_seconds + 60 * minutes - ENDING_SECONDS)
+    session, server, interrupted = begin_session(), Server(), False
+    server.deadline = look.ends
+    say(f"try: {minutes:g} minutes for {', '.join(chosen)}, and {baseline} again as the control (A/A)")
+    try:
+        with served(config, machine, server) as job:
+            look.measure(job, session)
+    except OutOfTime as late:
+        say(f"try: {late} and was cut: the time is over")
+    except BenchError as error:
+        if baseline not in look.samples:
+            raise
+        say(f"try: {error}")
+    except KeyboardInterrupt:
+        interrupted = True
+    say("\n".join(look.ranking()))
+    if interrupted:
+        raise KeyboardInterrupt(
+            f"{count(look.rounds, 'complete round')} kept" if look.rounds else "no round was complete"
+        )
+
+
+@dataclass
+class Look:
+    """What is known so far."""
+
+    config: Config
+    chosen: list[str]
+    """The variants that are still measured, the baseline among them."""
+    minutes: float
+    ends: float
+    """By ``time.monotonic``."""
+    samples: dict[str, Calibration] = field(default_factory=dict)
+    """Variant -> its first sample."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Variant that is not measured any more -> why not."""
+    arms: Sequence[Arm] = ()
+    """All arms with their rounds; while there are none, with their first samples, without the control."""
+    rounds: int = 0
+    kept: str = ""
+    _drawn: int = 0
+    """The lines of the table that is on the terminal."""
+
+    def measure(self, job: Job, session: Callable[[], Session]) -> None:
+        """Take a first sample of each variant, then rounds until the time is over."""
+        baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
+        arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
+        self._sample(arms.pop(baseline), job.server, SAMPLING * self._left())
+        if (base := self.samples.get(baseline)) is None:
+            return
+        about = base.seconds(FEWEST_STEPS)
+        self._drop(dict.fromkeys(arms, about), SAMPLING * self._left(), "about ")
+        for name in [*arms]:
+            if name in self.chosen:
+                self._sample(arms[name], job.server, SAMPLING * self._left())
+        window_of = Window.model_validate(base.answer["window"])
+        step_seconds = (window_of.step_p50_ms or 1e3 * base.step_seconds) / 1e3
+        steps = window_steps(window, step_seconds, [*self.samples.values()])
+        openings = sorted(sample.opening_seconds for name, sample in self.samples.items() if name != baseline)
+        if openings:  # the baseline's first sample includes the start of the server that forks all arms
+            base = base._replace(opening_seconds=min(base.opening_seconds, openings[len(openings) // 2]))
+        costs = {name: sample.seconds(steps) for name, sample in (self.samples | {baseline: base}).items()}
+        of_base = 2 * costs.pop(baseline)
+        self._drop(costs, self._left() / FEWEST_PAIRS - of_base, "")
+        round_seconds = of_base + sum(costs[name] for name in costs if name in self.chosen)
+        measured = [arm for arm in job.arms if arm.variant in self.chosen]
+        if len(self.chosen) == 1 or round_seconds > self._left():
+            return
+        settings = {"max_minutes": self._left() / 60, "max_rounds": None, "hard_limit": True}
+        facts_of_job = job.facts | {"keys": {name: job.facts["keys"][name] for name in self.chosen}}
+        compare = self.config.compare
+        bench = side_by_side(
+            "try",
+            measured,
+            self.config.bench.model_copy(update=settings),
+            job.device,
+            steps=steps,
+            round_seconds=round_seconds,
+            session=session,
+            keep=self._keep,
+            settled=lambda so_far: sessions.settled(so_far.arms, compare),
+            memory_known=lambda so_far: sessions.memory_known(so_far.arms, compare),
+            **facts_of_job,
+        )
+        files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
+        if bench.interrupted:
+            raise KeyboardInterrupt
+
+    def _left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def _sample(self, arm: ArmSpec, server: Server, seconds: float) -> None:
+        """Take a first sample of ``arm``, unless it takes longer than ``seconds``."""
+        server.deadline, name = min(self.ends, time.monotonic() + seconds), arm.variant
+        try:
+            sample = calibrate(arm)
+        except OutOfTime:
+            if self._left() <= 0 or not self.samples:
+                raise
+            self._leave_out(name, f"cut, because its start and {FEWEST_STEPS} steps take more than {seconds:.0f} s")
+            server.restart()
+        except BenchError as error:
+            if not self.samples:
+                raise
+            self._leave_out(name, first_line(error).rstrip(".:"))
+        else:
+            self.samples[name] = sample
+            window = Window.model_validate(sample.answer["window"])
+            self.arms = [*self.arms, arm.measured([window], conditions_of(sample.answer))]
+            self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
+        server.deadline = self.ends
+
+    def _drop(self, costs: Mapping[str, float], seconds: float, about: str) -> None:
+        """Drop the variants that cost most until the others cost no more than ``seconds``; never the last one. On a
+        terminal, ask before. ``costs``: variant -> seconds."""
+        kept = sorted((name for name in costs if name in self.chosen), key=lambda name: costs[name])
+        dear = []
+        while len(kept) > 1 and sum(costs[name] for name in kept) > seconds:
+            dear.append(kept.pop())
+        if not dear:
+            return
+        said = ", ".join(f"{name} ({about}{costs[name]:.0f} s a round)" for name in dear)
+        question = f"try: {self.minutes:g} minutes do not suffice for all; drop {said}?"
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            say(f"{question} [Y/n] ", end="")
+            self._drawn = 0
+            if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self._left())))[0]:
+                if sys.stdin.readline().strip().lower() in ("n", "no"):
+                    return
+            else:
+                say("")
+        for name in dear:
+            self._leave_out(name, f"dropped: it costs {about}{costs[name]:.0f} s a round")
+
+    def _leave_out(self, name: str, why: str) -> None:
+        self.absent[name] = why
+        self.chosen.remove(name)
+        self._drawn = 0
+        say(f"try: {name}: {why}")
+
+    def _keep(self, bench: Bench) -> None:
+        file = KEPT_BENCHES / file_name(bench)
+        files.write_text(file, bench.to_json())
+        self.arms, self.rounds, self.kept = bench.arms, bench.rounds, str(file)
+        self._show(f"round {bench.rounds}")
+
+    def _show(self, news: str) -> None:
+        """Redraw the table on a terminal; elsewhere say one line."""
+        ratios, noises = self._looked_at()
+        cells = {name: [_cell(ratio) for ratio in of_variant.values()] for name, of_variant in ratios.items()}
+        if noises:
+            cells["A/A"] = [_cell(noise) for noise in noises.values()]
+        if not sys.stdout.isatty():
+            rows = "; ".join(f"{name} {', '.join(texts)}" for name, texts in cells.items())
+            say(f"try: {news}: {rows}" if rows else f"try: {news}")
+            return
+        width, figures = max(map(len, [*cells, "variant"])), next(iter(ratios.values()), {})
+        lines = [f"try: {news}; {max(0.0, self._left()):.0f} s left"]
+        for name, texts in ({"variant": [figure.noun for figure in figures]} | cells).items():
+            lines.append(f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts))
+        columns = shutil.get_terminal_size().columns - 1
+        with tqdm.external_write_mode(file=sys.stdout):
+            sys.stdout.write(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "")
+            say("\n".join(line[:columns] for line in lines))
+        self._drawn = len(lines)
+
+    def _looked_at(self) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
+        arms, baseline = self.arms, self.config.compare.baseline
+        if not self.rounds:  # the first samples, without a control: nothing shows the noise
+            arms = [*arms, *(arm.model_copy(update={"role": "aa_control"}) for arm in arms if arm.variant == baseline)]
+        cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self._left()), self.minutes)
+        ratios, noises = sessions.looked_at(arms, self.config.compare, cost) if arms else ({}, {})
+        return ratios, noises if self.rounds else {}
+
+    def ranking(self) -> list[str]:
+        """Return the lines of the provisional ranking, the fastest variant first."""
+        ratios, noises = self._looked_at()
+        speeds = {name: (of.get(THROUGHPUT) or Difference()).estimate or 0.0 for name, of in ratios.items()}
+        minutes, width = f"{self.minutes:g} minutes", max(map(len, self.config.variants))
+        seen = f"one look at {count(self.rounds, 'round')}, intervals of {100 * SURE:g}%"
+        lines = [f"\nProvisional after {minutes}, not a verdict ({seen}); accuracy was not measured:"]
+        for name in sorted(ratios, key=lambda name: -speeds[name]):
+            if name not in self.absent:
+                told = "; ".join(_told(figure, ratio, minutes) for figure, ratio in ratios[name].items())
+                lines.append(hanging(f"  {name:{width}}  ", told))
+        lines += [hanging(f"  {name:{width}}  ", why) for name, why in self.absent.items()]
+        unseen = [name for name in self.chosen if name not in ratios and name != self.config.compare.baseline]
+        lines += [hanging(f"  {name:{width}}  ", f"cannot be told in {minutes}") for name in unseen]
+        doubts = {ratio.why_untrusted for of in ratios.values() for ratio in of.values() if ratio.why_untrusted}
+        lines += facts.sentences(sorted(doubts)) if self.rounds else []
+        if noises:
+            aa = ", ".join(f"{figure.noun} {_cell(noise)}" for figure, noise in noises.items())
+            lines.append(f"The baseline against itself: {aa}.")
+        if self.kept:
+            lines.append(
+                f"{self.kept} keeps the rounds: a bench of the same variants, begun within an hour, goes on from them; "
+                "`python -m pipeline bench --again` counts them beside others."
+            )
+        return lines
+
+
+def _cell(ratio: Difference) -> str:
+    """Return the estimate, with the interval if there is one."""
+    if ratio.estimate is None:
+        return "unknown"
+    return facts.estimate(ratio) + (f" ({facts.interval(ratio)})" if ratio.low is not None else "")
+
+
+def _told(figure: Figure, ratio: Difference, minutes: str) -> str:
+    """Return what is told of a variant's figure."""
+    if ratio.decision in ("better", "worse"):
+        words = ("faster", "slower") if figure is THROUGHPUT else (f"less {figure.word}", f"more {figure.word}")
+        return f"clearly {words[ratio.decision == 'worse']}: {_cell(ratio)}{facts.uncertain(ratio)}"
+    if ratio.decision == "same":
+        return f"{figure.noun} the same within {facts.margin(ratio)}: {_cell(ratio)}"
+    return f"{figure.noun} cannot be told in {minutes}: {_cell(ratio)}"
