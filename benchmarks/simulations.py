@@ -37,7 +37,7 @@ from pipeline.comparison.stats import (
     step_down,
     widened,
 )
-from pipeline.comparison.verdicts import of_rounds
+from pipeline.comparison.verdicts import SURE, of_rounds, side_of
 from pipeline.results.bench_file import FEWEST_PAIRS
 
 FILE = FIGURES / "simulations.json"
@@ -159,6 +159,45 @@ def looking(
             "half_width": float(np.median([sum(ratio.widths) / 2 for ratio, _, _ in trials_of])),
         }
         for rule, trials_of in results.items()
+    }
+
+
+def sides(
+    truth: float, within: float, autocorrelation: float = 0.0, *, rounds: int = 12, trials: int = 1000,
+    pool: Logs | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Simulate a variant with the ratio ``truth`` on a noisy machine, and one look with the rules of `try`.
+
+    Returns the fraction of benches that are ``untrusted``, because of the control or of drift; the fractions of all and
+    of these benches that show a side (``told``, ``told_untrusted``: ``verdicts.side_of``); and of how many benches the
+    side is ``wrong``, because the truth lies on the other side of the margin. ``pool``: recorded rounds, of which
+    consecutive ones are drawn.
+    """
+    random = np.random.default_rng(0)
+    untrusted = told = told_untrusted = wrong = 0
+    for _ in range(trials):
+        if pool is None:
+            arms = list(rounds_of(random, within / math.sqrt(2), autocorrelation, 3, rounds))
+        else:
+            start = random.integers(0, pool.shape[1] - rounds + 1)
+            arms = list(pool[random.permutation(3), start : start + rounds])
+        base, control, variant = arms
+        noise, quiet = machine_of(base, control)
+        sure = of_rounds(pairs_of(variant + math.log(truth), (base + control) / 2), noise, SURE)
+        decision = decide(sure, MARGIN)
+        trusted = quiet and not (sure.drifts and decision == "undecided")
+        if not trusted:
+            decision = (not sure.drifts and side_of(sure, noise, MARGIN, higher_is_better=True)) or "untrusted"
+        has_side = decision in ("better", "worse")
+        untrusted += not trusted
+        told += has_side
+        told_untrusted += has_side and not trusted
+        wrong += has_side and (truth <= 1 + MARGIN if decision == "better" else truth >= 1 / (1 + MARGIN))
+    return {
+        "untrusted": untrusted / trials,
+        "told": told / trials,
+        "told_untrusted": told_untrusted / max(1, untrusted),
+        "wrong": wrong,
     }
 
 
@@ -453,6 +492,21 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         for truth in (1 + MARGIN, 1.0)
         for variants in (1, 2, 7, 10)
     },
+    "sides": lambda: (
+        {
+            f"ratio {truth:g}, noise {within:g}, autocorrelation {correlation}, {rounds} rounds": sides(
+                truth, within, correlation, rounds=rounds
+            )
+            for truth in (1.0, 1 + MARGIN, 0.8, 0.32)
+            for within in (0.1, 0.2, 0.4)
+            for correlation, rounds in ((0.0, 6), (0.0, 12), (0.6, 12))
+        }
+        | {
+            f"ratio {truth:g}, recorded, {rounds} rounds": sides(truth, 0.0, rounds=rounds, pool=recorded())
+            for truth in (1.0, 1 + MARGIN, 0.8, 0.32)
+            for rounds in (6, 12)
+        }
+    ),
     "drifting": lambda: {
         f"correlation {correlation}, walk {walk}, {rounds} rounds": drifting(rounds, correlation=correlation, walk=walk)
         for correlation, walk in ((0.0, 0.0), (0.3, 0.0), (0.6, 0.0), (0.8, 0.0), (0.0, 0.3), (0.0, 1.0), (0.0, 3.0))

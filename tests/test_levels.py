@@ -14,7 +14,7 @@ from benchmarks import machines
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gate import bounds, error_rates, gate_of_drawn_rounds
 from benchmarks.levels import components
-from benchmarks.simulations import best_of, equal_arms, kept, looking, recorded
+from benchmarks.simulations import best_of, equal_arms, kept, looking, recorded, sides
 from pipeline import environment
 from tests.factories import ENVIRONMENT
 
@@ -52,6 +52,14 @@ def test_looks_stop_early_without_wrong_decisions() -> None:
     _, drifting = looking(1.1, 0.05, 0.6, trials=60).values()
     assert drifting["rounds"] > 18
     assert drifting["coverage"] > 0.85  # it would be 0.7 if correlated rounds were not counted for fewer
+
+
+def test_on_noisy_machines_large_effects_have_the_right_side() -> None:
+    equal, large = sides(1.0, 0.2, trials=50), sides(0.32, 0.2, trials=50)
+    assert equal["told"] == equal["wrong"] == large["wrong"] == 0
+    assert large["told_untrusted"] > 0.8
+    assert large["untrusted"] > 0.9
+    assert sides(0.8, 0.0, trials=20, pool=recorded())["told"] > 0.8
 
 
 def test_every_block_of_recorded_rounds_is_a_trial() -> None:

@@ -17,6 +17,7 @@ from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import ANY, Decision, Difference, Outcomes
 from pipeline.comparison.verdicts import verdict
 from pipeline.params import Compare, Margins
+from pipeline.report import facts
 from pipeline.results import Arm
 from pipeline.results.figures import MEMORY, OUTSIDE, THROUGHPUT, Figure
 from pipeline.results.rejections import rejection
@@ -238,6 +239,30 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
     assert (clear.decision, clear.more_pairs) == ("untrusted", None)
     assert clear.why_untrusted == f"throughput: {between.why_untrusted}"
     assert clear.estimate == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "shift", "decision"),
+    [
+        (0.32, 1.0, "better"),  # far beyond what equal arms differ by
+        (3.1, 1.0, "worse"),
+        (0.85, 1.0, "untrusted"),
+        (0.32, 1.4, "untrusted"),  # equal arms are treated unequally, and nobody knows by how much others are
+    ],
+)
+def test_far_beyond_the_noise_a_side_is_known(memory: float, shift: float, decision: Decision) -> None:
+    scattered = [math.exp(0.12 * math.sin(5 * number)) for number in range(10)]
+    base, control = (arm_with([factor * 2.0**30 for factor in of_arm], MEMORY) for of_arm in
+                     ([1.0] * 10, [shift * factor for factor in scattered]))  # fmt: skip
+    between = verdicts.noise_between(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)
+    assert between.why_untrusted
+    arm = arm_with([memory * factor * 2.0**30 for factor in reversed(scattered)], MEMORY)
+    ratio = verdicts.ratio(arm, [base, control], MEMORY, 0.03, between, sides=True)
+    assert (ratio.decision, ratio.counts) == (decision, False)
+    assert known(ratio.why_untrusted).startswith("peak memory: the baseline measured against itself")
+    assert (", size uncertain (" in facts.text(ratio)) is (decision != "untrusted")
+    as_gate = verdicts.ratio(arm, [base, control], MEMORY, 0.03, between)
+    assert (as_gate.decision, as_gate.bounds) == ("untrusted", ratio.bounds)
 
 
 @pytest.mark.parametrize(

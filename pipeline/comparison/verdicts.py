@@ -27,7 +27,7 @@ heap. The peaks under five servers differed by up to 0.9 MiB. Half of ``HEAP_BYT
 half-width of such a difference (docs/measuring.md)."""
 
 SURE = 0.999
-"""Confidence of the interval from which a side is told although its size is uncertain (``_side``), and of a look that
+"""Confidence of the interval from which a side is told although its size is uncertain (``side_of``), and of a look that
 nothing follows (``sessions.looked_at``)."""
 MOST_OUTSIDE = 0.1
 """Up to this share of the baseline's whole time, an arm may take more time outside of steps than the baseline. Beyond
@@ -76,7 +76,7 @@ def ratio(
     do not all support one decision. A speed that is not worse is untrusted if ``arm`` takes more time outside of steps
     (``MOST_OUTSIDE``). With ``heaps_differ``, the interval allows for the difference of equal arms' heaps
     (``HEAP_BYTES``). With ``sides``, a ratio that the machine's noise makes untrusted is nevertheless *better* or
-    *worse* if it lies far beyond this noise (``_side``); ``why_untrusted`` then says why its size is uncertain.
+    *worse* if it lies far beyond this noise (``side_of``); ``why_untrusted`` then says why its size is uncertain.
     """
     pairs = _pairs(arm, references, quantity)
     fixed = heap_doubt(quantity, arm, *references) if heaps_differ else 0.0
@@ -96,7 +96,7 @@ def ratio(
         side = None
         if sides and margin and not pairs.why_untrusted and not measured.drifts:
             sure = of_rounds(pairs.figures, noise, SURE, fixed, quantity.fewest_pairs)
-            side = _side(sure, noise, margin, higher_is_better=quantity.higher_is_better)
+            side = side_of(sure, noise, margin, higher_is_better=quantity.higher_is_better)
             if side == "better" and quantity is THROUGHPUT and _why_not_whole(arm, references):
                 side = None
         decision, why_untrusted = side or "untrusted", f"{quantity.noun}: {why_untrusted}"
@@ -111,13 +111,13 @@ def ratio(
     )
 
 
-def _side(sure: Difference, noise: Difference, margin: float, *, higher_is_better: bool) -> Decision | None:
+def side_of(sure: Difference, noise: Difference, margin: float, *, higher_is_better: bool) -> Decision | None:
     """Return *better* or *worse* if a ratio is so large that it lies there even on this noisy machine; else None.
 
     ``sure``: the ratio with the confidence ``SURE``. On both sides, its interval is moved further by as much as the
     interval of the ``noise`` reaches from 1, and must still lie beyond the ``margin``. If the interval of the noise
     excludes 1, the machine treated equal arms unequally, and nothing shows by how much it did so to another arm; then
-    no side is known. In 1,000 simulated noisy benches, no side was wrong (``benchmarks.simulations.noisy``).
+    no side is known. In 1,000 simulated noisy benches, no side was wrong (``benchmarks.simulations.sides``).
     """
     (low, high), (least, most) = noise.bounds, sure.bounds
     if noise.low is None or sure.low is None or not low <= 1 <= high:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +31,12 @@ from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
 
-SAMPLING = 1 / 3
-"""The first samples may take this share of the time that is left before them, and so may each of them."""
+SAMPLING, SAMPLE = 1 / 2, 1 / 3
+"""All first samples together, and each of them, may take these shares of the time that is left before them."""
 ANSWER_SECONDS = 15.0
 """How long a person may think about variants to drop. Without an answer, they are dropped."""
-ENDING_SECONDS = 1.0
-"""What it takes to end the arms, after the last round."""
+ENDING = 0.01, 2.0
+"""The share of the minutes, and the seconds, that are kept for the end of the arms after the last round."""
 
 
 def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float, age_seconds: float) -> None:
@@ -51,7 +52,8 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
         raise ConfigError(f"try: found {unknown[0]!r}, which is no variant of params.yaml.{known}")
     baseline = config.compare.baseline
     chosen = [name for name in config.variants if name == baseline or name in (names or config.variants)]
-    look = Look(config, chosen, minutes, time.monotonic() - age_seconds + 60 * minutes - ENDING_SECONDS)
+    ends = 60 * minutes * (1 - ENDING[0]) - ENDING[1]
+    look = Look(config, chosen, minutes, time.monotonic() - age_seconds + ends)
     session, server, interrupted = begin_session(), Server(), False
     server.deadline = look.ends
     say(f"try: {minutes:g} minutes for {', '.join(chosen)}, and {baseline} again as the control (A/A)")
@@ -68,9 +70,7 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
         interrupted = True
     say("\n".join(look.ranking()))
     if interrupted:
-        raise KeyboardInterrupt(
-            f"{count(look.rounds, 'complete round')} kept" if look.rounds else "no round was complete"
-        )
+        raise KeyboardInterrupt(f"{count(look.rounds, 'complete round')} kept")
 
 
 @dataclass
@@ -98,14 +98,16 @@ class Look:
         """Take a first sample of each variant, then rounds until the time is over."""
         baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
         arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
-        self._sample(arms.pop(baseline), job.server, SAMPLING * self._left())
+        self._sample(arms.pop(baseline), job.server, SAMPLE * self._left())
         if (base := self.samples.get(baseline)) is None:
             return
-        about = base.seconds(FEWEST_STEPS)
-        self._drop(dict.fromkeys(arms, about), SAMPLING * self._left(), "about ")
-        for name in [*arms]:
+        until = time.monotonic() + SAMPLING * self._left()
+        for name in arms:
+            about = statistics.fmean(sample.seconds(FEWEST_STEPS) for sample in self.samples.values())
+            rest = [other for other in arms if other in self.chosen and other not in self.samples]
+            self._drop(dict.fromkeys(rest, about), until - time.monotonic(), "about ")
             if name in self.chosen:
-                self._sample(arms[name], job.server, SAMPLING * self._left())
+                self._sample(arms[name], job.server, SAMPLE * self._left())
         window_of = Window.model_validate(base.answer["window"])
         step_seconds = (window_of.step_p50_ms or 1e3 * base.step_seconds) / 1e3
         steps = window_steps(window, step_seconds, [*self.samples.values()])
@@ -155,7 +157,7 @@ class Look:
         except BenchError as error:
             if not self.samples:
                 raise
-            self._leave_out(name, first_line(error).rstrip(".:"))
+            self._leave_out(name, first_line(error).removeprefix(f"{name} ").rstrip(".:"))
         else:
             self.samples[name] = sample
             window = Window.model_validate(sample.answer["window"])
@@ -164,11 +166,11 @@ class Look:
         server.deadline = self.ends
 
     def _drop(self, costs: Mapping[str, float], seconds: float, about: str) -> None:
-        """Drop the variants that cost most until the others cost no more than ``seconds``; never the last one. On a
-        terminal, ask before. ``costs``: variant -> seconds."""
-        kept = sorted((name for name in costs if name in self.chosen), key=lambda name: costs[name])
-        dear = []
-        while len(kept) > 1 and sum(costs[name] for name in kept) > seconds:
+        """Drop the variants that cost most until the others cost no more than ``seconds``; never the last variant. On
+        a terminal, ask before. ``costs``: variant -> seconds."""
+        kept = sorted(costs, key=lambda name: costs[name])
+        dear: list[str] = []
+        while kept and len(self.chosen) - len(dear) > 2 and sum(costs[name] for name in kept) > seconds:
             dear.append(kept.pop())
         if not dear:
             return
@@ -200,14 +202,18 @@ class Look:
     def _show(self, news: str) -> None:
         """Redraw the table on a terminal; elsewhere say one line."""
         ratios, noises = self._looked_at()
+        figures = next(iter(ratios.values()), {})
         cells = {name: [_cell(ratio) for ratio in of_variant.values()] for name, of_variant in ratios.items()}
         if noises:
             cells["A/A"] = [_cell(noise) for noise in noises.values()]
         if not sys.stdout.isatty():
-            rows = "; ".join(f"{name} {', '.join(texts)}" for name, texts in cells.items())
-            say(f"try: {news}: {rows}" if rows else f"try: {news}")
+            rows = [
+                f"{name} {', '.join(f'{figure.word} {cell}' for figure, cell in zip(figures, texts, strict=True))}"
+                for name, texts in cells.items()
+            ]
+            say(f"try: {'; '.join([news, *rows])}")
             return
-        width, figures = max(map(len, [*cells, "variant"])), next(iter(ratios.values()), {})
+        width = max(map(len, [*cells, "variant"]))
         lines = [f"try: {news}; {max(0.0, self._left()):.0f} s left"]
         for name, texts in ({"variant": [figure.noun for figure in figures]} | cells).items():
             lines.append(f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts))
@@ -231,7 +237,7 @@ class Look:
         speeds = {name: (of.get(THROUGHPUT) or Difference()).estimate or 0.0 for name, of in ratios.items()}
         minutes, width = f"{self.minutes:g} minutes", max(map(len, self.config.variants))
         seen = f"one look at {count(self.rounds, 'round')}, intervals of {100 * SURE:g}%"
-        lines = [f"\nProvisional after {minutes}, not a verdict ({seen}); accuracy was not measured:"]
+        lines = [f"\nProvisional, not a verdict ({seen}); accuracy was not measured:"]
         for name in sorted(ratios, key=lambda name: -speeds[name]):
             if name not in self.absent:
                 told = "; ".join(_told(figure, ratio, minutes) for figure, ratio in ratios[name].items())

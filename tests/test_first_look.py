@@ -1,0 +1,208 @@
+"""The command ``try``, on arms of known times and figures, with a simulated clock."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from pipeline import results
+from pipeline.benchmark import stage
+from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
+from pipeline.benchmark.stage import Job
+from pipeline.errors import ConfigError
+from pipeline.params import Config, parse
+from pipeline.tools import first_look
+from tests.factories import make_arm, make_bench, make_session, make_window
+from tests.workspaces import CPU_ONLY
+
+
+@dataclass
+class Known:
+    """What is known of an arm of the variant."""
+
+    opening: float = 2.0
+    """Seconds."""
+    step: float = 0.05
+    """Seconds."""
+    memory: float = 1.0
+    """In relation to the baseline's."""
+    scatter: float = 0.01
+    fails: bool = False
+
+
+class Timed(Server):
+    """A server whose arms take known times, by the clock ``now``."""
+
+    def __init__(self, arms: dict[str, Known]) -> None:
+        super().__init__()
+        self.arms, self.now, self.restarts, self.interrupt_at = arms, 1000.0, 0, math.inf
+        self.steps: dict[str, int] = {}
+        self.numbers = itertools.count()
+
+    def __enter__(self) -> Timed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.now += 0.5
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.now += 5
+
+    def describe(self) -> dict[str, Any]:
+        return {"requests": ()}
+
+    def known(self, name: str) -> Known:
+        return self.arms[name.partition(",")[0]]
+
+    def takes(self, seconds: float, name: str, do: str) -> None:
+        if self.now + seconds > self.deadline:
+            self.now = self.deadline
+            raise OutOfTime(f"{name} cannot be measured: it took too long to {do}")
+        self.now += seconds
+        if self.now >= self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False, memory: bool = True) -> None:  # noqa: ARG002
+        if self.known(name).fails:
+            raise BenchError(f"{name} cannot be measured: it has no such layer.")
+        self.takes(self.known(name).opening, name, "open")
+        self.steps[name] = 0
+
+    def turn(self, name: str, steps: int) -> None:
+        self.takes(self.known(name).step * steps, name, "turn")
+        self.steps[name] += steps
+
+    def close(self, name: str) -> dict[str, Any]:
+        about, number = self.known(name), next(self.numbers)
+        noise = about.scatter * math.sin(7.7 * number)
+        window = make_window(
+            samples_per_second=256 / about.step * math.exp(noise),
+            peak_memory_bytes=round(2**30 * about.memory * math.exp(noise / 10)),
+            measured_steps=self.steps.pop(name),
+        )
+        return make_arm().model_dump() | {"window": window.model_dump()}
+
+
+class Try:
+    """A run of ``try`` with these arms, of which the first is the baseline."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **arms: Known) -> None:
+        self.server = server = Timed(arms)
+        self.config = parse({"variants": {name: {} for name in arms}, "compare": {"baseline": next(iter(arms))}})
+        specs = [ArmSpec(name, "variant", name, None, server, {}) for name in arms]
+        control = replace(specs[0], name=f"{specs[0].name}, A/A control", role="aa_control")
+        bench = make_bench()
+        kept = ("environment", "commit", "config", "dataset", "margins")
+        facts = {name: getattr(bench, name) for name in kept}
+        facts |= {"baseline": specs[0].name, "keys": dict.fromkeys(arms, "k")}
+
+        @contextmanager
+        def served(_: Config, __: object, given: Timed) -> Iterator[Job]:
+            with given:
+                yield Job(given, {}, (*specs, control), "cpu", facts)
+
+        monkeypatch.setattr(first_look, "served", served)
+        monkeypatch.setattr(first_look, "Server", lambda: server)
+        monkeypatch.setattr(first_look, "begin_session", lambda: lambda: make_session())
+        monkeypatch.setattr("time.monotonic", lambda: server.now)
+
+    def run(self, *names: str, minutes: float = 5.0) -> float:
+        """Return the share of the minutes that was taken."""
+        began, age = self.server.now, 3.0
+        first_look.run(self.config, CPU_ONLY, names, minutes=minutes, age_seconds=age)
+        return (self.server.now - began + age) / (60 * minutes)
+
+
+@pytest.fixture
+def trying(monkeypatch: pytest.MonkeyPatch, here: object) -> Callable[..., Try]:  # noqa: ARG001
+    return lambda **arms: Try(monkeypatch, **arms)
+
+
+def test_a_ranking_stands_after_the_minutes(trying: Callable[..., Try], capsys: pytest.CaptureFixture[str]) -> None:
+    """The rounds are kept under the conditions of the bench, which goes on from them."""
+    look = trying(base=Known(), slow=Known(step=0.1, memory=0.3), open=Known(scatter=0.1), broken=Known(fails=True))
+    assert 0.9 < look.run() <= 1.05
+    said = capsys.readouterr().out
+    assert "try: first sample of slow, 2 s to start; slow speed 0.50" in said
+    assert "try: round 3; slow speed 0.5" in said
+    ranked = said[said.index("Provisional, not a verdict (one look at ") :]
+    assert "  slow    clearly slower: 0.5" in ranked
+    assert "clearly less memory: 0.30" in ranked
+    assert "  open    throughput cannot be told in 5 minutes: 0.9" in ranked
+    assert "  broken  cannot be measured: it has no such layer" in ranked
+    assert ranked.index("  open ") < ranked.index("  slow ")  # the fastest first
+    (bench,) = results.read_sessions(results.KEPT_BENCHES)
+    assert [arm.name for arm in bench.arms] == ["base", "slow", "open", "base, A/A control"]
+    names, keys = [arm.name for arm in bench.arms], dict.fromkeys(("base", "slow", "open"), "k")
+    assert stage.unfinished(make_session("2026-11-20T08:30"), keys, bench.dataset, names) == bench
+    assert not results.BENCH_FILE.exists()
+
+
+@pytest.mark.parametrize(
+    ("arms", "minutes", "says"),
+    [
+        ({"slow": Known(opening=500.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
+        ({"slow": Known(step=90.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
+        ({"slow": Known(), "a": Known(opening=20.0), "b": Known(opening=25.0)}, 5.0, "b: dropped: it costs 28 s a"),
+        ({str(number): Known(opening=9.0) for number in range(30)}, 5.0, ": dropped: it costs about 8 s a round"),
+        ({"slow": Known(opening=20.0)}, 0.5, "  slow  cut, because"),
+        ({"base": Known(opening=400.0), "slow": Known()}, 5.0, "base cannot be measured: it took too long to open"),
+        ({"base": Known(opening=70.0), "slow": Known(opening=70.0)}, 5.0, "slow  throughput cannot be told in 5 min"),
+    ],
+)
+def test_it_ends_on_time_whatever_the_arms_take(
+    trying: Callable[..., Try],
+    capsys: pytest.CaptureFixture[str],
+    arms: dict[str, Known],
+    minutes: float,
+    says: str,
+) -> None:
+    assert trying(**{"base": Known()} | arms).run(minutes=minutes) <= 1.05
+    assert says in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_what_is_known(trying: Callable[..., Try], capsys: pytest.CaptureFixture[str]) -> None:
+    look = trying(base=Known(), slow=Known(step=0.1, memory=0.3))
+    look.server.interrupt_at = look.server.now + 60
+    with pytest.raises(KeyboardInterrupt, match="4 complete rounds kept"):
+        look.run()
+    assert "  slow  throughput cannot be told in 5 minutes: 0.5" in (said := capsys.readouterr().out)
+    assert "clearly less memory: 0.30" in said
+    assert results.read_sessions(results.KEPT_BENCHES)[0].interrupted
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "drops"), [("n\n", False), ("\n", True), ("", True)])
+def test_a_terminal_asks_before_it_drops_and_redraws(
+    trying: Callable[..., Try], monkeypatch: pytest.MonkeyPatch, answer: str, drops: bool
+) -> None:
+    look, screen = trying(base=Known(), slow=Known(), slower=Known(opening=20.0)), Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("select.select", lambda *_: [[answer], [], []] if answer else [[], [], []])
+    look.run("slow", "slower", minutes=2)
+    said = screen.getvalue()
+    assert "try: 2 minutes do not suffice for all; drop slower (23 s a round)? [Y/n] " in said
+    assert ("slower: dropped: it costs 23 s a round" in said) is drops
+    assert "\x1b[4F\x1b[Jtry: round 2; " in said if drops else "\x1b[5F\x1b[Jtry: round 2; " in said
+
+
+@pytest.mark.parametrize(
+    ("names", "minutes", "says"),
+    [(["slwo"], 5.0, r"try: found 'slwo', .* Did you mean slow\?"), ([], 0.0, "--minutes: found 0; expected a number")],
+)
+def test_a_wrong_argument_is_refused(trying: Callable[..., Try], names: list[str], minutes: float, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trying(base=Known(), slow=Known()).run(*names, minutes=minutes)
