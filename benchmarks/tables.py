@@ -124,6 +124,17 @@ def drifting() -> str:
     return markdown(["correlation", "walk", *numbers], ([*settings(arms), *cells] for arms, cells in cases.items()))
 
 
+def sides() -> str:
+    heading = ["true ratio", "noise", "autocorrelation", "rounds", "untrusted", "of these, the side known",
+               "of all, the side known", "wrong"]  # fmt: skip
+    rows = []
+    for key, case in figures("simulations")["sides"].items():
+        ratio, *noise, rounds = settings(key)
+        shares = (f"{case[name]:.1%}" for name in ("untrusted", "told_untrusted", "told"))
+        rows.append([ratio, *(noise or ["recorded", ""]), rounds, *shares, str(case["wrong"])])
+    return markdown(heading, rows)
+
+
 def seeds() -> str:
     heading = ["true difference, points", "deviation over seeds", "decided by three seeds", "same", "worse", "better",
                "seeds"]  # fmt: skip
@@ -346,8 +357,8 @@ def projections() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (settled, aims, parts, openings, alive, many, drifting, seeds, bias, decided, kept, sessions, best,
-                  forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation, projections)
+    for table in (settled, aims, parts, openings, alive, many, drifting, sides, seeds, bias, decided, kept, sessions,
+                  best, forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation, projections)
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pipeline.comparison.planning import sessions_needed
 from pipeline.comparison.sessions import combined, distinct
 from pipeline.comparison.stats import Difference, over_sessions
 from pipeline.params import Compare
+from pipeline.report import metrics
 from pipeline.report.facts import banner
 from pipeline.results import Arm, Bench, Result, sessions_of
 from pipeline.results.figures import THROUGHPUT, Figure
@@ -133,6 +134,18 @@ def test_the_banner_speaks_if_no_session_is_trusted() -> None:
         (said,) = banner(over_all(*noisy))
         assert said.startswith("Untrusted throughput: the baseline measured against itself")
     assert banner(over_all(first, session(2, 1.5))) == []  # the second session is trusted
+
+
+def test_a_large_effect_has_a_side_on_a_noisy_machine() -> None:
+    noisy = over_all(session(1, 6.0, noise=0.2))
+    ddp = noisy.variants[1]
+    assert (throughput(ddp).decision, throughput(ddp).counts, ddp.verdict) == ("better", False, "pays")
+    assert " ".join(ddp.shared_reasons).startswith("throughput: the baseline measured against itself")
+    assert noisy.variants[2].verdict == "untrusted"
+    assert known(noisy.champion).ratio is None
+    assert ddp.of(THROUGHPUT) is None
+    assert banner(noisy)
+    assert metrics(ddp)["throughput_ratio"] is None
 
 
 @pytest.mark.parametrize(

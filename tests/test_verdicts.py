@@ -251,7 +251,7 @@ def test_a_noisy_machine_makes_every_ratio_untrusted(
     ],
 )
 def test_far_beyond_the_noise_a_side_is_known(memory: float, shift: float, decision: Decision) -> None:
-    scattered = [math.exp(0.12 * math.sin(5 * number)) for number in range(10)]
+    scattered = [math.exp(0.16 * (-1) ** number * math.sin(1 + number)) for number in range(10)]
     base, control = (arm_with([factor * 2.0**30 for factor in of_arm], MEMORY) for of_arm in
                      ([1.0] * 10, [shift * factor for factor in scattered]))  # fmt: skip
     between = verdicts.noise_between(base, control, MEMORY, 0.15, TEN_IN_TEN_MINUTES)

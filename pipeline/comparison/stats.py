@@ -140,7 +140,7 @@ class Difference(Record):
     @property
     def counts(self) -> bool:
         """True if the difference is trusted and has bounds."""
-        return not self.why_untrusted and self.low is not None
+        return self.decision != "untrusted" and not self.why_untrusted and self.low is not None
 
     @property
     def drifts(self) -> bool:
