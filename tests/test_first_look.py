@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from pipeline.benchmark.stage import Job
 from pipeline.errors import ConfigError
 from pipeline.params import Config, parse
 from pipeline.tools import first_look
-from tests.factories import make_arm, make_bench, make_session, make_window
+from tests.factories import foreign_load, make_arm, make_bench, make_session, make_window
 from tests.workspaces import CPU_ONLY
 
 
@@ -35,6 +36,7 @@ class Known:
     """In relation to the baseline's."""
     scatter: float = 0.01
     fails: bool = False
+    disturbed: bool = False
 
 
 class Timed(Server):
@@ -83,8 +85,11 @@ class Timed(Server):
     def close(self, name: str) -> dict[str, Any]:
         about, number = self.known(name), next(self.numbers)
         noise = about.scatter * math.sin(7.7 * number)
+        speed = 256 / about.step * math.exp(noise)
+        disturbed: dict[str, Any] = {"rejections": (foreign_load(),), "disturbed_samples_per_second": speed}
         window = make_window(
-            samples_per_second=256 / about.step * math.exp(noise),
+            **(disturbed if about.disturbed else {}),
+            samples_per_second=speed,
             peak_memory_bytes=round(2**30 * about.memory * math.exp(noise / 10)),
             measured_steps=self.steps.pop(name),
         )
@@ -151,7 +156,11 @@ def test_a_ranking_stands_after_the_minutes(trying: Callable[..., Try], capsys: 
     [
         ({"slow": Known(opening=500.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
         ({"slow": Known(step=90.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
-        ({"slow": Known(), "a": Known(opening=20.0), "b": Known(opening=25.0)}, 5.0, "b: dropped: it costs 28 s a"),
+        (
+            {"slow": Known(), "a": Known(opening=20.0), "b": Known(opening=25.0)},
+            5.0,
+            "b: dropped: it costs 28 s a round; its first sample: speed ",
+        ),
         ({str(number): Known(opening=9.0) for number in range(30)}, 5.0, ": dropped: it costs about 8 s a round"),
         ({"slow": Known(opening=20.0)}, 0.5, "  slow  cut, because"),
         ({"base": Known(opening=400.0), "slow": Known()}, 5.0, "base cannot be measured: it took too long to open"),
@@ -177,6 +186,23 @@ def test_an_interrupt_keeps_what_is_known(trying: Callable[..., Try], capsys: py
     assert "  slow  throughput cannot be told in 5 minutes: 0.5" in (said := capsys.readouterr().out)
     assert "clearly less memory: 0.30" in said
     assert results.read_sessions(results.KEPT_BENCHES)[0].interrupted
+
+
+def test_on_a_busy_machine_only_sides_are_known(trying: Callable[..., Try], capsys: pytest.CaptureFixture[str]) -> None:
+    """All samples are rejected. No size is told, and what is kept for the bench stays rejected."""
+    look = trying(
+        base=Known(disturbed=True),
+        slow=Known(step=0.1, disturbed=True),
+        open=Known(step=0.051, scatter=0.1, disturbed=True),
+    )
+    look.run(minutes=2)
+    said = capsys.readouterr().out
+    ranked = said[said.index("Provisional") :]
+    assert re.search(r"  slow  clearly slower: 0\.50. \(0\.4.*\), size\s+uncertain;", ranked)
+    assert "  open  throughput cannot be told in 2 minutes: " in ranked
+    assert "rounds had to be rejected, most often because other processes took" in ranked
+    (bench,) = results.read_sessions(results.KEPT_BENCHES)
+    assert {sample.samples_per_second for arm in bench.arms for sample in arm.samples} == {None}
 
 
 class Terminal(io.StringIO):

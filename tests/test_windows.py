@@ -26,6 +26,7 @@ from pipeline.measurement.windows import Clock, Memory, driver_bytes, own_peak_b
 from pipeline.results.rejections import rejection
 from tests import drivers
 from tests.drivers import plug
+from tests.factories import foreign_load
 from tests.trainings import MIB, rank, window
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -270,6 +271,15 @@ def test_what_a_detector_saw_voids_the_speeds(code: str) -> None:
     assert sample.rejections == (seen,)
     assert sample.peak_memory_bytes == (None if code == "samples_repeated" else 100 * MIB)
     assert sample.peak_memory_rank_bytes == (100 * MIB,)
+
+
+def test_a_disturbed_machine_s_speed_is_kept_aside() -> None:
+    quick, slow, load = rank([0.1] * 4), rank([0.1, 0.1, 0.1, 0.5]), foreign_load()
+    sample = window(quick, slow, seen=[load])
+    assert sample.samples_per_second is None
+    assert sample.disturbed_samples_per_second == pytest.approx(4 * 256 / 0.8)
+    for seen in ([], [load, rejection("energy_stands")]):
+        assert window(quick, slow, seen=seen).disturbed_samples_per_second is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ class Kind(NamedTuple):
     """The text that replaces "{advice}" if the rejection advises a value."""
     voids_memory: bool = False
     """True if the peak memory cannot be trusted either. Every rejection voids speeds and step times."""
+    of_machine: bool = False
+    """True if the machine was disturbed, and nothing is wrong with the sample's own steps."""
     so: str = ""
     """What follows from what happened, as the end of the text."""
 
@@ -38,14 +40,17 @@ KINDS = {
         "other processes took {taken_seconds:.2f} of the {due_seconds:.2f} s of CPU time that the job would have had "
         "({share:.0%}; at most {limit:.0%} is allowed); stop other work on this machine and measure again{advice}",
         ", or accept this load with {setting}: {value}",
+        of_machine=True,
     ),
     "cpu_throttled": Kind(
         "the CPU got too hot and was throttled for {throttled_seconds:.2f} of {window_seconds:.2f} s; cool it better "
-        "or limit its clock, and measure again"
+        "or limit its clock, and measure again",
+        of_machine=True,
     ),
     "gpu_throttled": Kind(
         "{gpu} throttled ({slowdowns}) in {slow} of {queries} queries (at most {limit:.0%} are allowed); improve its "
-        "cooling and power supply, and measure again"
+        "cooling and power supply, and measure again",
+        of_machine=True,
     ),
     "gpu_shared": Kind(
         "{others:# other process} used {gpu}; end all other processes (nvidia-smi lists them) and measure again"
@@ -146,6 +151,10 @@ class Rejection(BaseModel):
     @property
     def voids_memory(self) -> bool:
         return KINDS[self.code].voids_memory
+
+    @property
+    def of_machine(self) -> bool:
+        return KINDS[self.code].of_machine
 
     @property
     def text(self) -> str:

@@ -39,6 +39,10 @@ ENDING = 0.01, 2.0
 """The share of the minutes, and the seconds, that are kept for the end of the arms after the last round."""
 
 
+_NEVER = 1e-9
+"""With this largest spread of the A/A ratio, no machine is trusted."""
+
+
 def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float, age_seconds: float) -> None:
     """Measure the variants ``names`` (none: all) until ``minutes`` after the process's start, and rank them.
 
@@ -188,7 +192,8 @@ class Look:
             self._leave_out(name, f"dropped: it costs {about}{costs[name]:.0f} s a round")
 
     def _leave_out(self, name: str, why: str) -> None:
-        self.absent[name] = why
+        seen = self._looked_at()[0].get(name)
+        self.absent[name] = why = f"{why}; its first sample: {_cells(seen)}" if seen else why
         self.chosen.remove(name)
         self._drawn = 0
         say(f"try: {name}: {why}")
@@ -202,21 +207,15 @@ class Look:
     def _show(self, news: str) -> None:
         """Redraw the table on a terminal; elsewhere say one line."""
         ratios, noises = self._looked_at()
-        figures = next(iter(ratios.values()), {})
-        cells = {name: [_cell(ratio) for ratio in of_variant.values()] for name, of_variant in ratios.items()}
-        if noises:
-            cells["A/A"] = [_cell(noise) for noise in noises.values()]
+        rows = ratios | ({"A/A": noises} if noises else {})
         if not sys.stdout.isatty():
-            rows = [
-                f"{name} {', '.join(f'{figure.word} {cell}' for figure, cell in zip(figures, texts, strict=True))}"
-                for name, texts in cells.items()
-            ]
-            say(f"try: {'; '.join([news, *rows])}")
+            say(f"try: {'; '.join([news, *(f'{name} {_cells(seen)}' for name, seen in rows.items())])}")
             return
-        width = max(map(len, [*cells, "variant"]))
+        width = max(map(len, [*rows, "variant"]))
+        cells = {"variant": [figure.noun for figure in next(iter(rows.values()), {})]}
+        cells |= {name: [_cell(ratio) for ratio in seen.values()] for name, seen in rows.items()}
         lines = [f"try: {news}; {max(0.0, self._left()):.0f} s left"]
-        for name, texts in ({"variant": [figure.noun for figure in figures]} | cells).items():
-            lines.append(f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts))
+        lines += [f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts) for name, texts in cells.items()]
         columns = shutil.get_terminal_size().columns - 1
         with tqdm.external_write_mode(file=sys.stdout):
             sys.stdout.write(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "")
@@ -227,8 +226,18 @@ class Look:
         arms, baseline = self.arms, self.config.compare.baseline
         if not self.rounds:  # the first samples, without a control: nothing shows the noise
             arms = [*arms, *(arm.model_copy(update={"role": "aa_control"}) for arm in arms if arm.variant == baseline)]
+        if not arms:
+            return {}, {}
+        compare = self.config.compare
         cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self._left()), self.minutes)
-        ratios, noises = sessions.looked_at(arms, self.config.compare, cost) if arms else ({}, {})
+        ratios, noises = sessions.looked_at(arms, compare, cost)
+        if why := next((noise.why_untrusted for figure, noise in noises.items() if figure is THROUGHPUT), None):
+            # If most rounds were disturbed, their speeds show sides that lie beyond the noise, but no sizes.
+            never = compare.model_copy(update={"max_spread": _NEVER})
+            of_disturbed, noise = sessions.looked_at([*map(_disturbed, arms)], never, cost)
+            for name, ratio in of_disturbed.items():
+                ratios[name][THROUGHPUT] = ratio[THROUGHPUT].model_copy(update={"why_untrusted": f"throughput: {why}"})
+            noises[THROUGHPUT] = noise[THROUGHPUT]
         return ratios, noises if self.rounds else {}
 
     def ranking(self) -> list[str]:
@@ -248,8 +257,7 @@ class Look:
         doubts = {ratio.why_untrusted for of in ratios.values() for ratio in of.values() if ratio.why_untrusted}
         lines += facts.sentences(sorted(doubts)) if self.rounds else []
         if noises:
-            aa = ", ".join(f"{figure.noun} {_cell(noise)}" for figure, noise in noises.items())
-            lines.append(f"The baseline against itself: {aa}.")
+            lines.append(f"The baseline against itself: {_cells(noises)}.")
         if self.kept:
             lines.append(
                 f"{self.kept} keeps the rounds: a bench of the same variants, begun within an hour, goes on from them; "
@@ -258,11 +266,26 @@ class Look:
         return lines
 
 
+def _disturbed(arm: Arm) -> Arm:
+    """Return ``arm`` with the speeds that were rejected because the machine was disturbed."""
+    samples = (
+        sample.model_copy(update={"samples_per_second": sample.disturbed_samples_per_second, "rejections": ()})
+        if sample.disturbed_samples_per_second
+        else sample
+        for sample in arm.samples
+    )
+    return arm.model_copy(update={"samples": tuple(samples)})
+
+
 def _cell(ratio: Difference) -> str:
     """Return the estimate, with the interval if there is one."""
     if ratio.estimate is None:
         return "unknown"
     return facts.estimate(ratio) + (f" ({facts.interval(ratio)})" if ratio.low is not None else "")
+
+
+def _cells(ratios: Mapping[Figure, Difference]) -> str:
+    return ", ".join(f"{figure.word} {_cell(ratio)}" for figure, ratio in ratios.items())
 
 
 def _told(figure: Figure, ratio: Difference, minutes: str) -> str:

@@ -146,10 +146,14 @@ def joined(
         for figure in FIGURES
         if figure.over_ranks and figure.field in figures[0]
     }
+    disturbed = {}
+    if rejected and all(rejection.of_machine for rejection in rejected):
+        disturbed["disturbed_samples_per_second"] = figures[slowest]["samples_per_second"]
     arithmetic = () if joined.get(ARITHMETIC.field) is None else [values[ARITHMETIC.field] for values in figures]
     return Window.model_validate(
         {
             **joined,
+            **disturbed,
             **(waits(arithmetic, 1e3 * max(seconds) / min(steps), joined[INPUT_WAIT.field]) if arithmetic else {}),
             "arithmetic_rank_ms": arithmetic,
             "measured_steps": min(steps),
