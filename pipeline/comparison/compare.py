@@ -26,6 +26,7 @@ class Judgement(NamedTuple):
     """A variant's verdict, and the reasons behind it."""
 
     verdict: Verdict
+    possible: tuple[Verdict, ...]
     reasons: tuple[str, ...]
     shared_reasons: tuple[str, ...]
 
@@ -62,7 +63,8 @@ def judge(
     reasons = advice.of_variant(
         outcomes, ratios, accuracy, table.bench, of_machine, stopped=arms[0].settled, as_baseline=as_baseline
     )
-    return Judgement(verdicts.verdict(list(outcomes.values())), *reasons)
+    verdict, possible = verdicts.verdict([*outcomes.values()]), verdicts.possible([*outcomes.values()])
+    return Judgement(verdict, tuple(possible) if verdict == "undecided" else (), *reasons)
 
 
 def compare(

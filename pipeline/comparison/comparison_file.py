@@ -115,6 +115,8 @@ class Compared(ByFigure):
 
     verdict: Verdict | None = None
     """None for the baseline, like throughput, memory and accuracy."""
+    possible: tuple[Verdict, ...] = Field((), exclude_if=operator.not_)
+    """The verdicts between which further rounds would choose, if the verdict is undecided."""
     reasons: tuple[str, ...] = ()
     """What is decided although the verdict is not; why a quantity is untrusted or undecided, and what would help; what
     correlated rounds did to an interval. If the variant's techniques are skipped, so that it trains like the baseline,
@@ -164,6 +166,11 @@ class Compared(ByFigure):
     def of(self, figure: Figure) -> Any:
         """Return the value of ``figure``; None if it is unknown or not trusted."""
         return self.figures.get(figure.field)
+
+    @property
+    def badge(self) -> str | None:
+        """The verdict or, if only two verdicts are possible, both."""
+        return " or ".join(self.possible) if len(self.possible) == 2 else self.verdict
 
 
 class Share(ByFigure):

@@ -11,7 +11,7 @@ from pipeline.comparison.comparison_file import Compared, Comparison, Share
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count
 from pipeline.files import differing
-from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, plain_percent, points, times
+from pipeline.pages import JOINED, UNTRUSTED, bare, between, heading, percent, plain_percent, points, times
 from pipeline.results import Bench, Ledger, ScoreName, rejections
 from pipeline.results.figures import QUANTITIES, THROUGHPUT
 
@@ -53,13 +53,13 @@ def advice(comparison: Comparison) -> str:
         for compared in others
         if compared.verdict == UNTRUSTED
     }
-    has = [f"`{name}` has {' and '.join(text for _, text in figures)}" for name, figures in known.items() if figures]
+    has = [f"`{name}`, {' and '.join(text for _, text in figures)}" for name, figures in known.items() if figures]
     nevertheless = [f"decided nevertheless: {'; '.join(has)}"] if has else []
     if not judged:
         return "".join(sentences(nevertheless))
     take, best = [], comparison.champion
     if best:
-        gain = f": {interval(best.ratio)} times the {best.quantity}" if best.ratio else ""
+        gain = f": {change(best.quantity, best.ratio)}" if best.ratio else ""
         take.append(f"`{best.variant}`{gain}")
     saving = {compared.variant: said for compared in judged if compared.on_front and (said := _saving(compared))}
     take += saving.values()
@@ -87,14 +87,29 @@ def _saving(compared: Compared) -> str:
     if compared.verdict not in ("trades", "undecided") or not gains:
         return ""
     (need, gain), *_ = gains
-    return f"`{compared.variant}` if {need}: {gain} at {' and '.join(text for _, text in price)}"
+    return f"`{compared.variant}` if {need}: {gain}, but {' and '.join(text for _, text in price)}"
 
 
-_NEEDS = {
-    **{figure.noun: (figure.need, f"times the {figure.word}") for figure in QUANTITIES},
-    "accuracy": ("accuracy counts most", "points of accuracy"),
-}
-"""Quantity -> when it matters, and the unit of its interval."""
+_NEEDS = {figure.noun: figure.need for figure in QUANTITIES} | {"accuracy": "accuracy counts most"}
+"""Quantity -> when it matters."""
+_CHANGES = {figure.noun: (f"less {figure.word}", f"more {figure.word}") for figure in QUANTITIES}
+_CHANGES[THROUGHPUT.noun] = "slower", "faster"
+
+
+def change(noun: str, difference: Difference) -> str:
+    """Return the interval in words, such as "17 to 21% slower"; from twice the baseline's figure on, as a ratio."""
+    low, high = difference.bounds
+    if difference.unit == "fraction":
+        return f"{interval(difference)} points of accuracy"
+    if difference.low is None or low >= 2:
+        return f"{interval(difference)} times the {noun}"
+    less, more = _CHANGES[noun]
+    ends = (1 - high, 1 - low) if high <= 1 else (low - 1, high - 1)
+    if low < 1 < high:
+        return f"{percent(1 - low, 0)} {less} to {percent(high - 1, 0)} {more}"
+    decimals = 0 if round(100 * ends[0]) < round(100 * ends[1]) else 1
+    nearest, furthest = (f"{100 * end:.{decimals}f}" for end in ends)
+    return f"{nearest if nearest == furthest else between(nearest, furthest)}% {less if high <= 1 else more}"
 
 
 def _figures(compared: Compared, decision: str) -> list[tuple[str, str]]:
@@ -102,11 +117,11 @@ def _figures(compared: Compared, decision: str) -> list[tuple[str, str]]:
     difference that is not decided is marked as such."""
     figures = []
     for noun, difference in quantities(compared).items():
-        (need, unit), size = _NEEDS[noun], interval(difference)
         if difference.decision == decision:
             remark = " (not decided yet)" if decision == "undecided" else ""
-            known = difference.low is not None
-            figures.append((need, f"{size} {unit}{remark}" if known else f"an unknown {noun}, with {size}"))
+            known = f"{change(noun, difference)}{remark}"
+            unknown = f"an unknown {noun}, with {interval(difference)}"
+            figures.append((_NEEDS[noun], unknown if difference.low is None else known))
     return figures
 
 

@@ -36,6 +36,8 @@ class Row(NamedTuple):
     about: str
     """What the row's name stands for, in a few words."""
     cells: tuple[Cell, ...]
+    badge: str | None = None
+    """The text of the verdict's badge."""
 
 
 class Table(NamedTuple):
@@ -70,7 +72,7 @@ def _of_variants(heading: str, columns: Sequence[Column], comparison: Comparison
     rows = []
     for compared in comparison.variants:
         cells = tuple(column.cell(compared) for column in columns)
-        rows.append(Row(compared.variant, compared.verdict, facts.techniques(compared), cells))
+        rows.append(Row(compared.variant, compared.verdict, facts.techniques(compared), cells, compared.badge))
     return Table(heading, tuple((column.heading, column.definition) for column in columns), tuple(rows))
 
 
@@ -268,6 +270,6 @@ def shares(comparison: Comparison) -> Table:
         ratios = (share.added_throughput, share.stacked_throughput, share.added_memory, share.stacked_memory)
         texts = [*map(facts.lines, ratios), facts.share_accuracy(share)]
         cells = tuple(Cell(lines[0], lines[1:]) if lines else Cell(DASH) for lines in texts)
-        rows.append(Row(share.technique, share.verdict, f"in {share.variant}", cells))
+        rows.append(Row(share.technique, share.verdict, f"in {share.variant}", cells, share.verdict))
     headings = tuple((column, "") for column in (*columns, "Accuracy, added"))
     return Table("Each technique's own share", headings, tuple(rows), "Technique")

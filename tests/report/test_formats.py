@@ -61,3 +61,18 @@ def test_too_few_pairs_have_no_interval() -> None:
     few = ratio(low=None, high=None, pairs=4, decision="undecided")
     assert plain(facts.text(few)) == "1.42x undecided (too few accepted rounds (4) for an interval)"
     assert plain(facts.text(make_accuracy([0.0003]))) == "+0.03 points undecided (too few seeds (1) for an interval)"
+
+
+@pytest.mark.parametrize(
+    ("noun", "low", "high", "text"),
+    [
+        ("throughput", 0.79, 0.83, "17 to 21% slower"),
+        ("peak memory", 0.43, 0.46, "54 to 57% less memory"),
+        ("throughput", 1.382, 1.384, "38.2 to 38.4% faster"),
+        ("throughput", 0.96, 1.02, "4% slower to 2% faster"),
+        ("peak memory", 0.55, 0.55, "45.0% less memory"),
+        ("energy a sample", 2.1, 2.4, "2.10 to 2.40 times the energy a sample"),
+    ],
+)
+def test_a_change_speaks_in_per_cent(noun: str, low: float, high: float, text: str) -> None:
+    assert plain(facts.change(noun, ratio(estimate=(low * high) ** 0.5, low=low, high=high))) == text

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeline.report import html, markdown
-from tests.factories import make_result
+from tests.factories import make_result, make_run
 from tests.report.conftest import HOSTILE, Made, made
 from tests.report.reader import Page
 
@@ -26,8 +26,23 @@ def test_colours_and_brackets_show_the_decisions(verdicts: Page) -> None:
     badges = [attributes["class"].split()[1] for attributes in verdicts.all("span", "badge")]
     assert badges[:6] == ["pays", "costs", "neutral", "trades", "undecided", "untrusted"]
     assert [len(verdicts.all("span", kind)) for kind in ("better", "worse")] == [2, 2]
-    assert len(verdicts.all("span", "unbelieved")) == 1
+    assert len(verdicts.all("span", "unbelieved")) == 1  # in the card
     assert ".unbelieved { color: var(--soft);" in verdicts.style
+
+
+def test_a_badge_names_the_two_verdicts_that_remain() -> None:
+    measured = [make_result(name, [make_run(seed) for seed in range(3)]) for name in ("baseline", "other")]
+    slightly = made(measured, throughput={"other": 1.03}, memory={"other": 1.2}, rejected={})
+    assert slightly.comparison.variants[1].verdict == "undecided"
+    assert "costs or trades" in Page(html(*slightly)).heard
+    assert "is **costs or trades**" in markdown(slightly.comparison)
+
+
+def test_the_answer_has_large_numerals_below_the_intervals(page: Page) -> None:
+    heard = page.heard
+    assert heard.index("[Intervals. ddp") < heard.index("[The answer]") < heard.index("What the verdicts rest on")
+    assert len(page.all("dl", "numerals")) == 2  # the baseline has none
+    assert page.all("circle", "") and page.all("g", "point")
 
 
 def test_pictures_have_a_whisker_for_each_interval(page: Page, usual: Made) -> None:
