@@ -34,8 +34,8 @@ def test_a_badge_names_the_two_verdicts_that_remain() -> None:
     measured = [make_result(name, [make_run(seed) for seed in range(3)]) for name in ("baseline", "other")]
     slightly = made(measured, throughput={"other": 1.03}, memory={"other": 1.2}, rejected={})
     assert slightly.comparison.variants[1].verdict == "undecided"
-    assert "costs or trades" in Page(html(*slightly)).heard
-    assert "is **costs or trades**" in markdown(slightly.comparison)
+    assert "trades or costs" in Page(html(*slightly)).heard
+    assert "is **trades or costs**" in markdown(slightly.comparison)
 
 
 def test_the_answer_has_large_numerals_below_the_intervals(page: Page) -> None:
