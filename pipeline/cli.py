@@ -33,7 +33,7 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
     *("try", "gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor", "submit"),
-    *("techniques", "variants", "init", "script", "schema"),
+    *("history", "techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
 STARTED_BY_OTHERS = ("follow", "arms", "host")
@@ -460,6 +460,18 @@ def _compare(_: argparse.Namespace) -> None:
     sessions = [results.read_bench(), *results.read_sessions()]
     report.write(compare(measured, histories, sessions, config.compare, recorded, made_of(measured)), histories)
     say(f"report: {report.REPORTS / 'comparison.html'}")
+
+
+def _history(_: argparse.Namespace) -> None:
+    """Show each variant's ratios over sessions and commits, and where they changed; write reports/history.*."""
+    from pipeline import params, report, results
+    from pipeline.comparison.trends import trends
+
+    benches = [*results.read_sessions(), *results.read_sessions(results.KEPT_BENCHES)]
+    if not benches:
+        raise ConfigError(f"history: found no bench in {results.SESSIONS} or {results.KEPT_BENCHES}; run `dvc repro`.")
+    benches.sort(key=lambda bench: bench.session.start_utc, reverse=True)
+    report.write_history(trends(benches, params.load().compare))
 
 
 def _publish(_: argparse.Namespace) -> Callable[[], object]:

@@ -15,6 +15,7 @@ from pipeline.comparison.champion import champion_of, on_front
 from pipeline.comparison.comparison_file import Compared, Comparison, fields_of
 from pipeline.comparison.sessions import Table, column, table_of
 from pipeline.comparison.stats import Difference, Verdict
+from pipeline.comparison.trends import trends
 from pipeline.environment import without_stages
 from pipeline.params import Compare
 from pipeline.results import Bench, HistoryRow, Result
@@ -159,6 +160,7 @@ def compare(
         sessions=tuple(summaries.of_session(session, names) for session in table.sessions),
         sessions_set_aside=table.set_aside,
         shares=ablation.shares(table, accuracies, settings.margins),
+        trends=trends(benches, settings),
         advised=values,
         bench=bench,
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.comparison.stats import Difference, Verdict
+from pipeline.comparison.trends import Trend
 from pipeline.params import Compare, Margins, VariantName
 from pipeline.results import Bench, DatasetFacts, Document, Record, Run, RunConditions, Session, Unit
 from pipeline.results.figures import QUANTITIES, Figure
@@ -270,6 +271,8 @@ class Comparison(ByFigure, Document, extra="allow"):
     """Number of benches that do not count, because their code, settings, data or environment differ."""
     shares: tuple[Share, ...]
     """Effects of the techniques of ablated variants, in the bench's order."""
+    trends: tuple[Trend, ...] = Field((), exclude_if=operator.not_)
+    """Of the variants that two or more sessions measured, whatever the code was."""
     advised: Mapping[str, float] = Field({}, exclude_if=operator.not_)
     """Setting -> the largest value that a rejection in any of the sessions advises. All texts advise this value."""
     bench: Bench

@@ -158,6 +158,12 @@ def heading(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def commit(sha: str | None) -> str:
+    """Return the first digits of a commit; a "+" at its end stands for uncommitted changes."""
+    sha = sha or UNKNOWN
+    return f"{sha.rstrip('+')[:12]}{', with uncommitted changes' if sha.endswith('+') else ''}"
+
+
 def minute(time_utc: str) -> str:
     """Return an ISO 8601 time without its seconds."""
     return time_utc[:16].replace("T", " ")

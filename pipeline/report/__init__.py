@@ -18,7 +18,8 @@ from markupsafe import escape
 
 from pipeline.comparison.comparison_file import Compared, Comparison
 from pipeline.comparison.stats import Difference
-from pipeline.errors import spelled
+from pipeline.comparison.trends import FEWEST_SESSIONS, Trend
+from pipeline.errors import say, spelled
 from pipeline.files import write_texts
 from pipeline.pages import render
 from pipeline.report import facts, pictures, tables
@@ -26,7 +27,7 @@ from pipeline.report.pictures import Histories
 from pipeline.results import REPORTS, figures
 from pipeline.results.figures import FIGURES, Figure
 
-__all__ = ["REPORTS", "history_csv", "html", "markdown", "metrics", "ratios_csv", "write"]
+__all__ = ["REPORTS", "history_csv", "html", "markdown", "metrics", "ratios_csv", "write", "write_history"]
 
 LIMIT = 65_536
 """Maximum number of characters of a comment on GitHub."""
@@ -61,6 +62,15 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
     write_texts(files)
     for stale in set((directory / "metrics").glob("*.json")) - files.keys():
         stale.unlink()
+
+
+def write_history(trends: Sequence[Trend], directory: Path = REPORTS) -> None:
+    """Write ``history.html`` and ``history.md``, and print the Markdown."""
+    content = {"trends": trends, "pictures": pictures, "facts": facts, "fewest": 2 * FEWEST_SESSIONS}
+    page = spelled(render("history.html", escape="html", **content))
+    text = spelled(render("history.md", escape="markdown", **content))
+    write_texts({directory / "history.html": page, directory / "history.md": text})
+    say(text, end="")
 
 
 def markdown(comparison: Comparison) -> str:
@@ -103,6 +113,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "comparison": comparison,
         "facts": facts,
         "figures": figures,
+        "fewest": 2 * FEWEST_SESSIONS,
         "tables": tables.tables(comparison),
         "shares": tables.shares(comparison),
     }

@@ -59,7 +59,7 @@ def advice(comparison: Comparison) -> str:
         return "".join(sentences(nevertheless))
     take, best = [], comparison.champion
     if best:
-        gain = f": {change(best.quantity, best.ratio)}" if best.ratio else ""
+        gain = f": {change(best.quantity, best.ratio)}" if best.quantity and best.ratio else ""
         take.append(f"`{best.variant}`{gain}")
     saving = {compared.variant: said for compared in judged if compared.on_front and (said := _saving(compared))}
     take += saving.values()

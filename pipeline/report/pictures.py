@@ -18,6 +18,7 @@ from pipeline.comparison.champion import pareto_front
 from pipeline.comparison.comparison_file import Comparison
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
+from pipeline.comparison.trends import Past, Trend
 from pipeline.pages import UNKNOWN, UNTRUSTED
 from pipeline.report import facts
 from pipeline.report.facts import LEDGER_PARTS
@@ -144,6 +145,18 @@ def share_forests(comparison: Comparison) -> list[Forest]:
             title = f"{figure.heading}: the techniques of {variant}"
             drawn.append(_forest(title, rows, getattr(comparison.margins, figure.margin)))
     return drawn
+
+
+def trend_forests(trends: Sequence[Trend]) -> list[tuple[Trend, Forest]]:
+    """Return each trend with its ratios, session by session."""
+
+    def row(past: Past) -> Row:
+        return Row(f"{pages.minute(past.start_utc)}, {pages.commit(past.commit)}", (_mark(past.ratio),))
+
+    return [
+        (trend, _forest(f"{trend.variant}: {trend.noun}", [*map(row, trend.past)], trend.past[0].ratio.margin))
+        for trend in trends
+    ]
 
 
 def _mark(difference: Difference | None, caption: str = "") -> Mark:

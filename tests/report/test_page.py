@@ -42,7 +42,8 @@ def test_the_answer_has_large_numerals_below_the_intervals(page: Page) -> None:
     heard = page.heard
     assert heard.index("[Intervals. ddp") < heard.index("[The answer]") < heard.index("What the verdicts rest on")
     assert len(page.all("dl", "numerals")) == 2  # the baseline has none
-    assert page.all("circle", "") and page.all("g", "point")
+    assert page.all("circle", "")
+    assert page.all("g", "point")
 
 
 def test_pictures_have_a_whisker_for_each_interval(page: Page, usual: Made) -> None:
