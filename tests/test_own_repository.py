@@ -113,7 +113,7 @@ def test_what_a_person_reads_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyP
     twin, text = compared(own)
     assert (twin["verdict"], twin["throughput"]["decision"], twin["accuracy"]["low"]) == ("undecided", "better", None)
     headline = next(line for line in text.splitlines() if line.startswith("**"))
-    assert re.match(r"\*\*Take `twin` if speed counts most: 1\.1.* times the speed at .*an unknown accuracy", headline)
+    assert re.match(r"\*\*Take `twin` if speed counts most: 1\d.*% faster, but .*an unknown accuracy", headline)
 
     # A job whose seeds all give the same weights may ignore its seed; then training again is no remedy.
     own.edit({"train.seeds": [0, 1], "train.learning_rate": 1.0e-30, "variants": {"baseline": {}}})

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.comparison.stats import Difference, Verdict
-from pipeline.comparison.trends import Trend
 from pipeline.params import Compare, Margins, VariantName
 from pipeline.results import Bench, DatasetFacts, Document, Record, Run, RunConditions, Session, Unit
 from pipeline.results.figures import QUANTITIES, Figure
@@ -234,6 +233,43 @@ class SessionSummary(ByFigure, Session, extra="allow"):
     noise_memory: Difference
     variants: tuple[str, ...]
     """The variants that the session measured in their present form, even if their ratios are untrusted."""
+
+
+class Past(Record):
+    """The ratio of one session, in which the code stayed the same."""
+
+    start_utc: str
+    commit: str | None
+    ratio: Difference
+
+
+class Change(Record):
+    """The place in a trend where the sessions before and after it differ most."""
+
+    sessions_before: int
+    ratio: Difference
+    """The sessions after the place in ratio to those before it. Its interval allows for the choice of the place."""
+
+
+class Trend(Record):
+    """A variant's ratio to the baseline in one figure, the oldest session first."""
+
+    variant: str
+    noun: str
+    """The figure's."""
+    past: tuple[Past, ...]
+    change: Change | None
+    """None if no change is larger than the sessions' scatter explains."""
+
+    @property
+    def since(self) -> Past | None:
+        """The first session after the change."""
+        return self.past[self.change.sessions_before] if self.change else None
+
+    @property
+    def until(self) -> Past | None:
+        """The last session before the change."""
+        return self.past[self.change.sessions_before - 1] if self.change else None
 
 
 class Comparison(ByFigure, Document, extra="allow"):

@@ -8,53 +8,17 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from pipeline.comparison import stats
+from pipeline.comparison.comparison_file import Change, Past, Trend
 from pipeline.comparison.sessions import distinct, table_of
 from pipeline.comparison.stats import Difference
 from pipeline.params import Compare
-from pipeline.results import Bench, Record, sessions_of
+from pipeline.results import Bench, sessions_of
 from pipeline.results.figures import QUANTITIES
 
 FEWEST_SESSIONS = 2
 """A change is confirmed by as many sessions before it, and after it."""
 LEAST_ERROR = 1e-6
 """Standard error that is assumed where all sessions agree exactly."""
-
-
-class Past(Record):
-    """The ratio of one session, in which the code stayed the same."""
-
-    start_utc: str
-    commit: str | None
-    ratio: Difference
-
-
-class Change(Record):
-    """The place in a trend where the sessions before and after it differ most."""
-
-    sessions_before: int
-    ratio: Difference
-    """The sessions after the place in ratio to those before it. Its interval allows for the choice of the place."""
-
-
-class Trend(Record):
-    """A variant's ratio to the baseline in one figure, the oldest session first."""
-
-    variant: str
-    noun: str
-    """The figure's."""
-    past: tuple[Past, ...]
-    change: Change | None
-    """None if no change is larger than the sessions' scatter explains."""
-
-    @property
-    def since(self) -> Past | None:
-        """The first session after the change."""
-        return self.past[self.change.sessions_before] if self.change else None
-
-    @property
-    def until(self) -> Past | None:
-        """The last session before the change."""
-        return self.past[self.change.sessions_before - 1] if self.change else None
 
 
 def trends(benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:

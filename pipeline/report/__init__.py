@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from markupsafe import escape
 
-from pipeline.comparison.comparison_file import Compared, Comparison
+from pipeline.comparison.comparison_file import Compared, Comparison, Trend
 from pipeline.comparison.stats import Difference
-from pipeline.comparison.trends import FEWEST_SESSIONS, Trend
+from pipeline.comparison.trends import FEWEST_SESSIONS
 from pipeline.errors import say, spelled
 from pipeline.files import write_texts
 from pipeline.pages import render

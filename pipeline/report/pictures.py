@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 from pipeline import pages
 from pipeline.comparison.champion import pareto_front
-from pipeline.comparison.comparison_file import Comparison
+from pipeline.comparison.comparison_file import Comparison, Past, Trend
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
-from pipeline.comparison.trends import Past, Trend
 from pipeline.pages import UNKNOWN, UNTRUSTED
 from pipeline.report import facts
 from pipeline.report.facts import LEDGER_PARTS

@@ -28,7 +28,7 @@ from pipeline.tracking.comparisons import RUN, Child, Wanted
 
 NOTE = "mlflow.note.content"
 VERDICT = "verdict"
-"""Tag of a child: its variant's verdict. A parent has one tag ``verdict.<variant>`` per variant."""
+"""Tag of a child: its variant's verdict. A parent has one tag, with the reasons, ``verdict.<variant>`` per variant."""
 REJECTIONS = "rejections"
 """Tag of a child: why numbers of the run were rejected. A parent has one tag ``rejections.<variant>`` per variant: the
 variant's rejected samples in the bench."""
@@ -122,8 +122,9 @@ def verdicts(comparison: Comparison) -> dict[str, str]:
 
 
 def columns(comparison: Comparison) -> dict[str, dict[str, str]]:
-    """Return variant -> tags of its children, for a table: the verdict, the compared figures, the accuracy."""
-    tags = {variant: {VERDICT: verdict} for variant, verdict in verdicts(comparison).items()}
+    """Return variant -> tags of its children, for a table: the verdict, the compared figures, the accuracy. The
+    reasons behind a verdict are tags of the parent, because a column of the table has room for few words."""
+    tags = {compared.variant: {VERDICT: compared.badge or "baseline"} for compared in comparison.variants}
     for compared in comparison.variants:
         for figure in QUANTITIES:
             value, ratio = compared.of(figure), compared.ratios.get(figure)
