@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,44 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import Dataset, Split
 from pipeline.environment import code
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.models.finetuning import INDEX, WeightsError
 from pipeline.params import check_names, parse
 from pipeline.plans import plan as plan_of
 from pipeline.training.checkpoints import state_sha256
+from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of
 from tests.nets import ALONE
 from tests.parallel import CPU
-from tests.trainings import DATA, TRAIN, ledgers, make_training, settings_of
+from tests.trainings import (
+    DATA,
+    LENGTH,
+    TRAIN,
+    VOCABULARY,
+    learned,
+    ledgers,
+    make_training,
+    resumes_exactly,
+    settings_of,
+)
+
+
+def steps_of_three(split: str) -> Split:
+    """Return windows of tokens, each of which is its predecessor plus three."""
+    windows = getattr(DATA["language_model"], split).arrays["inputs"].long()
+    return Split({"inputs": ((windows[:, :1] + 3 * torch.arange(LENGTH + 1)) % VOCABULARY).to(torch.uint16)})
+
 
 CAUSAL = settings_of("language_model")
 
 
 @pytest.fixture(scope="module")
 def pretrained() -> dict[str, torch.Tensor]:
-    """The weights of a language model that has been trained for an epoch; its last layer is tied to its first."""
+    """The weights of a language model that has been trained; its last layer is tied to its first."""
     training = make_training(DATA["language_model"], train=CAUSAL, seed=7)
-    training.advance(training.batches.steps_per_epoch)
+    learned(training)
     return training.weights()
 
 
@@ -97,6 +116,59 @@ def test_other_weights_are_another_training(pretrained: dict[str, torch.Tensor],
         digests.append({name: code.of_variant(plan) for name, plan in plans.items()})
     assert digests[0]["baseline"] != digests[1]["baseline"]
     assert digests[0]["own"] == digests[1]["own"], "a variant's own model begins with new weights"
+
+
+def test_full_and_low_rank_tuning_learn_from_weights(pretrained: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    torch.save(pretrained, tmp_path / "state.pt")
+    begins = {"weights": str(tmp_path / "state.pt"), "epochs": 10, "history_every_steps": 1, "learning_rate": 0.02}
+    rank, every_layer = 4, {"targets": ["*"], "rank": 4}
+    data = replace(DATA["language_model"], train=steps_of_three("train"), test=steps_of_three("test"))
+
+    def tuned(**applied: Any) -> Training:
+        return make_training(data, train=CAUSAL.model_copy(update=begins), **applied)
+
+    full, low = tuned(), tuned(lora=every_layer)
+    starts = full.evaluate().loss
+    assert low.evaluate().loss == starts, "B begins with zeros"
+    losses = [learned(training) for training in (full, low)]
+    assert losses[0][0][0] == losses[1][0][0]
+    assert losses[0][1] < losses[1][1] < 0.8 * starts
+
+    kept, names = (
+        low.weights(),
+        {f"{n}.{part}" for n in (1, 2) for part in ("attention.query_key_value", "attention.out")},
+    )
+    names |= {f"{n}.mlp.{part}" for n in (1, 2) for part in (0, 2)}
+    assert kept.keys() == pretrained.keys()
+    changed = {name for name in kept if not torch.equal(kept[name], pretrained[name])}
+    assert changed == {f"{name}.weight" for name in names}, "the tied head, norms and biases are as before"
+    for name in changed:
+        values = torch.linalg.svdvals((kept[name] - pretrained[name]).double())
+        assert values[rank] < 1e-4 * values[0] < values[rank - 1]
+    sizes = {kept[name].shape for name in changed}
+    assert sizes == {(48, 16), (16, 16), (64, 16), (16, 64)}
+    assert conditions_of(low, "a CPU").trained_count == 2 * rank * (64 + 32 + 80 + 80)
+
+    deployed = make_training(data, train=CAUSAL)
+    deployed.model.load_state_dict(kept)
+    assert deployed.evaluate() == low.score
+    assert resumes_exactly(*(tuned(lora=every_layer) for _ in range(3)))
+    plain, adapted = ledgers(full), ledgers(low)
+    for measured, foreseen in (plain, adapted):
+        assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert adapted[0].optimizer_state_bytes < 0.5 * plain[0].optimizer_state_bytes
+
+
+def test_patterns_of_adapters_must_match(digits: Dataset) -> None:
+    for settings, problem in (
+        (
+            {"targets": ["*.attention"]},
+            r"variants.\w+.lora.targets: '\*.attention' matches no linear .*\['2.1'\] in Seq",
+        ),
+        ({"targets": ["*"], "train": ["head.*"]}, "lora.train: 'head.*' matches no parameter, such as 2.1.bias"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            make_training(digits, lora=settings)
 
 
 FROZEN = TRAIN.model_copy(update={"model": "shufflenet_v2_x0_5", "frozen": ["conv?.*", "stage*"]})

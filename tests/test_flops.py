@@ -70,6 +70,14 @@ def test_a_frozen_part_computes_no_gradients() -> None:
     assert counted(frozen=["0.*"]).model_per_sample == FIRST + 2 * SECOND + 3 * LINEAR
 
 
+def test_adapters_are_counted_in_place_of_the_weights() -> None:
+    rank, inputs, outputs = 2, 32, CLASSES
+    count = counted(lora={"targets": ["*"], "rank": rank})
+    # A and its gradient; B, its gradient and that of its input. Nothing before A has a gradient.
+    factors = 2 * (2 * inputs * rank) + 3 * (2 * rank * outputs)
+    assert count.model_per_sample == count.executed_per_sample == FORWARD + factors
+
+
 def test_checkpointing_computes_its_blocks_once_more() -> None:
     count = counted(activation_checkpointing=True)
     assert len(list(blocks(net(channels=3, height=8, width=8, classes=10)))) == 3

@@ -336,6 +336,10 @@ def test_what_is_frozen_stays_or_is_found(claimed: Claimed) -> None:
     thaws: dict[str, Any] = {"extra": {"thaws": {}}}
     claims = claimed({"sound": {}, "thawed": thaws}, model="own_nets:noisy", frozen=["0.*"])
     assert [of(claims, name, "7 frozen tensors").holds for name in ("sound", "thawed")] == [True, False]
+    adapted = {"lora": {"targets": ["2.*"], "rank": 2, "train": ["2.1.bias"]}}
+    claims = claimed({"sound": adapted, "thawed": thaws | adapted}, model="own_nets:noisy")
+    for claim in ("8 frozen tensors", "the changes of 1 layer have rank 2"):
+        assert [of(claims, name, claim).holds for name in ("sound", "thawed")] == [True, False]
 
 
 def test_a_bound_without_a_fault_beyond_answers_nothing(claimed: Claimed) -> None:

@@ -114,6 +114,9 @@ class Entry(BaseModel):
     for each other in every step."""
     recomputes: bool = False
     """Whether the technique makes a step repeat floating-point operations."""
+    trains_less: bool = False
+    """Whether the technique trains other parameters than the model's own. The operations that a step needs are then
+    counted with it."""
     needs_measuring: bool = False
     """Whether the technique's memory must be measured, because the estimate with fake tensors cannot predict it."""
     roundoff: float = 2.0**-24

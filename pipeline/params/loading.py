@@ -19,7 +19,7 @@ from pipeline.params import sections
 from pipeline.params.catalogue import CATALOGUE, contradiction, extra_problems, misplaced
 from pipeline.params.commands import SEED, Command, command_of
 from pipeline.params.sections import Section, Train, VariantName
-from pipeline.params.variants import Distillation, Variant
+from pipeline.params.variants import Distillation, Lora, Variant
 
 PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
@@ -381,7 +381,8 @@ def _mistake(path: tuple[Any, ...], errors: list[Any]) -> str:
     if "missing" in kinds:
         return "missing; it is required."
     if "extra_forbidden" in kinds:
-        of_variant = Distillation if "distillation" in path[:-1] else Variant
+        own = {"distillation": Distillation, "lora": Lora}
+        of_variant = next((own[key] for key in path[:-1] if key in own), Variant)
         section: Any = of_variant if path[0] in ("variants", "students") else Config
         for key in path[:-1] if section is Config else ():
             annotation = section.model_fields[key].annotation

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from pipeline.params.sections import Count, Fraction, PositiveInt, ProperFraction, Section
+from pipeline.params.sections import Count, Fraction, Pattern, PositiveInt, ProperFraction, Section
 
 PARALLELISMS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")
 """Values of ``parallelism`` that use several processes."""
@@ -50,6 +50,22 @@ class Distillation(Section):
         return Path(self.teacher).expanduser() if is_file(self.teacher) else None
 
 
+class Lora(Section):
+    """Which linear layers get low-rank changes, and of which rank."""
+
+    rank: Count = 8
+    """The rank of a layer's change."""
+    alpha: PositiveFloat = 16.0
+    """The change is multiplied by alpha / rank."""
+    targets: Annotated[list[Pattern], Field(min_length=1)]
+    """Patterns of the names of linear layers, such as "*.attention.*"."""
+    train: list[Pattern] = Field(default_factory=list)
+    """Patterns of the names of parameters that are trained as without lora, such as a new head: "head.*"."""
+
+    def __str__(self) -> str:
+        return str(self.rank)
+
+
 def is_file(teacher: str) -> bool:
     """Return whether ``teacher`` is the path of a file of weights. Otherwise it is the name of a variant."""
     return "." in teacher or "/" in teacher
@@ -64,6 +80,7 @@ class Variant(Section):
     """Keyword arguments for this model."""
     distillation: Distillation | None = None
     """A variant whose teacher is a variant belongs under students."""
+    lora: Lora | None = Field(None, exclude_if=operator.not_)
 
     # parallelism
     parallelism: Literal["none", "data_parallel", "ddp", "zero1", "fsdp", "pipeline", "tensor"] = "none"

@@ -65,15 +65,18 @@ PEAKS = {
 def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """Return the operations of a forward and backward pass for one sample, and the peak throughput of the devices.
 
-    Two counts are made: of the model alone, and of the model with the variant's recomputation and teacher. The models
+    Two counts are made: of the model, with adapters, and of the model with recomputation and teacher too. The models
     run on the meta device, without arithmetic. A model that reads the values of tensors runs on the CPU instead.
     Precision and parallelism do not change the counts. Recomputation inside an attention kernel is not counted. Raises
     ModelError.
     """
     with randomness.kept():
         model = task.model()
-        recomputing = [technique(plan, ALONE) for technique in of_plan(plan) if entry(technique.name).recomputes]
-        counts = [_count(model, task, changing) for changing in ([], recomputing)]
+        made = [(entry(technique.name), technique(plan, ALONE)) for technique in of_plan(plan)]
+        counts = [
+            _count(model, task, [one for known, one in made if known.trains_less or (repeated and known.recomputes)])
+            for repeated in (False, True)
+        ]
         if taught_by := plan.applied.distillation:
             teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)
             counts[1] += _count(teacher, task, [])

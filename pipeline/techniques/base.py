@@ -69,6 +69,8 @@ class Setup:
     model_state: Stored = field(init=False)
     """Reads and loads the state of the single-device model, even if each rank holds only a part of the model."""
     optimizer_state: Stored = field(init=False)
+    merged: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
+    """Turns the state that ``model_state`` reads into the state of the single-device model before any technique."""
     averages: Stored | None = None
     """Reads and loads the averages of the weights, in the form of ``model_state``; None without ``train.ema_decay``."""
     deployed: Callable[[], AbstractContextManager[None]] = nullcontext

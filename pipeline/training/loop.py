@@ -269,7 +269,7 @@ class Training:
     def weights(self) -> dict[str, Any]:
         """Return the state of the single-device model that is evaluated and kept. All ranks call this method together;
         a tensor of which each holds a part is a DTensor."""
-        return (self.setup.averages or self.model_state).read()
+        return self.setup.merged((self.setup.averages or self.model_state).read())
 
     def state(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on: plain values and tensors. A tensor of which each rank

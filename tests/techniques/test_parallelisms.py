@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 
 DDP, ZERO1, FSDP, TENSOR, PIPELINE = ({"parallelism": name} for name in ("ddp", "zero1", "fsdp", "tensor", "pipeline"))
 ADAMW = TRAIN.model_copy(update={"optimizer": "adamw", "learning_rate": 0.005})
+LORA = {"lora": {"targets": ["*"], "rank": 2, "train": ["1.*"]}}
 RECIPE: dict[str, Any] = {"clip_norm": 0.5, "ema_decay": 0.7, "no_decay": ["vectors"], "lr_factors": {"2.*": 2.0}}
 CLIPPED, CLIPPED_ADAMW = TRAIN.model_copy(update=RECIPE), ADAMW.model_copy(update=RECIPE | {"beta2": 0.95})
 normed_net = partial(conv_net, norm=True)
@@ -71,6 +72,7 @@ CASES = {
     "fsdp, kept": Case(FSDP | {"reshard_after_forward": False}, 1),
     "fsdp, accumulated": Case(FSDP | TWICE, 1, train=CLIPPED),
     "fsdp, frozen": Case(FSDP, 1, frozen_net),
+    "fsdp, lora": Case(FSDP | LORA, 1, alone=LORA, train=CLIPPED),
     "tensor": Case(TENSOR, uncut(headed_net, HEAD), headed_net, train=CLIPPED),
     "tensor, checkpointed": Case(TENSOR | {"activation_checkpointing": True}, uncut(headed_net, HEAD), headed_net),
     "tensor, transformer": Case(TENSOR | TWICE, uncut(SmallTransformer, MLPS), SmallTransformer, alone=TWICE),

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline import params, tasks
 from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError, PipelineError, count
 from pipeline.measurement.updates import relative_difference
+from pipeline.models import optimizers
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.processes import randomness
+from pipeline.techniques.lora import targets
 from pipeline.tools.verification import observing
 from pipeline.tools.verification.observing import Nature, Observed, Trial
 from pipeline.training.assembly import planned
@@ -169,7 +172,15 @@ class Verifier:
         changes = {entry.changes for entry in params.requested(plan.applied)}
         idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
         of_frozen = bool(self._kept(plan))
-        return len(plan.skipped) + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + of_frozen + 3
+        return (
+            len(plan.skipped)
+            + 3 * ("rounding" in changes)
+            + ("nothing" in changes)
+            + idle
+            + of_frozen
+            + bool(plan.applied.lora)
+            + 3
+        )
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
         """Yield the claims of the plan's variant. The note of a claim that cannot be tried here says why."""
@@ -194,6 +205,7 @@ class Verifier:
         yield from self._against_one_device(plan, entries)
         yield from self._unchanged(plan, entries)
         yield from self._frozen(plan, moved)
+        yield from self._low_rank(plan, first, moved)
         yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
         yield evaluated(plan, first)
@@ -311,12 +323,42 @@ class Verifier:
             claim = f"{count(len(kept), 'frozen tensor')}: as before, after {self.steps} steps"
             yield Claim(plan.name, claim, changed, 0, not changed, "values")
 
+    def _low_rank(self, plan: Plan, first: Observed, moved: Mapping[str, torch.Tensor]) -> Iterator[Claim]:
+        """Yield the claim that the weights of adapted layers have changed by matrices of the rank of lora.
+
+        The bound is for the singular value after the last that may differ from zero, relative to the first. It is the
+        size of the rounding of the changed weights to float32, as a random matrix has it.
+        """
+        settings, after = plan.applied.lora, _weights(first.file)
+        if settings is None:
+            return
+        worst, bound = 0.0, 0.0
+        for name in self._adapted(plan):
+            values = torch.linalg.svdvals(moved[name])
+            rounding = FLOAT32 * after[name].abs().max().item() * sum(size**0.5 for size in moved[name].shape)
+            if len(values) > settings.rank and values[0] > 0:
+                found, allowed = (float(value / values[0]) for value in (values[settings.rank], rounding))
+                worst, bound = max((worst, bound), (found, allowed), key=lambda pair: pair[0] - pair[1])
+        claim = f"the changes of {count(len(self._adapted(plan)), 'layer')} have rank {settings.rank}"
+        yield Claim(plan.name, claim, worst, bound, worst <= bound, "relative")
+
+    def _adapted(self, plan: Plan) -> list[str]:
+        """Return the names of the weights that the variant changes by adapters."""
+        settings = plan.applied.lora
+        return [f"{name}.weight" for name in targets(self._plain(plan), settings)] if settings else []
+
+    def _plain(self, plan: Plan) -> nn.Module:
+        with randomness.kept():
+            return replace(self._small, train=plan.train).model()
+
     def _kept(self, plan: Plan) -> set[str]:
         """Return the names of the parameters that the variant does not train, and of the statistics in parts that are
         in evaluation mode."""
-        with randomness.kept():
-            model = replace(self._small, train=plan.train).model()
+        model, lora = self._plain(plan), plan.applied.lora
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        if lora:
+            frozen |= {name for name, _ in model.named_parameters() if not optimizers.matches(name, lora.train)}
+            frozen -= {*self._adapted(plan)}
         still = [(name, part) for name, part in model.named_modules() if not part.training]
         return frozen | {f"{name}.{key}" for name, part in still for key, _ in part.named_buffers(recurse=False)}
 

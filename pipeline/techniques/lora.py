@@ -1,0 +1,101 @@
+"""LoRA: train low-rank changes of linear layers, while the layers themselves stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.distributed import own_part, whole
+from pipeline.errors import ConfigError
+from pipeline.models.optimizers import matches
+from pipeline.params.variants import Lora as Settings
+from pipeline.techniques.base import Setup, Technique
+
+PARTS = ("lora_a", "lora_b")
+"""Names of an adapted layer's trained parameters."""
+
+
+class Lora(Technique):
+    """Computes W x + alpha / rank B A x in place of W x, and trains A [rank, inputs] and B [outputs, rank].
+
+    B begins with zeros, so the training begins with the model's own outputs; A begins as torch begins a linear layer.
+    All other parameters are frozen, except those that ``train`` matches. Checkpoints hold all weights beside A and B.
+    Evaluation, and the weights that are kept, have W + alpha / rank B A in place of W, and the model's own names.
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
+    """
+
+    name = "lora"
+
+    def change_model(self, setup: Setup) -> None:
+        settings, model = self.plan.applied.lora, setup.model
+        assert settings is not None
+        self._scale = settings.alpha / settings.rank
+        layers, names = targets(model, settings), [name for name, _ in model.named_parameters()]
+        linear = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+        for key, patterns, known in (("targets", settings.targets, layers), ("train", settings.train, names)):
+            if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in known)]:
+                of = (
+                    f"parameter, such as {names[-1]}" if key == "train" else f"linear layer of its own weight: {linear}"
+                )
+                raise ConfigError(
+                    f"variants.{self.plan.name}.lora.{key}: {unmatched[0]!r} matches no {of} in {type(model).__name__}."
+                )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and matches(name, settings.train))
+        for layer in layers.values():
+            _adapt(layer, settings.rank, self._scale)
+        setup.trained_count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+    def change_checkpoint(self, setup: Setup) -> None:
+        setup.merged = self._merged
+
+    def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of the model without adapters, whose changes are added to the weights."""
+        merged = {}
+        for name, held in state.items():
+            factors = [state.get(name.removesuffix("weight") + part) for part in PARTS]
+            if name.endswith(PARTS):
+                continue
+            merged[name] = held
+            if name.endswith("weight") and None not in factors:
+                first, second = whole(factors[0]), own_part(factors[1])  # a rank's rows of B make its rows of W
+                merged[name] = own_part(held) + self._scale * (second @ first.to(second.device))
+                if hasattr(held, "device_mesh"):
+                    from pipeline.techniques.sharded_state import Layout  # only with fsdp: the import takes a second
+
+                    merged[name] = Layout(held.device_mesh, held.placements, held.shape).dtensor(merged[name])
+        return merged
+
+
+def targets(model: nn.Module, settings: Settings) -> dict[str, nn.Linear]:
+    """Return the linear layers that the settings adapt, by name. A layer that shares its weight, such as a tied head,
+    is left out: the changed weight would not be that of the other layer."""
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear and matches(name, settings.targets) and uses[id(part.weight)] == 1
+    }
+
+
+class _Adapted(nn.Linear):
+    lora_a: Tensor
+    lora_b: Tensor
+    lora_scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + F.linear(F.linear(input, self.lora_a), self.lora_b) * self.lora_scale
+
+
+def _adapt(layer: nn.Linear, rank: int, scale: float) -> None:
+    """Turn ``layer`` into an adapted layer, in place, so that names, hooks and modes stay the same."""
+    first = torch.empty(rank, layer.in_features)  # drawn on the CPU: the same on each device
+    nn.init.kaiming_uniform_(first, a=5**0.5)
+    device = layer.weight.device
+    layer.register_parameter("lora_a", nn.Parameter(first.to(device)))
+    layer.register_parameter("lora_b", nn.Parameter(torch.zeros(layer.out_features, rank, device=device)))
+    layer.__class__, vars(layer)["lora_scale"] = _Adapted, scale
