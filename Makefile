@@ -7,7 +7,7 @@ BIN := .venv/bin
 # dvc.yaml calls `python`, which must be the one of .venv.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro again test test-all test-failed rehearse coverage fuzz chaos lint docs ui bench peers gpu-check hosts-check slurm-check packages image image-check docker-check services-check lock clean
+.PHONY: repro again test test-all test-failed test-weekly rehearse coverage fuzz chaos lint docs ui bench peers gpu-check hosts-check slurm-check packages image image-check docker-check services-check lock clean
 .DELETE_ON_ERROR:
 
 repro: .venv/installed
@@ -21,13 +21,16 @@ again: .venv/installed  # adds one more session of the bench to the comparison
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 test: .venv/installed-dev
-	$(PYTEST) -m 'not slow and not rehearsal'
+	$(PYTEST) -m 'not slow and not rehearsal and not weekly'
 
 test-all: .venv/installed-dev
-	$(PYTEST) -m 'not rehearsal'
+	$(PYTEST) -m 'not rehearsal and not weekly'
 
 test-failed: .venv/installed-dev  # runs the tests that failed last, one after the other
-	$(BIN)/python -m pytest -m 'not rehearsal' --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -m 'not rehearsal and not weekly' --last-failed --last-failed-no-failures none
+
+test-weekly: .venv/installed-dev  # whole jobs, and all pairs of techniques
+	$(PYTEST) -m weekly
 
 rehearse: .venv/installed-dev  # tests the code for GPUs on a simulated GPU: tests/as_if_cuda.py
 	$(PYTEST) tests/rehearsal tests/test_as_if_cuda.py
@@ -35,7 +38,7 @@ rehearse: .venv/installed-dev  # tests the code for GPUs on a simulated GPU: tes
 
 coverage: .venv/installed-dev  # prints which branches of pipeline/ the tests of `make test` do not take, processes included
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest --numprocesses=auto --dist=worksteal -m 'not slow and not rehearsal'
+	$(BIN)/python -m coverage run -m pytest --numprocesses=auto --dist=worksteal -m 'not slow and not rehearsal and not weekly'
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered --show-missing
 

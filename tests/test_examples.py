@@ -30,7 +30,7 @@ from tests.pages import blocks, commands
 from tests.trainings import OWN
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 def test_the_vision_transformer_example_runs(clone: Callable[..., Clone]) -> None:
     checkout = clone()
@@ -132,7 +132,7 @@ def by_hand(name: str, variant: str, checkout: Path) -> tuple[Any, Any]:
     return raw, outputs if targets is None else outputs * targets.std() + targets.mean()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.filterwarnings("ignore")  # warnings of MLflow
@@ -202,7 +202,7 @@ def test_resnet_50_is_planned_as_requested() -> None:
     assert techniques == {"tf32", "bf16", "channels_last", "compile", "ddp"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 def test_the_commands_of_own_technique_run(clone: Callable[..., Clone]) -> None:
     (shown,) = blocks(ROOT / "examples" / "own_technique" / "README.md", "yaml")

@@ -1057,7 +1057,7 @@ def against_head(clone: Clone, exit_code: int, **variables: Any) -> tuple[str, d
     return output, values["variants"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_comment_passes(earnest: Clone) -> None:
     training = earnest.path / "pipeline" / "training" / "loop.py"

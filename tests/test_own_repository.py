@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, SHORT, Clone
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.weekly, pytest.mark.timeout(900)]
 
 NETS = """\
 import torch

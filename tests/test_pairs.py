@@ -92,9 +92,9 @@ def test_all_other_pairs_can_be_requested(technique: Entry) -> None:
             assert partner.requested_by(asked), partner.name
 
 
-@pytest.mark.parametrize("sets", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sets", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.weekly)])
 def test_all_other_pairs_train(digits: Dataset, sets: slice) -> None:
-    """The first two variants contain most of the pairs, so the others are left to the slow tests."""
+    """The first two variants contain most of the pairs, so the others are tried each week."""
     _try_all(digits, "cpu", sets)
 
 

@@ -204,7 +204,17 @@ def test_the_weekly_run_makes_the_larger_checks(runner: Runner) -> None:
     runner.tool("sudo", '"$@"')
     ran = runner.run("weekly", "schedule")
     assert set(ran.jobs.values()) == {"success"}
-    targets = {"fuzz", "chaos", "rehearse", "services-check", "peers", "image-check", "hosts-check", "slurm-check"}
+    targets = {
+        "test-weekly",
+        "fuzz",
+        "chaos",
+        "rehearse",
+        "services-check",
+        "peers",
+        "image-check",
+        "hosts-check",
+        "slurm-check",
+    }
     assert {call[1] for call in ran.called("make")} == targets
     checks = {word for call in ran.called("sudo") for word in call if word.endswith("-check")}
     assert checks == {"hosts-check", "slurm-check"}
