@@ -137,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
     as_json = "print JSON for programs: each claim's measured difference and bound"
     parsers["verify"].add_argument("--json", action="store_true", help=as_json)
+    quick = "end within two minutes if a training step takes a second; says what this leaves out"
+    parsers["verify"].add_argument("--quick", action="store_true", help=quick)
     parsers["probe"].add_argument("--json", action="store_true", help="print JSON for programs")
     evidence = parsers["evidence"]
     evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
@@ -539,7 +541,8 @@ def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
     machine = environment.machine(config.launch)
     from pipeline.tools import verification
 
-    return partial(verification.run, config, machine, parsed.variants, PREPARED, as_json=parsed.json)
+    options = {"as_json": parsed.json, "quick": parsed.quick}
+    return partial(verification.run, config, machine, parsed.variants, PREPARED, **options)
 
 
 def _probe(parsed: argparse.Namespace) -> Callable[[], object]:

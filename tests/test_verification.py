@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import sys
@@ -629,6 +630,16 @@ def test_the_command_s_exit_code_is_the_answer(
     assert line.endswith("NO")
     assert ", 1 false. " in out
 
+    assert cli.main(["verify", "--quick"]) == 0  # the claim that is false takes longer
+    shown = capfd.readouterr()
+    assert "3 steps of 32 samples, and 199 of 359 test samples (the largest prime number up to 2,000" in shown.out
+    assert "--quick leaves out: losses and weights after several steps" in shown.out
+    assert "evaluation by one process: each of 199 samples counts once" in shown.out
+    assert "verify: 4 of 4 claims" in shown.err
+    monkeypatch.setattr(verification, "QUICK_SECONDS", 0.0)
+    assert cli.main(["verify", "--quick"]) == 1
+    assert "the time of --quick is over" in capfd.readouterr().out
+
     (here / "params.yaml").write_text(json.dumps({**params, "train": {"batch_size": 5000}}))
     assert cli.main(["verify"]) == 2
     assert "train.batch_size: found 5000, but digits has" in capfd.readouterr().err
@@ -636,6 +647,23 @@ def test_the_command_s_exit_code_is_the_answer(
 
     assert cli.main(["verify", "there-is-none"]) == 2
     assert "variants.there-is-none: no such variant" in capfd.readouterr().err
+
+
+def test_the_remaining_time_is_estimated_by_variant() -> None:
+    variants = {"baseline": {}, "ddp": {"parallelism": "ddp"}, "both": {"parallelism": "ddp", "compile": "default"}}
+    config = job(variants | {"same": {"set_to_none": False}})
+    costs = [verification.cost(plan_of(config, name, MACHINE)) for name in config.variants]
+    seconds = list(itertools.accumulate((6.0, 20.0, 100.0, 8.0)))
+    said = [
+        verification.progress(number, 4, seconds[number - 1], sum(costs[:number]), sum(costs[number:]))
+        for number in range(1, 5)
+    ]
+    left = [float(line.split()[-3]) for line in said]
+    truth = [seconds[-1] - passed for passed in seconds]
+    assert all(0.5 < estimate / true < 2 for estimate, true in zip(left[:3], truth, strict=False))
+    assert left[3] == 0
+    quick = plan_of(config, "both", MACHINE)
+    assert verification.cost(quick, quick=True) == costs[1]
 
 
 def test_under_a_launcher_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

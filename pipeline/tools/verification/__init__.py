@@ -16,21 +16,32 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from pipeline import tasks
+from pipeline import params, tasks
 from pipeline.data.prepared import check_batch
 from pipeline.data.prepared import read as read_dataset
 from pipeline.distributed import launched_size
 from pipeline.errors import PipelineError, count, own_place, say
 from pipeline.params import Config, Machine
-from pipeline.tools.verification.claims import Claim, Verifier, said
+from pipeline.plans import Plan
+from pipeline.tools.verification.claims import LEFT_OUT, UNTRIED, Claim, Verifier, said
 from pipeline.training.assembly import planned
 
 __all__ = ["Claim", "Verifier", "run"]
 
 
-def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool) -> int:
+QUICK_SECONDS = 80.0
+"""With ``quick``, the claims of no variant begin later than this."""
+PRIME = " (the largest prime number up to 2,000, or 200 with --quick, so that processes never have equal shares)"
+
+
+def run(
+    config: Config, machine: Machine, variants: Sequence[str], prepared: Path, *, as_json: bool, quick: bool = False
+) -> int:
     """Print the claims of ``variants`` (empty: of all). Return 0 if ``hold`` is true for the claims, else 1.
-    Raises PipelineError."""
+
+    ``quick``: leave out what takes long (``claims.LEFT_OUT``), and end within two minutes if a training step takes a
+    second. Raises PipelineError.
+    """
     if launched_size() is not None:
         raise PipelineError(
             "verify: found a launcher's environment, but verify starts the processes itself; run it without a launcher "
@@ -48,7 +59,7 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             check_batch(config.train.batch_size, task.dataset.name, len(task.dataset.train))
             task.check()
             task.try_step(task.model())
-            verifier = Verifier(config, machine, prepared, task, Path(folder))
+            verifier = Verifier(config, machine, prepared, task, Path(folder), quick=quick)
         about = {
             "model": config.train.model,
             "dataset": task.dataset.name,
@@ -61,20 +72,35 @@ def run(config: Config, machine: Machine, variants: Sequence[str], prepared: Pat
             say(
                 f"{about['model']} on {about['dataset']}, seed {about['seed']}: {about['steps']} steps of "
                 f"{config.train.batch_size} samples, and {verifier.tested:,} of {len(task.dataset.test):,} test "
-                f"samples. The model {said(verifier.nature)}.\n"
+                f"samples{PRIME if verifier.tested < len(task.dataset.test) else ''}. The model "
+                f"{said(verifier.nature)}.\n{f'--quick leaves out: {LEFT_OUT}.' if quick else ''}\n"
             )
             say(heading(width))
-        total = sum(map(verifier.count, plans))
-        say(f"verify: {total} claims; after each claim, the remaining time is estimated", file=sys.stderr)
-        for plan in plans:
-            for claim in verifier.claims(plan):
+        total, costs = sum(map(verifier.count, plans)), [cost(plan, quick=quick) for plan in plans]
+        say(f"verify: {total} claims; after each variant, the remaining time is estimated", file=sys.stderr)
+        for number, plan in enumerate(plans, 1):
+            late = quick and time.monotonic() - started > QUICK_SECONDS
+            unseen = Claim(plan.name, "its claims", note="the time of --quick is over", undecided=UNTRIED)
+            for claim in (unseen,) if late else verifier.claims(plan):
                 claims.append(claim)
                 if not as_json:
                     say("\n".join(claim_lines(claim, width)))
-                say(progress(len(claims), total, time.monotonic() - started), file=sys.stderr)
+            shares = sum(costs[:number]), sum(costs[number:])
+            say(progress(len(claims), total, time.monotonic() - started, *shares), file=sys.stderr)
     seconds = time.monotonic() - started
     say(claims_as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else summary(claims, seconds))
     return int(not hold(claims))
+
+
+COMPILED, ROUNDED = 4.0, 3.0
+"""How many times as long the claims of a variant take, about, if it compiles, and if its rounding is compared."""
+
+
+def cost(plan: Plan, *, quick: bool = False) -> float:
+    """Return how long the claims of a variant take, about, in relation to those of a variant without techniques."""
+    entries = params.requested(plan.applied)
+    compiled = not quick and any(entry.layer == "compiler" for entry in entries)
+    return COMPILED**compiled * ROUNDED ** any(entry.changes == "rounding" for entry in entries)
 
 
 CLAIM_WIDTH = 62
@@ -115,10 +141,10 @@ def _undecided(claims: Sequence[Claim]) -> list[str]:
     return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in decided]
 
 
-def progress(done: int, total: int, seconds: float) -> str:
-    """Return a line to print after each claim. There may be fewer claims than ``total``, because claims that could not
-    be tried may be reported as one."""
-    left = max(0, total - done) * seconds / done
+def progress(done: int, total: int, seconds: float, cost_done: float, cost_left: float) -> str:
+    """Return a line to print after each variant. There may be fewer claims than ``total``, because claims that could
+    not be tried may be reported as one. ``cost_done``, ``cost_left``: the sums of the variants' ``cost``."""
+    left = cost_left * seconds / cost_done
     return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
 
 

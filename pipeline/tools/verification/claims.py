@@ -52,6 +52,11 @@ rates. Rounding errors grow from step to step, in some trainings beyond every me
 
 Distance = Callable[[Observed, Observed], float]
 
+LEFT_OUT = (
+    "losses and weights after several steps beside those of a single device; whether the same seed gives the same "
+    "weights; whether techniques that change nothing change no bit; and torch.compile"
+)
+"""What ``quick`` leaves out."""
 PER_SAMPLE = "with dropout off and BatchNorm's statistics fixed"
 UNTRIED, UNMEASURABLE, UNPROMISED = "could not be tried", "undecidable here", "not promised"
 
@@ -139,14 +144,26 @@ def evaluated(plan: Plan, seen: Observed) -> Claim:
 class Verifier:
     """Trains variants in miniature, each as often as needed, and compares the trainings.
 
-    ``folder``: the directory for the files of the trainings.
+    ``folder``: the directory for the files of the trainings. ``quick``: train smaller miniatures, once, without
+    compiling, and claim only what they show (``LEFT_OUT``).
     """
 
-    def __init__(self, config: Config, machine: Machine, prepared: Path, task: tasks.Task, folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        machine: Machine,
+        prepared: Path,
+        task: tasks.Task,
+        folder: Path,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self.quick, self._size = quick, observing.QUICK if quick else observing.WHOLE
+        self._run = Trial("run", size=self._size)
         self.config, self.machine, self.prepared, self.folder = config, machine, prepared, folder
         self._seen: dict[tuple[str, Trial, int], Observed] = {}
-        self._small = replace(task, dataset=observing.miniature(task.dataset, config.train.batch_size))
-        self.steps = observing.EPOCHS * (len(self._small.dataset.train) // config.train.batch_size)
+        self._small = replace(task, dataset=observing.miniature(task.dataset, config.train.batch_size, self._size))
+        self.steps = self._size.epochs * (len(self._small.dataset.train) // config.train.batch_size)
         self.tested = len(self._small.dataset.test)
         """Number of test samples in the evaluation."""
         self._natures: dict[Path, tuple[Nature, Nature]] = {}
@@ -172,15 +189,10 @@ class Verifier:
         changes = {entry.changes for entry in params.requested(plan.applied)}
         idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
         of_frozen = bool(self._kept(plan))
-        return (
-            len(plan.skipped)
-            + 3 * ("rounding" in changes)
-            + ("nothing" in changes)
-            + idle
-            + of_frozen
-            + bool(plan.applied.lora)
-            + 3
-        )
+        always = len(plan.skipped) + of_frozen + bool(plan.applied.lora) + 2
+        if self.quick:
+            return always + ("rounding" in changes)
+        return always + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 1
 
     def claims(self, plan: Plan) -> Iterator[Claim]:
         """Yield the claims of the plan's variant. The note of a claim that cannot be tried here says why."""
@@ -188,8 +200,16 @@ class Verifier:
         for technique, reason in plan.skipped.items():
             yield Claim(name, f"{technique} is skipped", note=reason, undecided=UNTRIED)
         entries = params.requested(plan.applied)
+        if self.quick and (compilers := [entry for entry in entries if entry.layer == "compiler"]):
+            try:
+                plan = self._without_these(plan, compilers)
+            except _Untried as reason:
+                yield _failed(name, "the variant trains", reason)
+                return
+            entries = params.requested(plan.applied)
         try:
-            (first,), (again,) = (self._observe(plan, [Trial("run")], repeat) for repeat in (0, 1))
+            (first,) = self._observe(plan, [self._run])
+            (again,) = [first] if self.quick else self._observe(plan, [self._run], 1)
         except WorkerError as error:
             yield _failed(name, "the variant trains", error)
             return
@@ -203,10 +223,12 @@ class Verifier:
             yield Claim(name, "the variant trains", holds=False, note="no weight changed: no weight gets a gradient")
             return
         yield from self._against_one_device(plan, entries)
-        yield from self._unchanged(plan, entries)
+        if not self.quick:
+            yield from self._unchanged(plan, entries)
         yield from self._frozen(plan, moved)
         yield from self._low_rank(plan, first, moved)
-        yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
+        if not self.quick:
+            yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
         yield evaluated(plan, first)
 
@@ -246,15 +268,17 @@ class Verifier:
             no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
             yield Claim(plan.name, gradients, note=no_step, undecided=UNTRIED)
         else:
-            step = Trial("step", per_sample)
+            step = Trial("step", per_sample, size=self._size)
             (claim,) = self._compared(plan, reference, note, spoilt(step), {gradients: way_difference})
             yield claim
-            if claim.undecided == UNMEASURABLE:
+            if claim.undecided == UNMEASURABLE and not self.quick:
                 hidden = "rounding hides a fault even in the gradients of a step"
                 for wording in (losses, weights):
                     yield Claim(plan.name, wording.format(self.steps), note=hidden, undecided=UNMEASURABLE)
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
+        if self.quick:
+            return
         runs = [Trial("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
         distances = {weights: way_difference, losses: loss_difference}
         yield from reversed(self._compared(plan, reference, note, spoilt(*runs), distances))
@@ -309,8 +333,8 @@ class Verifier:
         for claim, applied, left_out in claims:
             try:
                 tried = plan if applied is plan.applied else self._planned(plan.name, applied)
-                (ours,) = self._observe(tried, [Trial("run")])
-                (plain,) = self._reference(self._without_these(plan, left_out), [Trial("run")])
+                (ours,) = self._observe(tried, [self._run])
+                (plain,) = self._reference(self._without_these(plan, left_out), [self._run])
             except (ConfigError, WorkerError) as error:
                 yield _failed(plan.name, claim, error)
             else:
@@ -382,7 +406,7 @@ class Verifier:
         claim = f"the model and the loss take {work.credited:,} samples a step"
         if compilers:
             try:
-                work = self._reference(self._without_these(plan, compilers), [Trial("run")])[0].work or work
+                work = self._reference(self._without_these(plan, compilers), [self._run])[0].work or work
             except _Untried as reason:
                 return _failed(plan.name, claim, reason)
         note = work.rejection.happened if work.missing else ""

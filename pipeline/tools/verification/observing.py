@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,18 @@ from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
 from pipeline.training.loop import Training
 from pipeline.training.outcomes import DeviceLosses, NonFiniteLoss, OutOfMemory, Work, is_out_of_memory
 
-EPOCHS, EPOCH_STEPS = 2, 10
-"""Number of epochs of the miniature, and of steps in an epoch; fewer steps if the data set is smaller."""
-TEST_SAMPLES = 2000
-"""Maximum number of test samples. The number used is prime, so that several processes never have equal shares."""
+
+class Size(NamedTuple):
+    """The size of a miniature."""
+
+    epochs: int
+    epoch_steps: int
+    """Fewer if the data set is smaller."""
+    test_samples: int
+    """At most so many. The number used is prime, so that several processes never have equal shares."""
+
+
+WHOLE, QUICK = Size(2, 10, 2000), Size(1, 3, 200)
 QUARTERS = (0.25, 0.5, 0.75)
 """Ends of the quarters that count as classes of targets that are numbers."""
 TRIED_SAMPLES = 32
@@ -94,6 +102,7 @@ class Trial:
     """Learning rate of a run, relative to the job's."""
     steps: int = 0
     """Number of steps after which a run ends; 0: all."""
+    size: Size = WHOLE
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ def _observing(plan: Plan, prepared: Path) -> Generator[Any, Any, None]:
 def observe(trial: Trial, file: Path, assembly: Assembly) -> Observed:
     """Run ``trial`` on this rank of the variant's process group, and return its results. Rank 0 writes ``file``."""
     plan = assembly.plan
-    dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale)
+    dataset = miniature(assembly.task.dataset, plan.train.batch_size // plan.scale, trial.size)
     of_job = replace(assembly.task, dataset=dataset)
     small = replace(assembly, plan=plan.with_train(**_shrunk(trial, plan)), task=of_job)
     # All ranks read these losses together, so every rank sees a loss that is not finite, and none waits for another.
@@ -201,10 +210,10 @@ def statistics_file(train: Train) -> str:
     return f"statistics-{json_sha256([train.model, train.model_options, train.weights])[:16]}.pt"
 
 
-def miniature(dataset: Dataset, batch_size: int) -> Dataset:
+def miniature(dataset: Dataset, batch_size: int, size: Size = WHOLE) -> Dataset:
     """Return the data set cut to a few batches of the training set and a part of the test set."""
-    steps = min(EPOCH_STEPS, len(dataset.train) // batch_size)
-    tested = next((n for n in range(min(TEST_SAMPLES, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
+    steps = min(size.epoch_steps, len(dataset.train) // batch_size)
+    tested = next((n for n in range(min(size.test_samples, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
     return replace(dataset, train=_part(dataset.train, max(1, steps) * batch_size), test=_part(dataset.test, tested))
 
 
@@ -236,7 +245,7 @@ def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
 
 def _shrunk(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Return the settings under ``train`` that replace the job's settings in the miniature."""
-    changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": EPOCHS, "lr_warmup_steps": None}
+    changes = {"history_every_steps": 1, "warmup_steps": 1, "epochs": trial.size.epochs, "lr_warmup_steps": None}
     if trial.what == "step":
         return changes | PLAIN_SGD | {"learning_rate": plan.scale * RATE}
     return changes | {"learning_rate": trial.rate * plan.train.learning_rate}
