@@ -15,7 +15,7 @@ from tests.workspaces import PREPARED
 CPU = Machine(gpus=0, gpu_native_bf16=False, cpu_native_bf16=False)
 JOB = {
     "fetch": {"dataset": "digits"},
-    "train": {"batch_size": 64, "learning_rate": 0.2, "device": "cpu", "epochs": 1},
+    "train": {"batch_size": 64, "learning_rate": 0.2, "device": "cpu", "epochs": 1, "clip_norm": 1.0},
     "variants": {
         "baseline": {},
         "many": {"precision": "bf16", "gradient_accumulation": "auto", "activation_checkpointing": True,
@@ -52,6 +52,7 @@ def test_techniques_stand_in_the_order_they_apply(shown: Shown) -> None:
         ("streamed_data", "input"),
     ]
     assert any(line.startswith("skipped: bf16: ") for line in rest)
+    assert "of the job: train.clip_norm [step.update]" in rest
     assert any(line.startswith("decided: auto_micro_batch: 1 micro-batch of 64 samples") for line in rest)
 
 

@@ -83,6 +83,20 @@ def test_each_form_of_weights_is_where_training_begins(pretrained: dict[str, tor
     assert {values.dtype for values in begun(tmp_path / "half.pt").values()} == {torch.float32}
 
 
+@pytest.mark.slow
+def test_a_folder_of_transformers_is_where_training_begins(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    about = transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    theirs = transformers.AutoModelForCausalLM.from_config(about)
+    theirs.save_pretrained(tmp_path, max_shard_size=4096)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    options = {"model": "transformers", "model_options": {"config": str(tmp_path / "config.json")}}
+    begins = begun(tmp_path, **options)
+    expected = {f"net.{name}": values for name, values in theirs.state_dict().items()}
+    assert state_sha256(begins) == state_sha256(expected)
+
+
 def test_weights_must_fit_but_for_what_is_new(pretrained: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path, name = tmp_path / "state.pt", "1.mlp.0.bias"
     for changes, problem in (

@@ -16,7 +16,7 @@ from pipeline.plans import plan as plan_of
 from pipeline.training.outcomes import evaluate
 from tests.nets import ALONE, gradients, stopped
 from tests.parallel import CPU
-from tests.trainings import TRAIN, make_training, weights
+from tests.trainings import TRAIN, ledgers, make_training, weights
 
 CLIP = 0.125
 
@@ -68,6 +68,15 @@ def test_the_average_is_scored_kept_and_resumed(digits: Dataset) -> None:
     resumed.advance(steps - 13)
     assert all(map(torch.equal, resumed.weights().values(), whole.weights().values()))
     assert not all(map(torch.equal, whole.weights().values(), whole.model_state.read().values()))
+
+
+def test_the_average_s_memory_is_foreseen(digits: Dataset) -> None:
+    recipe = {"model": "small_cnn", "ema_decay": 0.9, "clip_norm": CLIP}
+    training = make_training(digits, train=TRAIN.model_copy(update=recipe))
+    training.advance(4)
+    measured, foreseen = ledgers(training)
+    assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+    assert measured.parameters_bytes == 2 * sum(parameter.nbytes for parameter in training.model.parameters())
 
 
 def test_groups_have_their_rates_and_their_decay(digits: Dataset) -> None:
