@@ -94,6 +94,7 @@ def test_checkpointing_computes_its_blocks_once_more() -> None:
         {"channels_last": True},
         {"gradient_accumulation": 4},
         {"parallelism": "ddp", "processes": 2},
+        {"parallelism": "pipeline", "processes": 2},
     ],
 )
 def test_other_techniques_compute_the_same(variant: dict[str, Any]) -> None:

@@ -72,11 +72,9 @@ def counted(plan: Plan, task: Task, device_name: str) -> Flops:
     """
     with randomness.kept():
         model = task.model()
-        made = [(entry(technique.name), technique(plan, ALONE)) for technique in of_plan(plan)]
-        counts = [
-            _count(model, task, [one for known, one in made if known.trains_less or (repeated and known.recomputes)])
-            for repeated in (False, True)
-        ]
+        adapting = [technique(plan, ALONE) for technique in of_plan(plan) if entry(technique.name).trains_less]
+        recomputing = [technique(plan, ALONE) for technique in of_plan(plan) if entry(technique.name).recomputes]
+        counts = [_count(model, task, changing) for changing in (adapting, [*adapting, *recomputing])]
         if taught_by := plan.applied.distillation:
             teacher = task.model(taught_by.model, taught_by.model_options).requires_grad_(False)
             counts[1] += _count(teacher, task, [])
