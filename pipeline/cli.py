@@ -187,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         data.add_argument(option, metavar=place, help=about)
     init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
+    init.add_argument("--minimal", action="store_true", help="write only params.yaml, dvc.yaml and .gitignore")
+    several = "variants of the new params.yaml, shipped or ready-made, such as memory,bf16; default: what can run here"
+    init.add_argument("--variants", metavar="A,B,C", type=lambda names: names.split(","), default=(), help=several)
     init.add_argument("--yes", action="store_true", help="change existing files without asking")
     script = parsers["script"]
     script.add_argument("--base", required=True, metavar="COMMAND", help="the command, such as 'python train.py'")
@@ -215,9 +218,12 @@ def _environment(_: argparse.Namespace) -> None:
     """Check params.yaml against this machine and write environment.json."""
     from pipeline import environment, hosts, params, plans
     from pipeline.environment import stages
+    from pipeline.results import INFERENCE, PROFILES, SESSIONS
     from pipeline.tools import alone
 
     alone.check()
+    for folder in (SESSIONS, INFERENCE, PROFILES):  # stages depend on them
+        folder.mkdir(exist_ok=True)
     config, before = params.load(), environment.last_written()
     if config.script:
         _check_nothing_is_lost()
@@ -628,8 +634,8 @@ def _init(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline import environment
     from pipeline.tools import init
 
-    data = {"images": parsed.images, "arrays": parsed.arrays, "text": parsed.text}
-    return partial(init.run, environment.machine(), model=parsed.model, yes=parsed.yes, **data)
+    named = ("model", "yes", "minimal", "variants", "images", "arrays", "text")
+    return partial(init.run, environment.machine(), **{name: getattr(parsed, name) for name in named})
 
 
 def _arm(whole: bool, text: str) -> tuple[str, str, bool]:

@@ -9,24 +9,28 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import files, params
-from pipeline.errors import ConfigError, PipelineError, say
-from pipeline.params import PARAMS_FILE, Fetch, Machine, Prepare
+from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line, say
+from pipeline.params import PARAMS_FILE, Config, Fetch, Machine, Prepare, Synthetic
 from pipeline.params.loading import read_yaml
 from pipeline.tools import choices
 from pipeline.tools.choices import PROJECT
+
+if TYPE_CHECKING:
+    from pipeline.tools.building import Built
 
 RECORD = Path(".dvc/init.json")
 """JSON: file -> SHA-256 of the content that ``init`` last offered."""
@@ -42,6 +46,8 @@ WHOLE = (
     ".dockerignore",
     "requirements-build.lock",
 )
+MINIMAL = ("dvc.yaml",)
+"""The files of ``WHOLE`` without which no stage runs."""
 AT_THE_TOP = (".github/report.py", ".github/session", ".github/workflows/gpu.yml")
 """Files for the top of the git repository, where GitHub expects the workflow, even if the other files are in a
 folder."""
@@ -56,6 +62,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """Task -> optimizer and learning rate of its usual model, if they differ from the defaults. Transformers are usually
 trained with AdamW, and many regressions diverge at the default rate."""
+OF_TRANSFORMERS = {"optimizer": "adamw", "learning_rate": 0.0005}
+"""The same for another task's model that is a transformer. Source of the rate: Touvron and others, "Training
+data-efficient image transformers & distillation through attention", ICML 2021, for 512 samples a step."""
+FASHION = Synthetic(shape=[1, 28, 28])
+"""The form of the shipped job's samples."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -65,17 +76,28 @@ IN_A_FOLDER = (
 """Replacements (old, new) in the GPU workflow if the pipeline is in a folder; {} stands for this folder."""
 
 
-_Inspected = tuple[dict[str, dict[str, Any]], int, bool]
-"""Settings for sections of params.yaml, the number of samples or windows, and whether the inputs are images."""
+_Inspected = tuple[dict[str, dict[str, Any]], int, Synthetic]
+"""Settings for sections of params.yaml, the number of samples or windows, and the form of the samples."""
 
 
-def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data: str | None) -> None:
+def run(
+    machine: Machine,
+    *,
+    model: str | None = None,
+    yes: bool = False,
+    minimal: bool = False,
+    variants: Sequence[str] = (),
+    **data: str | None,
+) -> None:
     """Write the pipeline's files into the current directory, and the GPU workflow to the top of its git repository.
 
     ``data``, which names the path of ``images``, ``arrays`` or ``text``, and ``model`` are written into a new
     params.yaml. An existing file is replaced only if ``init`` wrote it and nobody has changed it since. The files in
     ``LINES`` only get the lines that they lack. Before ``init`` changes an existing file, it shows the difference, and
-    the user must agree: by ``yes``, or by an answer on the terminal.
+    the user must agree: by ``yes``, or by an answer on the terminal. Added lines need no agreement.
+
+    ``minimal``: only the settings, the stages, the lines of .gitignore and, if the repository has none, DVC's settings.
+    ``variants``: the names of the shipped or ready-made variants for the new params.yaml, beside the baseline.
 
     Raises PipelineError if the user does not agree, and ConfigError if ``init`` cannot write its files here. In both
     cases nothing is written.
@@ -84,30 +106,30 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
     record = _record()
     if not record:
         _check_room()
-    whole = _whole(top)
+    whole = {name: _shipped(name) for name in MINIMAL} if minimal else _whole(top)
     kept = [name for name, text in whole.items() if _is_theirs(name, text, record)]
     if "Dockerfile" in kept:
         del whole[".dockerignore"]  # the user's Dockerfile needs the user's .dockerignore
         kept = [name for name in kept if name in whole]
     requested = {kind: path for kind, path in data.items() if path}
-    if PARAMS_FILE.exists() and (requested or model):
+    if PARAMS_FILE.exists() and (requested or model or variants):
         raise ConfigError(
-            f"init: {PARAMS_FILE} exists, and init does not change it; set fetch and train.model there yourself."
+            f"init: {PARAMS_FILE} exists, and init does not change it; set fetch, train and variants there yourself."
         )
-    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, model, requested)}
+    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, model, requested, variants)}
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
-    wanted |= {name: _with_lines(name, first) for name, first in LINES.items()}
+    wanted |= {name: _with_lines(name, first) for name, first in LINES.items() if not minimal or name == ".gitignore"}
     wanted |= {name: text for name, text in whole.items() if name not in kept}
     targets = {name: _target(name, top) for name in (*wanted, str(RECORD))}
     changes = {name: text for name, text in wanted.items() if text != _text(name)}
-    offered = {name: _digest(text) for name, text in whole.items()}
+    offered = (record if minimal else {}) | {name: _digest(text) for name, text in whole.items()}
     differing = changes | {name: whole[name] for name in kept if record.get(name) != offered[name]}
     for name, text in differing.items():
         if (present := _text(name)) is not None:
             to = f"{name}, as init writes it"
             lines = difflib.unified_diff(present.splitlines(), text.splitlines(), name, to, lineterm="")
             say("\n".join(lines))
-    if any(Path(name).exists() for name in changes) and not (yes or _agreed()):
+    if any(Path(name).exists() for name in changes if name not in LINES) and not (yes or _agreed()):
         raise PipelineError(
             "init: nothing was written, because nobody answered yes; to write these changes, run init with --yes."
         )
@@ -125,8 +147,8 @@ def run(machine: Machine, *, model: str | None = None, yes: bool = False, **data
         say(
             f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench may take {config.bench.max_minutes:g} "
             "minutes. Set the epochs, the optimizer and the learning rate of your own training in this file.\n"
-            "init: commit these files. Then `dvc repro prepare && python -m pipeline verify` shows whether each "
-            "variant trains, and `dvc repro` shows which variants pay."
+            "init: commit these files. Then `dvc repro prepare && python -m pipeline try` ranks the variants in five "
+            "minutes, `python -m pipeline verify` shows whether each trains, and `dvc repro` which of them pay."
         )
 
 
@@ -244,48 +266,93 @@ def _agreed() -> bool:
     return terminal and input("Write these changes? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _params(machine: Machine, model: str | None, data: Mapping[str, str]) -> str:
-    """Return the shipped params.yaml. If ``data`` or ``model`` is given, its job is changed to use them, and its
-    variants are replaced by variants that this machine can run.
+def _params(machine: Machine, model: str | None, data: Mapping[str, str], chosen: Sequence[str] = ()) -> str:
+    """Return the shipped params.yaml. If ``data``, ``model`` or ``chosen`` variants are given, its job is changed to
+    use them, and its variants are replaced by the chosen ones or by variants that this machine can run.
 
-    Raises PipelineError if the data or the model do not exist.
+    Raises PipelineError if the data, the model or a variant do not exist.
     """
     text = _shipped(str(PARAMS_FILE))
-    if not data and model is None:
+    if not data and model is None and not chosen:
         return text
     editor = choices.editor()
     document = editor.load(text)
-    images, train = True, {"model": "resnet18"}
+    like, train = FASHION, {"model": "resnet18"} if data else {}
     for kind, path in data.items():
-        settings, count, images = _LOOKS[kind](path)
+        settings, count, like = _LOOKS[kind](path)
         about_20_steps_an_epoch = 1 << max(3, min(8, (count // 20).bit_length() - 1))
         train |= settings.pop("train") | {"batch_size": about_20_steps_an_epoch}
         for section, values in settings.items():
             document[section].update(values)
-    if (model := model or train["model"]) is None:
+    if (model := model or train.get("model", document["train"]["model"])) is None:
         raise ConfigError(
             f"--arrays: init knows no model for the shapes in {path}; name your own, such as --model my_nets:factory."
         )
     document["train"].update(train | {"model": model})
+    config = params.parse(document)
+    params.check_names(config.train)
+    seen = _tried(config, like)
+    if seen and seen.attends and "optimizer" not in train:
+        document["train"].update(OF_TRANSFORMERS)
     shipped_arms = len(document["variants"]) + 1  # plus the A/A control
-    left_out = _choose_variants(document, machine, images=images)
+    images = len(like.shape) == 3
+    has_blocks = seen.has_blocks if seen else ":" not in model
+    left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=has_blocks)
     bench = document["bench"]
     bench["max_minutes"] = round(bench["max_minutes"] * (len(document["variants"]) + 1) / shipped_arms, 1)
+    if seen and not machine.gpus:
+        from pipeline.tools.building import minutes_of
+
+        half_minutes = math.ceil(2 * minutes_of(params.parse(document), seen.step_seconds))
+        bench["max_minutes"] = max(bench["max_minutes"], half_minutes / 2)
     if left_out:
         comment = "\n  ".join(("What `init` left out for this job and machine:", *left_out))
         document.yaml_set_comment_before_after_key("variants", before=comment)
-    params.check_names(params.parse(document).train)
+    params.parse(document)
     written = StringIO()
     editor.dump(document, written)
     return written.getvalue()
 
 
-def _choose_variants(document: Any, machine: Machine, *, images: bool) -> list[str]:
-    """Leave those variants in ``document``, the content of params.yaml, that this machine can run, and return the
-    reasons why others are left out. The candidates are the shipped variants, and the ready-made variants that most
-    often make steps faster. ``images``: whether the inputs are images."""
-    speed = read_yaml(PROJECT / "variants/speed.yaml")
-    variants, memory = document["variants"], document["variants"]["memory"]
+def _tried(config: Config, like: Synthetic) -> Built | None:
+    """Build the model and say what it shows; return None if it cannot be built for samples ``like`` these."""
+    from pipeline.tools.building import built
+
+    try:
+        seen = built(config, like)
+    except PipelineError as error:
+        say(f"init: {config.train.model} was not looked at: {first_line(error)}")
+        return None
+    parts = ["blocks to checkpoint" if seen.has_blocks else "no blocks to checkpoint"] + ["attention"] * seen.attends
+    seconds = f"{seen.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
+    say(f"init: {config.train.model} has {' and '.join(parts)}; about {seconds}")
+    return seen
+
+
+def _choose_variants(
+    document: Any, machine: Machine, chosen: Sequence[str], *, images: bool, has_blocks: bool
+) -> list[str]:
+    """Leave the baseline and the ``chosen`` variants in ``document``, the content of params.yaml; without any, those
+    that this machine can run, of the shipped variants and of the ready-made ones that most often make steps faster.
+
+    Return the reasons why others are left out. ``images``: whether the inputs are images. ``has_blocks``: whether the
+    model has blocks to checkpoint.
+    """
+    variants, baseline = document["variants"], document["compare"]["baseline"]
+    if chosen:
+        ready = {
+            name: values for path in sorted(PROJECT.glob("variants/*.yaml")) for name, values in read_yaml(path).items()
+        }
+        known = ready | variants
+        for name in chosen:
+            if name not in known:
+                raise ConfigError(f"--variants: found {name!r}, which is no variant.{did_you_mean(name, known)}")
+        wanted = {name: known[name] for name in chosen if name != baseline}
+        for name in [name for name in variants if name != baseline]:
+            variants.pop(name)
+        variants.update(wanted)
+        return []
+    speed, memory = read_yaml(PROJECT / "variants/speed.yaml"), variants["memory"]
     variants.update({name: speed[name] for name in ("channels-last", "bf16", "tf32", "compiled")})
     left_out = {}
     if machine.gpus < 2:
@@ -295,7 +362,7 @@ def _choose_variants(document: Any, machine: Machine, *, images: bool) -> list[s
     if not images:
         del memory["channels_last"]
         left_out["channels-last"] = "the inputs are not images"
-    if ":" in document["train"]["model"]:
+    if not has_blocks:
         del memory["activation_checkpointing"]
         left_out["activation_checkpointing"] = "it needs blocks: add it to memory if your model has blocks"
     config = params.parse(document)
@@ -326,7 +393,9 @@ def _images(path: str) -> _Inspected:
             sides.append(min(image.size))
     side = max(8, min(224, int(statistics.median(sides or [224])) // 8 * 8))
     fetch = {"dataset": "image_folder", "image_folder": path}
-    return {"fetch": fetch, "prepare": {"image_size": [side, side]}, "train": {}}, len(names), True
+    classes = max(2, len({name.split("/")[1] for name in names}))
+    like = Synthetic(shape=[3, side, side], classes=classes)
+    return {"fetch": fetch, "prepare": {"image_size": [side, side]}, "train": {}}, len(names), like
 
 
 def _arrays(path: str) -> _Inspected:
@@ -352,7 +421,16 @@ def _arrays(path: str) -> _Inspected:
             f"{PARAMS_FILE} yourself."
         )
     train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
-    return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs), inputs.ndim == 4
+    values = inputs if targets is None else targets
+    like = Synthetic(
+        shape=[max(1, size) for size in inputs.shape[1:9]] or [1],
+        dtype="uint8" if inputs.dtype.kind in "iub" else "float32",
+        targets="tokens" if targets is None else "labels" if task == "classification" else "floats",
+        classes=min(
+            2**16, max(2, math.prod(values.shape[1:]) if task == "regression" else int(values.max(initial=1)) + 1)
+        ),
+    )
+    return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs), like
 
 
 def _text_files(path: str) -> _Inspected:
@@ -362,7 +440,8 @@ def _text_files(path: str) -> _Inspected:
     fetch = Fetch(dataset="text_folder", text_folder=path)
     size = sum((text.root(fetch) / name).stat().st_size for name in text.files(fetch))
     train = {"task": "language_model", "model": "gpt"} | OPTIMIZERS["language_model"]
-    return {"fetch": {"dataset": "text_folder", "text_folder": path}, "train": train}, size // Prepare().window, False
+    like = Synthetic(shape=[Prepare().window], targets="tokens", classes=256)
+    return {"fetch": {"dataset": "text_folder", "text_folder": path}, "train": train}, size // Prepare().window, like
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
