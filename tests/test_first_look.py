@@ -232,3 +232,27 @@ def test_a_terminal_asks_before_it_drops_and_redraws(
 def test_a_wrong_argument_is_refused(trying: Callable[..., Try], names: list[str], minutes: float, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trying(base=Known(), slow=Known()).run(*names, minutes=minutes)
+
+
+PARAMS: dict[str, Any] = {
+    "fetch": {"dataset": "digits"},
+    "train": {"device": "cpu", "seeds": [0], "batch_size": 128, "warmup_steps": 2},
+    "bench": {"max_rounds": 2, "max_minutes": 5.0, "window_seconds": 0.05, "max_foreign_load": 1.0},
+    "variants": {"baseline": {}, "same": {"set_to_none": False}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("workspace")
+def test_a_bench_goes_on_from_real_rounds() -> None:
+    config = parse(PARAMS)
+    first_look.run(config, CPU_ONLY, [], minutes=1.0, age_seconds=0.0)
+    (kept,) = results.read_sessions(results.KEPT_BENCHES)
+    assert kept.rounds > 2
+    assert (kept.ledgers, kept.flops) == ({}, {})
+    stage.run(config, CPU_ONLY)
+    bench = results.read_bench()
+    assert bench.rounds == kept.rounds + 2
+    assert [arm.samples[: kept.rounds] for arm in bench.arms] == [arm.samples for arm in kept.arms]
+    assert (bench.steps, bench.session.start_utc) == (kept.steps, kept.session.start_utc)
+    assert set(bench.ledgers) == set(bench.flops) == {"baseline", "same"}

@@ -65,7 +65,7 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
         with served(config, machine, server) as job:
             look.measure(job, session)
     except OutOfTime as late:
-        say(f"try: {late} and was cut: the time is over")
+        say(f"try: {late}, and was cut: {60 * minutes - look.left():.0f} of {60 * minutes:.0f} s are over")
     except BenchError as error:
         if baseline not in look.samples:
             raise
@@ -102,16 +102,16 @@ class Look:
         """Take a first sample of each variant, then rounds until the time is over."""
         baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
         arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
-        self._sample(arms.pop(baseline), job.server, SAMPLE * self._left())
+        self._sample(arms.pop(baseline), job.server, SAMPLE * self.left())
         if (base := self.samples.get(baseline)) is None:
             return
-        until = time.monotonic() + SAMPLING * self._left()
+        until = time.monotonic() + SAMPLING * self.left()
         for name in arms:
             about = statistics.fmean(sample.seconds(FEWEST_STEPS) for sample in self.samples.values())
             rest = [other for other in arms if other in self.chosen and other not in self.samples]
             self._drop(dict.fromkeys(rest, about), until - time.monotonic(), "about ")
             if name in self.chosen:
-                self._sample(arms[name], job.server, SAMPLE * self._left())
+                self._sample(arms[name], job.server, SAMPLE * self.left())
         window_of = Window.model_validate(base.answer["window"])
         step_seconds = (window_of.step_p50_ms or 1e3 * base.step_seconds) / 1e3
         steps = window_steps(window, step_seconds, [*self.samples.values()])
@@ -120,12 +120,12 @@ class Look:
             base = base._replace(opening_seconds=min(base.opening_seconds, openings[len(openings) // 2]))
         costs = {name: sample.seconds(steps) for name, sample in (self.samples | {baseline: base}).items()}
         of_base = 2 * costs.pop(baseline)
-        self._drop(costs, self._left() / FEWEST_PAIRS - of_base, "")
+        self._drop(costs, self.left() / FEWEST_PAIRS - of_base, "")
         round_seconds = of_base + sum(costs[name] for name in costs if name in self.chosen)
         measured = [arm for arm in job.arms if arm.variant in self.chosen]
-        if len(self.chosen) == 1 or round_seconds > self._left():
+        if len(self.chosen) == 1 or round_seconds > self.left():
             return
-        settings = {"max_minutes": self._left() / 60, "max_rounds": None, "hard_limit": True}
+        settings = {"max_minutes": self.left() / 60, "max_rounds": None, "hard_limit": True}
         facts_of_job = job.facts | {"keys": {name: job.facts["keys"][name] for name in self.chosen}}
         compare = self.config.compare
         bench = side_by_side(
@@ -145,7 +145,8 @@ class Look:
         if bench.interrupted:
             raise KeyboardInterrupt
 
-    def _left(self) -> float:
+    def left(self) -> float:
+        """Return the seconds that are left for measuring."""
         return self.ends - time.monotonic()
 
     def _sample(self, arm: ArmSpec, server: Server, seconds: float) -> None:
@@ -154,7 +155,7 @@ class Look:
         try:
             sample = calibrate(arm)
         except OutOfTime:
-            if self._left() <= 0 or not self.samples:
+            if self.left() <= 0 or not self.samples:
                 raise
             self._leave_out(name, f"cut, because its start and {FEWEST_STEPS} steps take more than {seconds:.0f} s")
             server.restart()
@@ -183,7 +184,7 @@ class Look:
         if sys.stdin.isatty() and sys.stdout.isatty():
             say(f"{question} [Y/n] ", end="")
             self._drawn = 0
-            if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self._left())))[0]:
+            if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self.left())))[0]:
                 if sys.stdin.readline().strip().lower() in ("n", "no"):
                     return
             else:
@@ -214,7 +215,7 @@ class Look:
         width = max(map(len, [*rows, "variant"]))
         cells = {"variant": [figure.noun for figure in next(iter(rows.values()), {})]}
         cells |= {name: [_cell(ratio) for ratio in seen.values()] for name, seen in rows.items()}
-        lines = [f"try: {news}; {max(0.0, self._left()):.0f} s left"]
+        lines = [f"try: {news}; {max(0.0, self.left()):.0f} s left"]
         lines += [f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts) for name, texts in cells.items()]
         columns = shutil.get_terminal_size().columns - 1
         with tqdm.external_write_mode(file=sys.stdout):
@@ -229,7 +230,7 @@ class Look:
         if not arms:
             return {}, {}
         compare = self.config.compare
-        cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self._left()), self.minutes)
+        cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self.left()), self.minutes)
         ratios, noises = sessions.looked_at(arms, compare, cost)
         if why := next((noise.why_untrusted for figure, noise in noises.items() if figure is THROUGHPUT), None):
             # If most rounds were disturbed, their speeds show sides that lie beyond the noise, but no sizes.
