@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ NET = "def net(*, channels, height, width, classes):\n    raise NotImplementedEr
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(autouse=True)
+def _own_modules_are_forgotten() -> Iterator[None]:
+    """``init`` imports the model that it builds."""
+    yield
+    for name in ("nets", "unbuilt", "slow_nets"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -398,7 +408,10 @@ def test_what_is_in_the_way_is_named(
     assert ".dvc/init.json is damaged; delete it" in refused()
     (repository / ".dvc/init.json").unlink()
     assert cli.main(["init", "--model", "resnet18"]) == 2
-    assert "params.yaml exists, and init does not change it; set fetch and train.model there" in capsys.readouterr().err
+    assert (
+        "params.yaml exists, and init does not change it; set fetch, train and variants there"
+        in capsys.readouterr().err
+    )
     (repository / ".gitignore").write_bytes(b"\xe9")
     assert ".gitignore is not UTF-8 text" in refused()
     with monkeypatch.context() as patch:
