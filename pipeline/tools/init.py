@@ -422,13 +422,12 @@ def _arrays(path: str) -> _Inspected:
         )
     train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
     values = inputs if targets is None else targets
+    counted = values.dtype.kind in "iu"
     like = Synthetic(
         shape=[max(1, size) for size in inputs.shape[1:9]] or [1],
         dtype="uint8" if inputs.dtype.kind in "iub" else "float32",
-        targets="tokens" if targets is None else "labels" if task == "classification" else "floats",
-        classes=min(
-            2**16, max(2, math.prod(values.shape[1:]) if task == "regression" else int(values.max(initial=1)) + 1)
-        ),
+        targets="tokens" if targets is None else "labels" if counted else "floats",
+        classes=min(2**16, max(2, int(values.max(initial=1)) + 1 if counted else math.prod(values.shape[1:]))),
     )
     return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs), like
 
