@@ -33,8 +33,9 @@ def git(*arguments: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _own_modules_are_forgotten() -> Iterator[None]:
+def _own_modules_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``init`` imports the model that it builds."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("nets", "unbuilt", "slow_nets"):
         sys.modules.pop(name, None)
