@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-MicroBatches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Inputs: TypeAlias = Any
+"""A model's inputs: a tensor [b, ...], or a dict of tensors [b, ...], with which the model is called by name. Most code
+only passes them on."""
+MicroBatches = Iterator[tuple[Inputs, torch.Tensor]]
 """Yields one micro-batch of b samples after the other: inputs [b, ...] and targets [b, ...], on the device."""
 
 
@@ -42,7 +45,7 @@ class TrainingStep:
         self.criterion = criterion
         """Maps outputs [b, ...] and targets [b, ...] to the mean loss, a scalar. The loss is the task's own
         (``pipeline/tasks``), or ``train.loss`` if this setting names another loss."""
-        self.forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._plain_forward
+        self.forward: Callable[[Inputs, torch.Tensor], torch.Tensor] = self._plain_forward
         """Maps inputs [b, ...] and targets [b, ...] to the micro-batch's mean loss, a scalar. Gradient
         accumulation divides this loss by the number of micro-batches."""
         self.backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
@@ -83,7 +86,7 @@ class TrainingStep:
                 self.losses.add(loss)
                 self.backward(loss)
 
-    def _plain_forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _plain_forward(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
         return self.criterion(self.model(inputs), targets)
 
     @contextmanager

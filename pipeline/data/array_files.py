@@ -129,8 +129,8 @@ def _in_safetensors(path: Path) -> Iterator[dict[str, Rows]]:
 
 
 def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
-    """If a column is named ``inputs``, yield each column as an array. Otherwise yield all columns except ``targets`` as
-    one array, the inputs, and also the column ``targets`` if it exists.
+    """If a column is named ``inputs`` or ``input_ids``, yield each column as an array. Otherwise yield all columns
+    except ``targets`` as one array, the inputs, and also the column ``targets`` if it exists.
 
     A column holds numbers, or lists of numbers, which may be nested. All lists of a column have the length that the
     column's type declares. The index of a pandas data frame, which numbers or names the rows, is left out, unless it is
@@ -148,7 +148,7 @@ def _in_table(path: Path, changes: Counter[str]) -> Iterator[dict[str, Rows]]:
         row_count = 0
         for batch in table.iter_batches(max(1, CHUNK_BYTES // (row_bytes or 1)), columns=kept):
             columns = {name: _values(path, name, batch.column(name)) for name in kept}
-            if "inputs" not in columns:
+            if not columns.keys() & {"inputs", "input_ids"}:
                 features = [rows for name, rows in columns.items() if name != "targets"]
                 columns = {name: rows for name, rows in columns.items() if name == "targets"}
                 columns |= {"inputs": np.stack(features, 1)} if features else {}

@@ -1,12 +1,14 @@
-"""The user's own arrays: ``inputs``, ``targets`` (absent for tokens), and further arrays for the user's own task.
+"""The user's own arrays: ``inputs``, ``targets`` (absent for tokens), and further arrays for the user's own task. Or,
+without ``inputs``, arrays with which the model is called by name, such as ``input_ids`` and ``attention_mask``.
 
 The arrays are in .npy files of a folder, in one .npz or .safetensors file, in a Parquet table, or in a data set that
 the library ``datasets`` saved. A function may also yield the arrays. scikit-learn's digits are arrays, too.
 
 An array's type decides how the array is used. Integer targets are labels, one or several per sample, of which -100 are
-left out; float targets are numbers to predict. Two-dimensional integer inputs without targets are tokens. Other inputs,
-and float targets, become float32, but uint8 inputs stay uint8. In further arrays, uint8 stays uint8, other integers
-become int64, and floats become float32. Numbers of which float32 keeps too little are refused.
+left out; float targets are numbers to predict. Two-dimensional integer inputs without targets are tokens, and so are
+``input_ids``. Other inputs, and float targets, become float32, but uint8 inputs stay uint8. In arrays of other names,
+uint8 stays uint8, other integers become int64, and floats become float32. Numbers of which float32 keeps too little are
+refused.
 
 ``test_inputs``, ``test_targets`` and so on are for testing. Without test arrays, a share of the samples is held out
 for testing.
@@ -28,7 +30,7 @@ from pipeline import factories
 from pipeline.data import LISTING, DataError, array_files
 from pipeline.data.array_files import Rows, naming
 from pipeline.data.decoded import AGAIN, Chunk, Decoded, drawn, held_out, listed
-from pipeline.data.prepared import LEFT_OUT
+from pipeline.data.prepared import LEFT_OUT, input_names
 from pipeline.files import file_sha256, read_json
 from pipeline.params import Config, Fetch
 
@@ -37,6 +39,8 @@ LIMIT_VOCABULARY = 1 << 32
 """Largest allowed vocabulary: every token must fit into uint32, the largest type in which tokens are prepared."""
 TEST = "test_"
 """Prefix of the names of the test split's arrays."""
+TOKENS = "input_ids"
+"""Name of the array that holds tokens even if there are targets, as in the library ``transformers``."""
 KEY = "fetch.arrays"
 FILES = (".npz", ".safetensors", ".parquet")
 """Suffixes of a file that holds all arrays."""
@@ -154,7 +158,7 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
     read_arrays = read(paths, work, changes := Counter[str]())
     train = {name: rows for name, rows in read_arrays.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): rows for name, rows in read_arrays.items() if name.startswith(TEST)}
-    if "inputs" not in train or (test and test.keys() != train.keys()):
+    if not input_names(train) or (test and test.keys() != train.keys()):
         raise DataError(
             f"fetch.arrays: {config.fetch.arrays} has {', '.join(read_arrays) or 'none of the arrays'}; expected "
             "inputs, and in a test split the same arrays as in the training split."
@@ -162,14 +166,15 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
     for arrays in (train, test):
         if len(set(map(len, arrays.values()))) > 1:
             raise DataError(f"{KEY}: {named(arrays)} have different numbers of samples; make them equal.")
-    inputs, targets, vocabulary, classes = train["inputs"], train.get("targets"), None, 0
+    first, targets, vocabulary, classes = input_names(train)[0], train.get("targets"), None, 0
+    inputs = train[first]
     labels = np.zeros(len(inputs), np.uint32)
     types = {name: _prepared_type(name, rows.dtype) for name, rows in train.items()}
-    if targets is None and inputs.dtype.kind in "iu" and inputs.ndim == 2:
-        vocabulary = _checked(train, test, "inputs", LIMIT_VOCABULARY, "tokens in the vocabulary")
-        if inputs.shape[1] < 2:
+    if (targets is None or first == TOKENS) and inputs.dtype.kind in "iu" and inputs.ndim == 2:
+        vocabulary = _checked(train, test, first, LIMIT_VOCABULARY, "tokens in the vocabulary")
+        if inputs.shape[1] < 2 and targets is None:
             raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
-        types["inputs"] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        types[first] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     if targets is not None and targets.dtype.kind in "iu":
         classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
         if targets.ndim == 1:
@@ -177,7 +182,7 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         types["targets"] = np.dtype(np.int64)
     kept = config.prepare
     if test:
-        chosen, tested = np.arange(len(inputs)), np.arange(len(test["inputs"]))
+        chosen, tested = np.arange(len(inputs)), np.arange(len(test[first]))
     else:
         out = held_out(map(str, range(len(labels))), labels, kept.test_fraction)
         chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
@@ -249,7 +254,13 @@ def read(paths: Iterable[Path], work: Path | None, changes: Counter[str]) -> Nam
     with TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as unpacked:
         for path in paths:
             arrays |= array_files.read(path, Path(unpacked), changes)
-    return {name: arrays[name] for name in sorted(arrays, key=lambda name: (name.removeprefix(TEST) != "inputs", name))}
+    by_name = "inputs" not in arrays  # then the largest rows come first: those of images, not those of their masks
+
+    def place(name: str) -> tuple[bool, int, str]:
+        first = name.removeprefix(TEST) in ("inputs", TOKENS)
+        return not first, -arrays[name][:1].nbytes if by_name else 0, name
+
+    return {name: arrays[name] for name in sorted(arrays, key=place)}
 
 
 def named(arrays: Named) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pipeline.data import DataError, array_files
 from pipeline.data.datasets import decode
 from pipeline.data.decoded import Chunk
-from pipeline.data.prepared import DESCRIPTION, LEFT_OUT, Description, MemoryMap, Statistics, form_of
+from pipeline.data.prepared import DESCRIPTION, LEFT_OUT, Description, MemoryMap, Statistics, form_of, input_names
 from pipeline.errors import say
 from pipeline.files import file_sha256, whole_directory
 from pipeline.params import Config
@@ -47,7 +47,9 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         )
         if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
-        coded = {"inputs": decoded.vocabulary, "targets": decoded.classes}
+        quantities = [
+            name for name in (*input_names(train), "targets") if name in train and _measures(name, train[name])
+        ]
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
             classes=decoded.classes,
@@ -61,7 +63,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
             test_repeated_count=int(np.count_nonzero(test_digests[1:] == test_digests[:-1])),
             left_out_count=train_left + test_left,
             changes=dict(decoded.changes),
-            statistics={name: statistics(name, train[name]) for name in coded if name in train and not coded[name]},
+            statistics={name: statistics(name, train[name]) for name in quantities},
             files={path.name: file_sha256(path) for path in sorted(work.glob("*.npy"))},
         )
         description = description.model_copy(update={"sha256": description.digest()})
@@ -78,6 +80,11 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         f"and {description.test_repeated_count:,} repeat another test input",
         file=sys.stderr,
     )
+
+
+def _measures(name: str, rows: MemoryMap) -> bool:
+    """Whether an array of inputs or targets holds quantities, such as pixels, not labels, tokens or a mask."""
+    return rows.dtype.kind == "f" or (rows.dtype == np.uint8 and (name == "inputs" or rows.ndim == 4))
 
 
 def statistics(name: str, rows: npt.NDArray[Any]) -> Statistics:

@@ -2,7 +2,8 @@
 
 ::
 
-    data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: the model's inputs
+    data/prepared/train_inputs.npy    integers or floats [N, ...], C-contiguous: the model's inputs. Or several arrays,
+                                      such as train_input_ids.npy, with which the model is called by name
     data/prepared/train_targets.npy   [N, ...]: the values to predict, such as int64 labels; absent for tokens
     data/prepared/train_NAME.npy      [N, ...]: a further array for the user's own task
     data/prepared/test_inputs.npy, test_targets.npy, test_NAME.npy
@@ -14,7 +15,7 @@ from __future__ import annotations
 import mmap
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,8 @@ class Split:
 
     @property
     def inputs(self) -> Tensor:
-        return self.arrays["inputs"]
+        """The model's inputs; of several, the first."""
+        return self.arrays[input_names(self.arrays)[0]]
 
     @property
     def targets(self) -> Tensor:
@@ -77,6 +79,11 @@ class Split:
         return Split({name: array[rows] for name, array in self.arrays.items()})
 
 
+def input_names(arrays: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the arrays that are the model's inputs: ``inputs`` or, without it, all except ``targets``."""
+    return ("inputs",) if "inputs" in arrays else tuple(name for name in arrays if name != "targets")
+
+
 class Statistics(BaseModel):
     """Mean and population standard deviation of an array's training rows, per channel (the first dimension of a row).
 
@@ -97,9 +104,10 @@ class Dataset:
     classes: tuple[str, ...]
     """Names of the classes, in the order of the labels; empty if the targets are not labels."""
     vocabulary: int | None
-    """Size of the vocabulary: tokens are integers from 0 to this size minus 1. None if the inputs are not tokens."""
+    """Size of the vocabulary: tokens are integers from 0 to this size minus 1. None if the first inputs are not
+    tokens."""
     statistics: Mapping[str, Statistics]
-    """"inputs" or "targets" -> statistics. Inputs that are tokens and targets that are labels have none."""
+    """Inputs or "targets" -> statistics. Inputs that are tokens or masks, and targets that are labels, have none."""
     train: Split
     test: Split
     test_in_train_count: int | None = None
@@ -113,7 +121,7 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one sample's inputs."""
+        """Shape of one sample's inputs; of several, of the first."""
         return tuple(self.train.inputs.shape[1:])
 
 

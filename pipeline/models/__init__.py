@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline import factories
 from pipeline.errors import PipelineError
@@ -25,6 +25,7 @@ from pipeline.models.from_config import FromConfig
 from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
 from pipeline.processes import randomness
+from pipeline.step import Inputs
 
 _SMALL_IMAGE = 64
 """If an image's shorter side has fewer pixels than this, a ResNet's ImageNet stem would leave too few pixels."""
@@ -40,9 +41,10 @@ class ModelError(PipelineError):
 
 
 def build(
-    name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: torch.Tensor, outputs: tuple[int, ...]
+    name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: Inputs, outputs: tuple[int, ...]
 ) -> nn.Module:
-    """Build a single-device float32 model that maps n samples like ``inputs`` [n, ...] to outputs [n, *``outputs``].
+    """Build a single-device float32 model that maps n samples like ``inputs`` [n, ...] to outputs [n, *``outputs``]. If
+    the inputs are tensors by name, the model passes them to its ``forward`` by name.
 
     ``name`` is a key of ``_OWN``, the name of a torchvision classification model (without trained weights, see
     ``torchvision_model``), or the user's own ``module:factory``. The function that makes the model gets ``options`` and
@@ -60,6 +62,8 @@ def build(
         model = factories.call(factory, name, "train.model", options, error=ModelError, **data)
         if not isinstance(model, nn.Module):
             raise ModelError(f"train.model: {name} returned {model!r}; expected a torch.nn.Module.")
+        if isinstance(inputs, dict):  # a hook, because a wrapper would change the names in the state dict
+            model.register_forward_pre_hook(_by_name, with_kwargs=True)
         _make_ready(name, model, inputs)
         return model
 
@@ -248,7 +252,12 @@ def _factory(name: str) -> Callable[..., Any]:
     return factories.find(name, "train.model", "a model", example="nets:my_net", error=ModelError)
 
 
-def _make_ready(name: str, model: nn.Module, inputs: torch.Tensor) -> None:
+def _by_name(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass a dict of inputs on by name."""
+    return ((), {**given[0], **named}) if given else (given, named)
+
+
+def _make_ready(name: str, model: nn.Module, inputs: Inputs) -> None:
     """Change what training, or the techniques, could not deal with; see ``build`` for the modes.
 
     Lazy modules get their shapes. Tensors whose elements share memory get memory of their own. Sparse gradients become
@@ -278,7 +287,7 @@ def _make_ready(name: str, model: nn.Module, inputs: torch.Tensor) -> None:
         warnings.warn(f"train.model: {name}: complex parameters have no fused optimizer.", stacklevel=2)
 
 
-def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int, ...]) -> bool:
+def _check(name: str, model: nn.Module, inputs: Inputs, outputs: tuple[int, ...]) -> bool:
     """Raise ModelError unless the model returns an output of shape ``outputs`` for each of several samples in training
     mode, and for one sample in evaluation mode, and its state can be saved and loaded.
 
@@ -288,14 +297,14 @@ def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int
     """
     versions = [parameter._version for parameter in model.parameters()]
     with torch.no_grad(), keeping.trial(model) as tried:
-        for rows, mode in ((inputs, "training"), (inputs[:1], "evaluation")):
-            where, expected = f"train.model: {name} in {mode} mode", (len(rows), *outputs)
+        for rows, mode in ((inputs, "training"), (tree_map(lambda values: values[:1], inputs), "evaluation")):
+            where, expected = f"train.model: {name} in {mode} mode", (len(tree_leaves(rows)[0]), *outputs)
             with nullcontext() if mode == "training" else keeping.evaluating(tried):
                 made = _output(where, tried, rows)
             if not isinstance(made, torch.Tensor) or (tuple(made.shape), made.dtype) != (expected, torch.float32):
                 shape = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else ""
                 raise ModelError(
-                    f"{where} on a batch of shape {list(rows.shape)} returns {shape or type(made).__name__}; expected "
+                    f"{where} on a batch of shape {_shapes(rows)} returns {shape or type(made).__name__}; expected "
                     f"a tensor, torch.float32 of shape {list(expected)}."
                 )
         sets_weights = versions != [parameter._version for parameter in model.parameters()]
@@ -315,9 +324,13 @@ def _check(name: str, model: nn.Module, inputs: torch.Tensor, outputs: tuple[int
     return sets_weights
 
 
-def _output(where: str, model: nn.Module, inputs: torch.Tensor) -> object:
+def _shapes(inputs: Inputs) -> Any:
+    return tree_map(lambda values: list(values.shape), inputs)
+
+
+def _output(where: str, model: nn.Module, inputs: Inputs) -> object:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
-        return model(inputs.to(device))
+        return model(tree_map(lambda values: values.to(device), inputs))
     except Exception as error:
-        raise ModelError(f"{where} on a batch of shape {list(inputs.shape)} fails: {error}") from error
+        raise ModelError(f"{where} on a batch of shape {_shapes(inputs)} fails: {error}") from error

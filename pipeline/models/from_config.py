@@ -1,4 +1,5 @@
-"""Causal language models of the library ``transformers``, with random weights, from a configuration on disk."""
+"""Models of the library ``transformers``, with random weights, from a configuration on disk: causal language models,
+and classifiers of sequences and of tokens."""
 
 from __future__ import annotations
 
@@ -29,43 +30,59 @@ BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Allowed implementations of attention and of experts. The library would look for others on a hub."""
 LABELS = ("id2label", "label2id")
 """Keys whose values are names of classes, which may hold any character."""
+_CLASSES = {
+    "causal language model": "AutoModelForCausalLM",
+    "classifier": "AutoModelForSequenceClassification",
+    "token classifier": "AutoModelForTokenClassification",
+}
 UNUSED = ("_name_or_path", "name_or_path", "auto_map", "quantization_config")
 """Keys that name where the weights or their code came from, or how the weights were stored. They are ignored."""
 
 
 class FromConfig(nn.Module):
-    """Maps b samples of t tokens, int64 [b, t], to logits [b, t, vocabulary] for each token's successor.
+    """Maps b samples of t tokens, int64 [b, t], to logits.
+
+    Without ``classes`` and ``labels``, these are logits [b, t, vocabulary] for each token's successor. A classifier
+    takes the inputs by their names in the library, such as ``attention_mask``. Its logits are [b, classes] or, if each
+    of the ``labels`` tokens has a label, [b, labels, classes]; for labels without classes, [b, labels].
 
     t is at most ``length``. ``config`` is the path of a model's config.json. The data's vocabulary size replaces the
-    file's. Nothing is downloaded, and only the library's code runs. Raises PipelineError if the library is missing or
-    refuses the configuration.
+    file's; for a classifier, if it is larger. Nothing is downloaded, and only the library's code runs. Raises
+    PipelineError if the library is missing or refuses the configuration.
     """
 
-    def __init__(self, *, vocabulary: int, length: int, config: str = "") -> None:
+    def __init__(self, *, vocabulary: int, length: int, classes: int = 0, labels: int = 0, config: str = "") -> None:
         super().__init__()
         where = f"train.model_options.config: found {config!r}"
-        configurations, models = load()
+        kind = (
+            "token classifier" if classes and labels else "classifier" if classes or labels else "causal language model"
+        )
+        configurations, models = load(kind)
+        self._options = {"use_cache": False} if kind == "causal language model" else {}
         try:
             values = _checked(json.loads(read_bytes(Path(config), LIMIT_BYTES)))
-            # There are no special tokens, because a padding token's embedding would not be trained. The model is a
-            # decoder, because in an encoder a token would attend to later tokens.
-            special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+            # There are no special tokens, because a padding token's embedding would not be trained. A language model is
+            # a decoder, because in an encoder a token would attend to later tokens.
+            changes: dict[str, Any] = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+            if kind == "causal language model":
+                changes |= {"vocab_size": vocabulary, "is_decoder": True}
+            else:
+                changes |= {"vocab_size": max(vocabulary, values.get("vocab_size", 0)), "num_labels": classes or labels}
+                values = {key: value for key, value in values.items() if key not in LABELS}
             with _offline():
-                configuration = configurations.for_model(
-                    **values | special | {"vocab_size": vocabulary, "is_decoder": True}
-                )
+                configuration = configurations.for_model(**values | changes)
                 _check_size(models, configuration)
                 self.net = models.from_config(configuration, dtype=torch.float32).train()
         except Exception as error:
             raise PipelineError(
-                f"{where}, from which transformers cannot make a causal language model: {first_line(error)}"
+                f"{where}, from which transformers cannot make a {kind}: {first_line(error)}"
             ) from error
         longest = getattr(configuration, "max_position_embeddings", length)
         if longest < length:
             raise PipelineError(f"{where}, for {longest} tokens; reduce prepare.window, now {length}, to {longest}.")
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
+    def forward(self, *tokens: Tensor, **inputs: Tensor) -> Tensor:
+        logits: Tensor = self.net(*tokens, **inputs, **self._options).logits
         return logits
 
 
@@ -119,7 +136,8 @@ def _check_size(models: Any, configuration: Any) -> None:
         raise ValueError(f"its weights take {needed:,} bytes, but this machine has {memory:,}.")
 
 
-def load() -> tuple[Any, Any]:
-    """Import and return AutoConfig and AutoModelForCausalLM. Raises PipelineError if ``transformers`` is missing."""
+def load(kind: str = "causal language model") -> tuple[Any, Any]:
+    """Import and return AutoConfig and the class that makes models of this kind. Raises PipelineError if
+    ``transformers`` is missing."""
     transformers = factories.library("transformers", "train.model: found 'transformers'", PipelineError)
-    return transformers.AutoConfig, transformers.AutoModelForCausalLM
+    return transformers.AutoConfig, getattr(transformers, _CLASSES[kind])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.distributed import ALONE
@@ -98,7 +99,7 @@ def _count(model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int
 
 def _count_on(device: str, model: nn.Module, task: Task, techniques: Sequence[Technique]) -> int:
     setup = Setup(copied(model, lambda tensor: tensor.detach().to(device, copy=True)), task)
-    inputs = task.inputs(_SAMPLES).to(device)
+    inputs = tree_map(lambda values: values.to(device), task.inputs(_SAMPLES))
     for technique in techniques:
         technique.change_model(setup)
     with FlopCounterMode(display=False) as counter:

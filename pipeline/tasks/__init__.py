@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline import factories
 from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.params import Train
-from pipeline.tasks.base import CPU, Batch, LogitsTask, Normalise, Task, TaskError
+from pipeline.tasks.base import CPU, AsIndices, Batch, LogitsTask, Normalise, Task, TaskError
 
 __all__ = ["Task", "TaskError", "of_job"]
 
@@ -83,7 +83,7 @@ class Regression(Task):
         return Restored(self.dataset.statistics["targets"], self.dataset.train.targets).to(self.device)
 
     def raw(self, rows: Sequence[Tensor]) -> Batch:
-        inputs, targets = rows
+        inputs, targets = super().raw(rows)
         known = self.postprocess
         return inputs, ((targets - known.mean) / known.std).unsqueeze(-1).flatten(1)
 
@@ -143,7 +143,7 @@ class LanguageModel(LogitsTask):
 
     @cached_property
     def preprocess(self) -> nn.Module:
-        return _AsIndices()
+        return AsIndices()
 
     def input_arguments(self) -> dict[str, Any]:
         return {"length": self.units_per_sample}
@@ -162,13 +162,6 @@ class LanguageModel(LogitsTask):
     def findings(self, test_loss: float) -> dict[str, float]:
         """Return the perplexity; nothing for a loss of the user's own, which need not be a cross-entropy."""
         return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
-
-
-class _AsIndices(nn.Module):
-    """Converts tokens of any integer type to int64, which torch's embeddings need."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens.long()
 
 
 _OWN = {"classification": Classification, "language_model": LanguageModel, "regression": Regression}

@@ -14,17 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import models
-from pipeline.data.prepared import LEFT_OUT, Dataset, Statistics
+from pipeline.data.prepared import LEFT_OUT, Dataset, Statistics, input_names
 from pipeline.errors import PipelineError, first_line
 from pipeline.models import finetuning, loss_and_metric, optimizers
 from pipeline.models.keeping import copied
 from pipeline.models.loss_and_metric import Objective
 from pipeline.params import Train
 from pipeline.processes import randomness
+from pipeline.step import Inputs
 
 CPU = torch.device("cpu")
-Batch = tuple[Tensor, Tensor]
-"""The model's inputs [b, ...] and the loss's targets [b, ...]."""
+Batch = tuple[Inputs, Tensor]
+"""The model's inputs [b, ...], a tensor or tensors by name, and the loss's targets [b, ...]."""
 PROBES = 6
 """Number of samples in a batch on which ``Task.check`` tries loss and score."""
 WEIGHED_SAMPLES = 1 << 14
@@ -49,8 +50,12 @@ class Task(ABC):
     dataset: Dataset
     device: torch.device = CPU
 
-    arrays: ClassVar[tuple[str, ...]] = ("inputs", "targets")
-    """Names of the data set's arrays that the task takes, the array with the inputs first."""
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the data set's arrays that the task takes, the inputs first. A task of the user's own may have a
+        tuple of names instead."""
+        return *input_names(self.dataset.train.arrays), "targets"
+
     needs: ClassVar[str] = ""
     """What the data set must have: "labels", "tokens" or "float targets". Empty for a task that takes any arrays."""
     unit: ClassVar[str] = "samples"
@@ -77,13 +82,22 @@ class Task(ABC):
     def raw(self, rows: Sequence[Tensor]) -> Batch:
         """Return the inputs before ``preprocess``, and the targets for the loss. ``rows``: for each of ``arrays``, one
         tensor [b, ...] of b samples."""
-        inputs, targets = rows
-        return inputs, targets
+        *inputs, targets = rows
+        return dict(zip(self.arrays, inputs, strict=False)) if self.by_name else inputs[0], targets
 
     @cached_property
     def preprocess(self) -> nn.Module:
         """The module that turns raw inputs into the model's inputs. It is a part of the deployed model."""
-        return Normalise(self.dataset.statistics["inputs"], self.dataset.train.inputs).to(self.device)
+        known, like = self.dataset.statistics, self.dataset.train.arrays
+        parts = {
+            name: Normalise(known[name], like[name]) if name in known else AsIndices() for name in input_names(like)
+        }
+        return (ByName(parts) if self.by_name else parts["inputs"]).to(self.device)
+
+    @cached_property
+    def by_name(self) -> bool:
+        """Whether the model is called with its inputs by name."""
+        return "inputs" not in self.dataset.train.arrays
 
     @cached_property
     def postprocess(self) -> nn.Module:
@@ -97,9 +111,13 @@ class Task(ABC):
 
     def input_arguments(self) -> dict[str, Any]:
         """Return the arguments that tell a model's factory the form of the inputs."""
-        shape = self.dataset.shape
-        names = {1: ("features",), 3: ("channels", "height", "width")}.get(len(shape))
-        return dict(zip(names, shape, strict=True)) if names else {"shape": shape}
+        shape, names = self.dataset.shape, input_names(self.dataset.train.arrays)
+        if self.dataset.vocabulary is not None:
+            return {"length": shape[0], "vocabulary": self.dataset.vocabulary}
+        if self.by_name:
+            return {"shapes": {name: tuple(self.dataset.train.arrays[name].shape[1:]) for name in names}}
+        sides = {1: ("features",), 3: ("channels", "height", "width")}.get(len(shape))
+        return dict(zip(sides, shape, strict=True)) if sides else {"shape": shape}
 
     @abstractmethod
     def output_arguments(self) -> dict[str, int]:
@@ -187,7 +205,7 @@ class Task(ABC):
         finetuning.load(model, self.train)
         return model
 
-    def inputs(self, count: int) -> Tensor:
+    def inputs(self, count: int) -> Inputs:
         """Return the model's inputs [count, ...] of training samples, on the CPU."""
         return self._samples(torch.arange(count) % len(self.dataset.train))[0]
 
@@ -303,6 +321,24 @@ class LogitsTask(Task):
             return 0
         first, second = outputs.topk(2).values.unbind(-1)
         return int((first - second <= nearness * outputs.abs().amax(-1)).sum())
+
+
+class AsIndices(nn.Module):
+    """Converts tokens or a mask, of any integer type, to int64, which torch's embeddings need."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.long()
+
+
+class ByName(nn.Module):
+    """Applies a module to each of several inputs."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: part(inputs[name]) for name, part in self.parts.items()}
 
 
 class Normalise(nn.Module):

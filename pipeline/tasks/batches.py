@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset, Split, check_batch
@@ -135,7 +137,7 @@ class TrainBatches:
     def _made(self, host: Draws) -> Iterator[Batch]:
         if self._loader:
             for inputs, targets in self._loader.epoch(host):
-                yield inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+                yield tree_map(partial(_sent, self._device), (inputs, targets))
             return
         draws = Draws(*(_move(values, self._device) for values in host))
         if self.placement == "resident":
@@ -191,7 +193,7 @@ class TrainBatches:
             first = flip(first, draws.flipped[index])
         inputs, targets = self._task.batch((first, *others))
         if self._augment.cutout:
-            cutout_(inputs, draws.row[index], draws.column[index], self._augment.cutout)
+            cutout_(tree_leaves(inputs)[0], draws.row[index], draws.column[index], self._augment.cutout)
         return inputs, targets
 
 
@@ -210,6 +212,10 @@ def evaluation_batches(split: Split, task: Task, *, rank: int, world_size: int, 
 def _stop_all(readers: set[Reader]) -> None:
     for reader in list(readers):
         reader.stop()
+
+
+def _sent(device: torch.device, values: Tensor) -> Tensor:
+    return values.to(device, non_blocking=True)
 
 
 def _move(values: Tensor, device: torch.device) -> Tensor:

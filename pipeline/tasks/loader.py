@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.transforms import functional as F
 
 from pipeline.params import Augment
 from pipeline.processes import randomness
+from pipeline.step import Inputs
 from pipeline.tasks.base import Batch, Task
 
 Draw = tuple[int, int, int, bool, int, int]
@@ -111,11 +113,14 @@ class _Samples(TorchDataset[Batch]):
             first = F.crop(F.pad(first, [augment.crop_padding]), top, left, *first.shape[1:])
         if augment.flip and flipped:
             first = F.hflip(first)
-        (inputs,), (target,) = self._task.batch([array.unsqueeze(0) for array in (first, *others)])
+        batch, (target,) = self._task.batch([array.unsqueeze(0) for array in (first, *others)])
+        inputs: Inputs = tree_map(lambda values: values[0], batch)
         if augment.cutout:
             upper, begin = row - augment.cutout // 2, column - augment.cutout // 2
-            inputs = inputs.clone()
-            inputs[:, max(0, upper) : upper + augment.cutout, max(0, begin) : begin + augment.cutout] = 0
+            inputs = tree_map(torch.clone, inputs)
+            tree_leaves(inputs)[0][
+                :, max(0, upper) : upper + augment.cutout, max(0, begin) : begin + augment.cutout
+            ] = 0
         return inputs, target
 
 

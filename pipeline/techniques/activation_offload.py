@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from pipeline.models.keeping import storage_of
+from pipeline.step import Inputs
 from pipeline.techniques.base import Setup, Technique
 
 LEAST_BYTES = 2**16
@@ -34,8 +36,10 @@ class ActivationOffload(Technique):
         step, copies = setup.step, torch.cuda.Stream(self.world.device)
         forward = step.forward
 
-        def offloaded(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with _offloaded(copies, {storage_of(tensor) for tensor in (*step.model.parameters(), inputs)}) as sizes:
+        def offloaded(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+            with _offloaded(
+                copies, {storage_of(tensor) for tensor in (*step.model.parameters(), *tree_leaves(inputs))}
+            ) as sizes:
                 loss = forward(inputs, targets)
             self.offloaded += len(sizes)
             return loss

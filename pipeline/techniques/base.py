@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.distributed import World
 from pipeline.errors import ConfigError
 from pipeline.models.keeping import unchanged
 from pipeline.models.optimizers import OptimizerChoice
 from pipeline.plans import Plan, WhyNotHeldBy
-from pipeline.step import TrainingStep
+from pipeline.step import Inputs, TrainingStep
 from pipeline.tasks import Task
 
 
@@ -52,7 +52,7 @@ class Setup:
     model: nn.Module
     """The model on its device, possibly wrapped."""
     task: Task
-    sample: Callable[[], tuple[torch.Tensor, torch.Tensor]] = _no_sample
+    sample: Callable[[], tuple[Inputs, torch.Tensor]] = _no_sample
     """Returns a micro-batch with the shape of the training's micro-batches. Ranks that train on the same samples get
     the same micro-batch. The call leaves the training's random draws unchanged."""
     delay_steps: int = 0
@@ -88,9 +88,11 @@ class Setup:
     kept_bytes: list[Callable[[], int]] = field(default_factory=list)
     """Functions that return the bytes kept between steps for exchanging gradients, not counting the gradients."""
 
-    def inputs(self) -> torch.Tensor:
+    def inputs(self) -> Inputs:
         """Return the model's inputs of two samples, on the model's device."""
-        return self.task.inputs(2).to(next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        inputs: Inputs = tree_map(lambda values: values.to(device), self.task.inputs(2))
+        return inputs
 
     def outputs(self) -> torch.Tensor:
         """Return the model's outputs for ``inputs``. The model and the random state stay unchanged."""
@@ -142,7 +144,7 @@ class FirstPass(TorchDispatchMode):
         self.dtypes: set[torch.dtype] = set()
         forward = step.forward
 
-        def noted(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def noted(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
             if self.names:
                 return forward(inputs, targets)
             with self:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import ConfigError
+from pipeline.step import Inputs
 from pipeline.techniques.base import Setup, Technique
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -21,12 +23,12 @@ class ChannelsLast(Technique):
     name = "channels_last"
 
     def change_model(self, setup: Setup) -> None:
-        model, inputs = setup.model, setup.inputs()
+        model, inputs = setup.model, tree_leaves(setup.inputs())
         parameters = [parameter for parameter in model.parameters() if parameter.dim() in _FORMATS]
-        if not parameters and inputs.dim() not in _FORMATS:
+        if not parameters and not any(values.dim() in _FORMATS for values in inputs):
             raise ConfigError(
-                f"{self.where('channels_last')}, but {type(model).__name__} takes inputs of {inputs.dim()} dimensions "
-                "and has no parameter of 4 or 5, so there is nothing to rearrange; allowed: false."
+                f"{self.where('channels_last')}, but {type(model).__name__} takes inputs of {inputs[0].dim()} "
+                "dimensions and has no parameter of 4 or 5, so there is nothing to rearrange; allowed: false."
             )
         for parameter in parameters:
             parameter.data = parameter.data.contiguous(memory_format=_FORMATS[parameter.dim()])
@@ -34,9 +36,12 @@ class ChannelsLast(Technique):
     def change_step(self, setup: Setup) -> None:
         forward = setup.step.forward
 
-        def channels_last(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            if inputs.dim() in _FORMATS:
-                inputs = inputs.contiguous(memory_format=_FORMATS[inputs.dim()])
-            return forward(inputs, targets)
+        def arranged(values: torch.Tensor) -> torch.Tensor:
+            return values.contiguous(memory_format=_FORMATS.get(values.dim(), torch.preserve_format))
+
+        def channels_last(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+            return forward(
+                arranged(inputs) if isinstance(inputs, torch.Tensor) else tree_map(arranged, inputs), targets
+            )
 
         setup.step.forward = channels_last

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.errors import ConfigError, first_line
 from pipeline.models.keeping import copied, storage_of
+from pipeline.step import Inputs
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing
 from pipeline.techniques.base import Setup
 from pipeline.techniques.precision import DTYPES
@@ -34,10 +36,9 @@ class CheckpointingBudget(ActivationCheckpointing):
     def choice(self, setup: Setup, options: Sequence[nn.Module]) -> Sequence[nn.Module]:
         fraction, model = float(self.plan.applied.activation_checkpointing), setup.model
         where = self.where("activation_checkpointing")
-        like = setup.task.inputs(1)
         try:
-            shape = (self.plan.micro_batch_size, *like.shape[1:])
-            kept = measured(model, options, shape, DTYPES.get(self.plan.applied.precision), like.dtype)
+            like = setup.task.inputs(self.plan.micro_batch_size)
+            kept = measured(model, options, like, DTYPES.get(self.plan.applied.precision))
         except Exception as error:  # a model may use values, which fake tensors lack
             raise ConfigError(
                 f"{where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
@@ -111,20 +112,20 @@ class Kept:
 def measured(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    shape: tuple[int, ...],
+    like: Inputs,
     autocast: torch.dtype | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> Kept:
     """Measure on fake tensors which storages a forward pass of ``model`` keeps, and the operations of each block.
 
-    The model's inputs have ``shape`` and ``dtype``. ``autocast``: the dtype of autocast; None for no autocast. The
-    storages of parameters, buffers and the inputs do not count.
+    The model's inputs have the shapes and dtypes of ``like``. ``autocast``: the dtype of autocast; None for no
+    autocast. The storages of parameters, buffers and the inputs do not count.
     """
     kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
         shadow_model, shadows = _shadow(model, blocks)
-        inputs = torch.empty(shape, dtype=dtype)
-        standing = {storage_of(tensor) for tensor in (*shadow_model.parameters(), *shadow_model.buffers(), inputs)}
+        inputs = tree_map(lambda values: torch.empty(values.shape, dtype=values.dtype), like)
+        held = (*shadow_model.parameters(), *shadow_model.buffers(), *tree_leaves(inputs))
+        standing = {storage_of(tensor) for tensor in held}
         runs: list[int] = []
         alive = []
 

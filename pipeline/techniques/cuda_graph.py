@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from itertools import islice
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, first_line
 from pipeline.params import GRAPH_WARMUP_STEPS
 from pipeline.plans import Plan
-from pipeline.step import MicroBatches
+from pipeline.step import Inputs, MicroBatches
 from pipeline.techniques.base import Setup, Technique
 
 Take = Callable[[MicroBatches], None]
@@ -35,7 +36,7 @@ class CudaGraph(Technique):
         self.graph: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
         self._warmup_steps = 0
-        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._inputs: list[tuple[Inputs, torch.Tensor]] = []
 
     def change_step(self, setup: Setup) -> None:
         setup.replays = True
@@ -53,14 +54,13 @@ class CudaGraph(Technique):
             if self.graph is None:
                 self.graph = self._recorded(take, batch)  # recording runs no kernel
             else:
-                for place, values in zip(self._inputs, batch, strict=True):
-                    place[0].copy_(values[0])
-                    place[1].copy_(values[1])
+                for place, values in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
+                    place.copy_(values)
             self.graph.replay()
 
         setup.step.whole = graphed
 
-    def _beside(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _beside(self, take: Take, batch: list[tuple[Inputs, torch.Tensor]]) -> None:
         """Take a step without a graph, on the stream on which a later step will be recorded."""
         current = torch.cuda.current_stream(self.world.device)
         self._stream = self._stream or torch.cuda.Stream(self.world.device)
@@ -69,8 +69,8 @@ class CudaGraph(Technique):
             take(iter(batch))
         current.wait_stream(self._stream)
 
-    def _recorded(self, take: Take, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.CUDAGraph:
-        self._inputs = [(inputs.clone(), targets.clone()) for inputs, targets in batch]
+    def _recorded(self, take: Take, batch: list[tuple[Inputs, torch.Tensor]]) -> torch.cuda.CUDAGraph:
+        self._inputs = tree_map(torch.clone, batch)
         graph = torch.cuda.CUDAGraph()
         try:
             # Thread-local, because a thread that reads ahead may allocate pinned memory during the capture.

@@ -6,9 +6,11 @@ from textwrap import shorten
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pipeline.errors import PipelineError
 from pipeline.processes import randomness
+from pipeline.step import Inputs
 from pipeline.techniques.base import Setup, Technique
 
 
@@ -49,9 +51,11 @@ class Distillation(Technique):
         forward, criterion = step.forward, step.criterion
         alpha, temperature = self._settings.alpha, self._settings.temperature
 
-        def forward_both(inputs: Tensor, targets: Tensor) -> Tensor:
+        def forward_both(inputs: Inputs, targets: Tensor) -> Tensor:
             with torch.no_grad():
-                self._taught = self._teacher(inputs.clone())  # it may overwrite its inputs, which the model needs
+                self._taught = self._teacher(
+                    tree_map(torch.clone, inputs)
+                )  # it may overwrite its inputs, which the model needs
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

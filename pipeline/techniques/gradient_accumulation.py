@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.step import Inputs
 from pipeline.techniques.base import Setup, Technique
 
 
@@ -20,7 +21,7 @@ class GradientAccumulation(Technique):
     def change_step(self, setup: Setup) -> None:
         forward = setup.step.forward
 
-        def share(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def share(inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
             return forward(inputs, targets) / self.plan.micro_batches
 
         setup.step.forward = share

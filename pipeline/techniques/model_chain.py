@@ -17,6 +17,7 @@ from torch import fx, nn
 from pipeline.distributed import World
 from pipeline.errors import count
 from pipeline.models.keeping import unchanged
+from pipeline.step import Inputs
 from pipeline.techniques.activation_checkpointing import _SEQUENCES
 
 
@@ -221,7 +222,7 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
 
 def best_cut(
     model: nn.Module,
-    images: torch.Tensor,
+    images: Inputs,
     stages: int,
     world: World,
     autocast: Callable[[], AbstractContextManager[object]],
@@ -233,6 +234,7 @@ def best_cut(
     unchanged. Raises NotAChain if the model cannot be cut into so many stages.
     """
     units, joins = parts(model, images, autocast)
+    assert isinstance(images, torch.Tensor)  # a chain has one input
     if len(units) < stages:
         raise NotAChain(f"{type(model).__name__} can be cut into {count(len(units), 'part')} at most")
     seconds: list[list[float]] = [[] for _ in units]
@@ -254,13 +256,17 @@ def best_cut(
 
 
 def parts(
-    model: nn.Module, images: torch.Tensor, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    model: nn.Module, images: Inputs, autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[list[nn.Sequential], tuple[int, ...]]:
     """Return the units between which ``model`` can be cut, and their ``joins`` (see ``Cut``).
 
     ``images``: inputs of the model, on its device. The model and the random state stay unchanged. Raises NotAChain if
     the model cannot be cut.
     """
+    if not isinstance(images, torch.Tensor):
+        raise NotAChain(
+            f"{type(model).__name__} takes several inputs ({', '.join(images)}), and a stage passes only one"
+        )
     units = chain(model)
     with unchanged(model), torch.no_grad(), autocast():
         expected = model(images.clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -24,6 +25,8 @@ from pipeline.techniques.lockstep import USE_EVERY_PART, keep_parameters
 from pipeline.techniques.model_chain import Cut, NotAChain, best_cut, chain, described, joined, parts
 from pipeline.techniques.precision import DTYPES
 
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Micro-batches of a model with one input."""
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -103,7 +106,7 @@ class Pipeline(Technique):
         def scheduled(micro_batches: MicroBatches) -> None:
             if self._schedule is None:
                 self._schedule = self._scheduled(step)
-            inputs, targets = zip(*islice(micro_batches, self.plan.micro_batches), strict=True)
+            inputs, targets = zip(*islice(cast("Pairs", micro_batches), self.plan.micro_batches), strict=True)
             self._schedule.step(
                 *([torch.cat(inputs)] if self._index == 0 else []),  # the schedule splits the batch again
                 target=torch.cat(targets) if self._is_last else None,

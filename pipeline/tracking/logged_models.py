@@ -86,7 +86,10 @@ def _save(task: Task, trained: torch.nn.Module, directory: Path, model: Model) -
     parts = OrderedDict(preprocess=task.preprocess, model=trained, postprocess=task.postprocess)
     deployed = torch.nn.Sequential(parts).eval()
     test = task.dataset.test[torch.arange(EXAMPLES) % len(task.dataset.test)]
-    inputs = task.raw([test.arrays[name] for name in task.arrays])[0].contiguous().numpy()
+    inputs = task.raw([test.arrays[name] for name in task.arrays])[0]
+    if isinstance(inputs, dict):
+        raise ValueError(f"it takes inputs by name ({', '.join(inputs)}), but MLflow's pyfunc passes one array")
+    inputs = inputs.contiguous().numpy()
     with torch.no_grad():
         outputs = deployed(torch.from_numpy(inputs)).numpy()
     mlflow.pytorch.save_model(

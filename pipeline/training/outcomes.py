@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipeline.distributed import World
 from pipeline.errors import PipelineError, count
@@ -239,7 +240,7 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     entrance = inward[0] if model in inward else step.model
 
     def entering(_: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
-        inputs = next(iter((*arguments, *named.values())))
+        inputs = next(leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor))
         seen.model.append(len(inputs))
         # A fake tensor has no values. A copy made while a CUDA graph is recorded would be overwritten by each replay.
         if type(inputs) is torch.Tensor and not (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):

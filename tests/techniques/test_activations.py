@@ -339,7 +339,7 @@ def _kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
 @pytest.mark.parametrize("parts", [{}, {"norm": True, "dropout": True}])
 def test_kept_bytes_are_measured_without_a_real_pass(parts: dict[str, bool]) -> None:
     model, (images, _) = conv_net(**parts), batch(32)
-    assert measured(model, list(blocks(model)), tuple(images.shape)).bytes(()) == _kept_bytes(model, images)
+    assert measured(model, list(blocks(model)), images).bytes(()) == _kept_bytes(model, images)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 0.8])
@@ -364,7 +364,7 @@ def test_the_flops_recomputed_are_near_the_minimum(share: float) -> None:
 
     with torch.device("meta"):
         model = zoo.resnet18()
-    kept = measured(model, list(blocks(model)), (2, 3, 64, 64))
+    kept = measured(model, list(blocks(model)), torch.empty(2, 3, 64, 64))
     assert len(kept.inside) == 8
     least = kept.bytes(range(8)) / kept.bytes(())
     fraction = least + share * (1 - least)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch.utils._pytree import tree_map
 
 from pipeline import environment, files, results
 from pipeline.distributed import World
@@ -23,6 +24,7 @@ from pipeline.pages import render
 from pipeline.params import Config, Machine, Seed, Train
 from pipeline.plans import plan as plan_of
 from pipeline.results import Record, VariantDocument
+from pipeline.step import Inputs
 from pipeline.tasks import Task
 from pipeline.tools.inference.forms import FORMS, Kind, Predict, Trained, Unavailable, cause
 from pipeline.tools.inference.timing import Latency, Throughput, in_rounds, latency_of, noise_of, throughput_of
@@ -214,13 +216,14 @@ class _TestSet:
         self._expected: torch.Tensor | None = None
         self.first = self._batch(0)
 
-    def _batch(self, start: int) -> torch.Tensor:
-        rows = torch.arange(start, start + self._size) % len(self._inputs)
-        return self._inputs[rows].to(self._task.device)
+    def _batch(self, start: int) -> Inputs:
+        rows = torch.arange(start, start + self._size) % len(self._targets)
+        batch: Inputs = tree_map(lambda values: values[rows].to(self._task.device), self._inputs)
+        return batch
 
     def outputs(self, predict: Predict) -> torch.Tensor:
         """Return the outputs of ``predict``, float32 [N, ...] on the CPU: one for each test sample."""
-        count = len(self._inputs)
+        count = len(self._targets)
         return torch.cat([predict(self._batch(start)).cpu() for start in range(0, count, self._size)])[:count]
 
     def agreement(self, predict: Predict) -> Agreement:
@@ -232,7 +235,9 @@ class _TestSet:
             self._expected = outputs
 
         def total(targets: torch.Tensor) -> int | float:
-            score = float(self._task.scores(outputs, targets).double().sum())
+            scores = self._task.scores(outputs, targets)
+            score = float(scores.double().sum())
+            score = score if len(scores) == len(targets) else score / len(scores) * len(targets)
             return int(score) if score.is_integer() else score
 
         return Agreement(
@@ -254,7 +259,7 @@ def _warmed(kind: Kind, trained: Trained, test_set: _TestSet, world: World) -> t
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise the form would run uncompiled
         form = kind.make(trained)
         for size in trained.batch_sizes:
-            form.predict(test_set.first[:size])
+            form.predict(tree_map(lambda values: values[:size], test_set.first))  # noqa: B023
     world.synchronise()
     figures: dict[str, Any] = {"prepare_seconds": time.perf_counter() - started}
     figures["agreement"] = test_set.agreement(form.predict)

@@ -19,13 +19,15 @@ from io import BytesIO
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.environment import software
 from pipeline.errors import first_line
 from pipeline.models.keeping import copied
+from pipeline.step import Inputs
 from pipeline.tasks import Task
 
-Predict = Callable[[torch.Tensor], torch.Tensor]
+Predict = Callable[[Inputs], torch.Tensor]
 CALIBRATION_SAMPLES = 256
 
 
@@ -46,7 +48,7 @@ class Trained:
     """The 16-bit types (bf16, fp16) in which the device computes natively; with ``train.without_native: run``, both."""
 
     @cached_property
-    def samples(self) -> torch.Tensor:
+    def samples(self) -> Inputs:
         """Raw inputs [samples, ...] of at least two training samples on the device, to calibrate and to trace with.
         They are evenly spread over the data set, which may be sorted by class."""
         train = self.task.dataset.train
@@ -144,15 +146,15 @@ def _int8(trained: Trained) -> Made:
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     prepared = prepare_pt2e(_export(trained.deployed(), trained.samples).module(), quantizer)
-    for batch in trained.samples.split(32):
-        prepared(batch)
+    for rows in torch.arange(len(tree_leaves(trained.samples)[0])).split(32):
+        prepared(_rows(trained.samples, rows))
     converted = convert_pt2e(prepared)
     if "quantize_per_tensor" not in str(converted.graph):
         raise Unavailable("they have no int8 kernel for any part of it")
     predict: Predict = torch.compile(converted, dynamic=False)
     with inductor.patch(freezing=True):  # the calls compile; freezing packs the weights for int8
         for size in trained.batch_sizes:
-            predict(trained.samples[torch.arange(size) % len(trained.samples)])
+            predict(_rows(trained.samples, torch.arange(size) % len(tree_leaves(trained.samples)[0])))
     return Made(predict, bytes_of(converted))
 
 
@@ -163,20 +165,28 @@ class _InPrecision(nn.Module):
         super().__init__()
         self.model, self.dtype = copied(model, lambda tensor: tensor.detach().clone()).to(dtype), dtype
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.model(inputs.to(self.dtype) if inputs.is_floating_point() else inputs)
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(tree_map(self._converted, inputs))
         return outputs.float()
+
+    def _converted(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.dtype) if values.is_floating_point() else values
+
+
+def _rows(inputs: Inputs, rows: torch.Tensor | slice) -> Inputs:
+    return tree_map(lambda values: values[rows], inputs)
 
 
 def _made(module: nn.Module) -> Made:
     return Made(module, bytes_of(module))
 
 
-def _export(deployed: nn.Module, samples: torch.Tensor) -> torch.export.ExportedProgram:
+def _export(deployed: nn.Module, samples: Inputs) -> torch.export.ExportedProgram:
     """Return the exported program for batches of any size. The example batch has two samples, because torch.export
     would treat a size of 1 as a constant."""
     batch = torch.export.Dim("batch")
-    return torch.export.export(deployed, (samples[:2],), dynamic_shapes=({0: batch},))
+    shapes = tree_map(lambda _: {0: batch}, samples)
+    return torch.export.export(deployed, (_rows(samples, slice(2)),), dynamic_shapes=(shapes,))
 
 
 def _need_compiler(device: torch.device) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.comparison.stats import Difference, decide, distrust
 from pipeline.comparison.verdicts import of_rounds
 from pipeline.errors import say
 from pipeline.measurement.energy import Energy, per_sample
 from pipeline.results import Record
+from pipeline.step import Inputs
 from pipeline.tools.inference.forms import Predict
 
 FEWEST_FOR_P99 = 100
@@ -77,7 +79,7 @@ class Slices:
 
 def in_rounds(
     forms: Mapping[str, Predict],
-    inputs: torch.Tensor,
+    inputs: Inputs,
     batch_sizes: Sequence[int],
     *,
     rounds: int,
@@ -162,9 +164,9 @@ def noise_of(again: Slices, plain: Slices, max_spread: float) -> dict[int, Diffe
 class Unseen:
     """Batches in which no sample occurs twice, so that a model cannot save time by returning cached outputs."""
 
-    def __init__(self, inputs: torch.Tensor, values: int, synchronise: Callable[[], None]) -> None:
+    def __init__(self, inputs: Inputs, values: int, synchronise: Callable[[], None]) -> None:
         self._inputs, self._values, self._synchronise, self._made = inputs, values, synchronise, 0
-        self.sample_bytes = inputs[0].nbytes
+        self.sample_bytes = sum(leaf[0].nbytes for leaf in tree_leaves(inputs))
 
     def seconds(self, predict: Predict, size: int, count: int = 1) -> float:
         """Call ``predict`` with ``count`` new batches of ``size`` samples. Return the seconds until the device has
@@ -177,12 +179,13 @@ class Unseen:
         self._synchronise()
         return time.perf_counter() - start
 
-    def _batch(self, size: int) -> torch.Tensor:
+    def _batch(self, size: int) -> Inputs:
         """Return the first samples as a batch [size, ...]. The digits of a new number replace the first four values of
-        each sample, so that no two samples are equal."""
-        batch = self._inputs[:size].clone(memory_format=torch.contiguous_format)
-        numbers = torch.arange(self._made, self._made + size, device=batch.device).unsqueeze(1)
-        places = batch.view(size, -1)[:, :4]
+        each sample's first input, so that no two samples are equal."""
+        batch = tree_map(lambda leaf: leaf[:size].clone(memory_format=torch.contiguous_format), self._inputs)
+        first = tree_leaves(batch)[0]
+        numbers = torch.arange(self._made, self._made + size, device=first.device).unsqueeze(1)
+        places = first.view(size, -1)[:, :4]
         places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=batch.device) % self._values)
         self._made += size
         return batch

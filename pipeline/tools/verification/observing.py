@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from pipeline import tasks
 from pipeline.data.prepared import Dataset, Split
@@ -32,6 +32,7 @@ from pipeline.models import keeping
 from pipeline.params import Train
 from pipeline.plans import Plan
 from pipeline.processes import randomness
+from pipeline.step import Inputs
 from pipeline.tasks.batches import evaluation_batches
 from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
 from pipeline.training.loop import Training
@@ -236,7 +237,7 @@ def _part(split: Split, count: int) -> Split:
     return split[rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]]
 
 
-def first_inputs(task: tasks.Task, batches: int = 1) -> list[Tensor]:
+def first_inputs(task: tasks.Task, batches: int = 1) -> list[Inputs]:
     """Return the first ``batches`` batches of ``TRIED_SAMPLES`` training samples, as the model takes them. The task
     must be on the CPU."""
     micro_batches = evaluation_batches(task.dataset.train, task, rank=0, world_size=1, batch_size=TRIED_SAMPLES)
@@ -286,11 +287,12 @@ def _spoilt(training: Training, trial: Trial) -> AbstractContextManager[None]:
         # chooses the same value.
         return value * (1 + 2**0.5 * trial.noise * (value.detach().float() * 2.0 ** (20 + trial.draw)).cos())
 
-    def forgetful(forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        def forgetting(inputs: Tensor, targets: Tensor) -> Tensor:
-            kept = len(inputs) * (trial.forgets - 1) // trial.forgets
+    def forgetful(forward: Callable[[Inputs, Tensor], Tensor]) -> Callable[[Inputs, Tensor], Tensor]:
+        def forgetting(inputs: Inputs, targets: Tensor) -> Tensor:
+            kept = len(targets) * (trial.forgets - 1) // trial.forgets
             loss = forward(inputs, targets)
-            part = forward(inputs[:kept], targets[:kept]) * (kept / len(inputs))
+            first = tree_map(lambda values: values[:kept], (inputs, targets))
+            part = forward(*first) * (kept / len(targets))
             return part + (loss - part).detach()  # the reported loss includes all parts
 
         return forgetting
@@ -338,7 +340,7 @@ class Nature:
         return not (self.stochastic or self.batch_dependent)
 
 
-def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
+def nature(model: nn.Module, inputs: Inputs) -> Nature:
     """Return the nature of ``model``, found by running a copy, in its parts' own modes, on ``inputs`` [samples, ...].
     There must be at least four samples, in the form that the model takes. The model and the random state do not
     change."""
@@ -347,11 +349,14 @@ def nature(model: nn.Module, inputs: torch.Tensor) -> Nature:
         whole = tried(inputs)
         if not torch.equal(before, torch.get_rng_state()):
             return Nature(stochastic=True, batch_dependent=False)
-        parts = torch.cat([tried(part) for part in inputs.chunk(2)])
+        half = len(whole) // 2
+        parts = torch.cat(
+            [tried(tree_map(lambda values: values[rows], inputs)) for rows in (slice(half), slice(half, None))]  # noqa: B023
+        )
     return Nature(stochastic=False, batch_dependent=bool((whole - parts).abs().max() > _MIXED * whole.abs().max()))
 
 
-def statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+def statistics(model: nn.Module, batches: Iterable[Inputs]) -> dict[str, torch.Tensor]:
     """Return BatchNorm's running statistics, averaged over ``batches``: name in the state dict -> value.
 
     With its initial statistics (mean 0, variance 1) a BatchNorm would not normalise, and a deep model would diverge.
