@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -151,3 +152,11 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         task_of(sequences(), settings(class_weights=[1.0, 2.0]))
     with pytest.raises(ConfigError, match="class_weights: found balanced, which the loss 'mean_squared_error'"):
         parse({"train": {"task": "regression", "class_weights": "balanced"}, "variants": {"baseline": {}}})
+
+
+def test_a_task_with_weights_reaches_other_processes() -> None:
+    """The bench starts the DataLoader's workers by spawning, which pickles the task."""
+    task = task_of(sequences(), settings(class_weights="balanced"))
+    outputs, targets = torch.randn(4, LENGTH, CLASSES), tagged(4, 0).targets
+    loss = task.objective.loss(outputs, targets)
+    assert pickle.loads(pickle.dumps(task)).objective.loss(outputs, targets) == loss

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import f1_score
 from torch import nn
 
 from pipeline.data.prepared import Dataset
-from pipeline.distributed import World
+from pipeline.distributed import WorkerError, World
 from pipeline.errors import ConfigError
 from pipeline.models import optimizers
 from pipeline.models.loss_and_metric import ObjectiveError
@@ -26,6 +29,7 @@ from tests.trainings import make_training, rows_of
 CODE = """
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import f1_score
 from torch import nn
 
 def smoothed(*, classes, amount=0.1):
@@ -80,6 +84,28 @@ def relative(logits, labels):
 
 def mean(logits, labels):
     return probability(logits, labels).mean()
+
+def macro_f1(logits, labels):
+    return f1_score(labels, logits.argmax(1), average="macro")
+
+class MacroF1:  # like a metric of torchmetrics, which would gather among the ranks of a process group by itself
+    distributed_available_fn = staticmethod(torch.distributed.is_initialized)
+
+    def __init__(self):
+        self.labels, self.predicted = [], []
+
+    def update(self, logits, labels):
+        self.labels += labels.tolist()
+        self.predicted += logits.argmax(1).tolist()
+
+    def compute(self):
+        assert not self.distributed_available_fn()
+        return torch.tensor(f1_score(self.labels, self.predicted, average="macro"))
+
+made = MacroF1()
+
+def matthews(logits, labels):
+    return -0.5
 
 def with_text(logits, labels):
     return logits + "x"
@@ -160,7 +186,7 @@ def test_a_mean_over_the_batch_is_found(name: str, last: int, digits: Dataset) -
         ("own_code:in_place", r"train\.metric: own_code:in_place changes the outputs, which are used again"),
         ("own_code:relative", r"own_code:relative gives a sample different scores in different batches"),
         ("own_code:with_text", r"own_code:with_text raised TypeError: .*, line \d+, in with_text\)"),
-        ("own_code:mean", r"returned a tensor of shape \[\] for 6 samples; expected .*\[6\]"),
+        ("own_code:mean", r"returned a tensor of shape \[\] for 6 samples; .*set train\.metric_over: test_set"),
     ],
 )
 def test_what_is_wrong_with_a_metric_is_said(name: str, message: str, digits: Dataset) -> None:
@@ -182,6 +208,27 @@ def test_an_own_metric_counts_every_sample_exactly(digits: Dataset) -> None:
     assert _evaluate(ALONE, digits, "accuracy", 64).accuracy < top_two.accuracy < 1
 
 
+def _over_set(joined: World, dataset: Dataset, names: Sequence[str]) -> list[Score]:
+    return [
+        evaluate(conv_net(), task_of(dataset, Train(metric=name, metric_over="test_set")), joined, batch_size)
+        for name, batch_size in itertools.product(names, (7, 64))
+    ]
+
+
+def test_a_metric_of_the_test_set_is_scikit_learn_s(digits: Dataset) -> None:
+    names = ["own_code:macro_f1", "own_code:MacroF1", "own_code:made"]
+    task = task_of(digits)
+    images, labels = task.batch([digits.test.inputs, digits.test.targets])
+    with torch.no_grad():
+        expected = f1_score(labels, conv_net()(images).argmax(1), average="macro")
+    task_of(digits, Train(metric="own_code:made", metric_over="test_set")).check()
+    for scores in (_over_set(ALONE, digits, names), *run_ranks(_over_set, digits, names, size=3)):
+        assert [score.accuracy for score in scores] == pytest.approx([expected] * 6, rel=1e-6)
+        assert {score.count for score in scores} == {len(labels)}
+    with pytest.raises(WorkerError, match=r"own_code:matthews returned -0\.5; expected a number from 0 to 1"):
+        run_ranks(_over_set, digits, ["own_code:matthews"])
+
+
 def test_a_score_out_of_bounds_is_refused(digits: Dataset) -> None:
     with pytest.raises(ObjectiveError, match=r"359 of 359 test samples have a score that is not from 0 to 1"):
         _evaluate(ALONE, digits, "own_code:percentage", 64)
@@ -191,6 +238,7 @@ def test_a_score_out_of_bounds_is_refused(digits: Dataset) -> None:
     ("train", "message"),
     [
         ({"loss": "focal"}, "train.loss: found 'focal'; expected cross_entropy, or module:name of your own."),
+        ({"metric_over": "test_set"}, "train.metric_over: found 'test_set', but 'accuracy' is a score per sample"),
         ({"metric": "top2"}, "train.metric: found 'top2'; expected accuracy, or module:name of your own."),
         ({"loss_options": {"gamma": 2}}, "train.loss_options: found {'gamma': 2}, but cross_entropy takes no options"),
         ({"loss": "a:b", "label_smoothing": 0.1}, "train.label_smoothing: found 0.1, which 'a:b' ignores"),

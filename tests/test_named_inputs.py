@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.data.prepared import LEFT_OUT, Dataset, Statistics
+from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.distributed import World, whole
 from pipeline.params import Augment, Train
 from pipeline.profiling import flops
-from pipeline.tasks.batches import TrainBatches, draw_epoch
+from pipeline.tasks.batches import Placement, TrainBatches, draw_epoch
 from tests.data.test_own_data import packed, saved
 from tests.nets import ALONE, make_plan, task_of
 from tests.ranks import run_ranks
@@ -41,9 +41,11 @@ def sequences(tmp_path: Path) -> Callable[[str], tuple[Dataset, Train]]:
 
     def job(kind: str) -> tuple[Dataset, Train]:
         arrays = saved(tmp_path, "npz", attention_mask=mask.astype(np.uint8), input_ids=ids, targets=targets[kind])
-        model = {"model": "transformers", "model_options": {"config": str(tmp_path / "config.json")}}
-        plain = {"momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
-        return packed(tmp_path, "arrays", arrays), Train(**model, **plain, batch_size=BATCH, epochs=1, learning_rate=0.5)
+        model: dict[str, Any] = {"model": "transformers", "model_options": {"config": str(tmp_path / "config.json")}}
+        plain: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
+        return packed(tmp_path, "arrays", arrays), Train(
+            **model, **plain, batch_size=BATCH, epochs=1, learning_rate=0.5
+        )
 
     return job
 
@@ -56,9 +58,9 @@ def test_tokens_stay_integers_and_the_model_is_called_by_name(sequences: Callabl
     assert (dataset.vocabulary, dataset.classes, dataset.statistics) == (VOCABULARY, ("0", "1"), {})
     task = task_of(dataset, train)
     assert task.input_arguments() | task.output_arguments() == {"length": 12, "vocabulary": 24, "classes": 2}
-    model = task.model()
+    model: Any = task.model()
     seen: list[Any] = []
-    model.net.register_forward_pre_hook(lambda _, __, named: seen.append(named), with_kwargs=True)  # type: ignore[operator, union-attr]
+    model.net.register_forward_pre_hook(lambda _, __, named: seen.append(named), with_kwargs=True)
     inputs = task.inputs(4)
     first = model.eval()(inputs)
     assert [(name, rows.dtype, tuple(rows.shape)) for name, rows in seen[0].items()] == [
@@ -67,11 +69,11 @@ def test_tokens_stay_integers_and_the_model_is_called_by_name(sequences: Callabl
     padded = inputs["attention_mask"] == 0
     changed = {**inputs, "input_ids": torch.where(padded, 7, inputs["input_ids"])}
     torch.testing.assert_close(model(changed), first)
-    assert model.net.config.vocab_size == 30  # type: ignore[union-attr]
+    assert model.net.config.vocab_size == 30
     assert flops.counted(make_plan(train=train), task, "").model_per_sample > 0
 
 
-PLACEMENTS = ("resident", "streamed", "dataloader")
+PLACEMENTS: tuple[Placement, ...] = ("resident", "streamed", "dataloader")
 
 
 def test_every_placement_makes_the_same_named_batches(sequences: Callable[..., Any]) -> None:
@@ -123,7 +125,9 @@ def test_every_variant_trains_a_masked_classifier_of_tokens(sequences: Callable[
     model, taken = task.model(), draw_epoch(0, 0, len(dataset.train), (1, 1), 0).order[:BATCH]
     arrays = {name: dataset.train.arrays[name][taken].long() for name in ("input_ids", "attention_mask")}
     F.cross_entropy(model(arrays).flatten(0, 1), dataset.train.targets[taken].flatten()).backward()
-    expected = {name: 0.5 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: 0.5 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     made = run_ranks(_trained, dataset, train)[0]
     for variant, (moved, accuracy, loss) in zip(VARIANTS, made, strict=True):
         for name, gradient in expected.items():

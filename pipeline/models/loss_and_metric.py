@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,9 @@ class Objective:
     count."""
     counted: Callable[[Tensor], Tensor | int]
     """Returns the number by which the sum of ``test_losses`` is divided, from the targets."""
+    over_set: Callable[[Tensor, Tensor], float] | None = None
+    """Returns the score, from 0 to 1, from the outputs and targets of the whole test set; None if the score is the mean
+    of ``scores``."""
 
 
 def of_job(train: Train, task: Objective, device: torch.device, arguments: Mapping[str, int]) -> Objective:
@@ -44,13 +48,16 @@ def of_job(train: Train, task: Objective, device: torch.device, arguments: Mappi
 
     A user's ``train.loss`` is ``module:factory``. The factory gets the ``arguments`` that describe the outputs, and
     ``train.loss_options``. The factory returns the loss, which is a function or an nn.Module without parameters. A
-    user's ``train.metric`` is ``module:function``. The function returns a score for every sample.
+    user's ``train.metric`` is ``module:function``. The function returns a score for every sample or, with
+    ``train.metric_over: test_set``, one for the test set.
     """
     objective = task
     if ":" in train.loss:
         loss = _own_loss(train, device, arguments)
         objective = replace(objective, loss=loss, test_losses=partial(_summed, loss, task.counted))
-    if ":" in train.metric:
+    if train.metric_over == "test_set":
+        objective = replace(objective, over_set=partial(_over_set, train.metric, _metric_of_set(train.metric)))
+    elif ":" in train.metric:
         objective = replace(objective, scores=partial(_own_scores, train.metric, _metric(train.metric)))
     return objective
 
@@ -60,7 +67,7 @@ def load(train: Train) -> None:
     if ":" in train.loss:
         _loss_factory(train.loss)
     if ":" in train.metric:
-        _metric(train.metric)
+        _metric_of_set(train.metric)
 
 
 def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) -> None:
@@ -75,7 +82,7 @@ def check(train: Train, objective: Objective, outputs: Tensor, targets: Tensor) 
         for key in own.keys() & {"task", "loss"}:
             with factories.naming(own[key], f"train.{key}", ObjectiveError):
                 _check_loss(f"train.{key}: {own[key]}", objective, outputs.clone().requires_grad_(), targets)
-        for key in own.keys() & {"task", "metric"}:
+        for key in own.keys() & ({"task"} if objective.over_set else {"task", "metric"}):
             with factories.naming(own[key], f"train.{key}", ObjectiveError):
                 _check_scores(f"train.{key}: {own[key]}", objective, outputs, targets)
 
@@ -140,6 +147,34 @@ def _metric(name: str) -> Callable[..., object]:
     return factories.find(name, "train.metric", "scores", example="my_metrics:top_two", error=ObjectiveError)
 
 
+def _is_accumulated(metric: Any) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _metric_of_set(name: str) -> Any:
+    return factories.find(
+        name, "train.metric", "a score", example="my_metrics:macro_f1", error=ObjectiveError,
+        fits=lambda found: callable(found) or _is_accumulated(found),
+    )  # fmt: skip
+
+
+def _over_set(name: str, metric: Any, outputs: Tensor, targets: Tensor) -> float:
+    """Return the metric's value. A copy of an object is used, so its earlier values do not count."""
+    with factories.naming(name, "train.metric", ObjectiveError):
+        if _is_accumulated(metric):
+            metric = metric() if isinstance(metric, type) else copy.deepcopy(metric)
+            if hasattr(metric, "distributed_available_fn"):  # torchmetrics would gather once more, and wait forever
+                metric.distributed_available_fn = lambda: False
+            metric.update(outputs, targets)
+            value = metric.compute()
+        else:
+            value = metric(outputs, targets)
+        score = float(value)
+    if not 0 <= score <= 1:
+        raise ObjectiveError(f"train.metric: {name} returned {score:g}; expected a number from 0 to 1.")
+    return score
+
+
 def _summed(
     loss: Callable[[Tensor, Tensor], Tensor],
     counted: Callable[[Tensor], Tensor | int],
@@ -155,6 +190,7 @@ def _own_scores(name: str, metric: Callable[..., object], outputs: Tensor, targe
         shown = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else repr(scores)
         raise ObjectiveError(
             f"train.metric: {name} returned {shown} for {count(len(targets), 'sample')}; expected a tensor with one "
-            f"score per sample, of shape [{len(targets)}]."
+            f"score per sample, of shape [{len(targets)}]. If it is a metric of all outputs and targets, such as "
+            "macro-F1, set train.metric_over: test_set."
         )
     return scores

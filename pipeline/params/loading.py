@@ -322,6 +322,8 @@ def _own_code(train: Train) -> Iterator[str]:
         yield f"train.loss_options: found {train.loss_options}, but {train.loss} takes no options."
     if train.loss != "cross_entropy" and train.label_smoothing:
         yield f"train.label_smoothing: found {train.label_smoothing}, which {train.loss!r} ignores; set 0.0."
+    if train.metric_over == "test_set" and ":" not in train.metric:
+        yield f"train.metric_over: found 'test_set', but {train.metric!r} is a score per sample; set 'samples'."
     if train.class_weights and (train.task, train.loss) not in sections.WEIGH_CLASSES:
         yield (
             f"train.class_weights: found {train.class_weights}, which the loss {train.loss!r} of {train.task!r} "

@@ -247,6 +247,8 @@ def counted(comparison: Comparison) -> str:
 def metric(comparison: Comparison) -> str:
     """Describe the job's metric, for use before "over all test samples"."""
     name = comparison.train.get("metric", "accuracy")
+    if comparison.train.get("metric_over") == "test_set":
+        return f"Value of {name}, from 0 to 1,"
     return "Share of correct predictions" if name == "accuracy" else f"Mean of {name}, a score per sample from 0 to 1,"
 
 

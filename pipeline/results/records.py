@@ -155,7 +155,7 @@ class Run(Window):
 
     seed: Seed
     test_accuracy: Share
-    """Mean of ``train.metric`` over the test set, 0 to 1: test_correct / test_count."""
+    """``train.metric`` of the test set, or its mean over the test samples, 0 to 1: test_correct / test_count."""
     test_correct: Count | Amount
     """For accuracy, the number of correct samples; for other metrics, the sum of the samples' scores."""
     test_count: Count

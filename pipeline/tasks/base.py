@@ -153,6 +153,11 @@ class Task(ABC):
         """Return the scores [b] of b samples, or [n] of the n labels that count: true or false, or a number from 0 to
         1; higher is better. The job's score is their mean."""
 
+    def of_labels(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs and targets that a metric of the whole test set gets. If samples have several labels, they
+        are those of the labels that count."""
+        return outputs, targets
+
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the targets that the outputs predict.
 
@@ -249,6 +254,9 @@ class Task(ABC):
             _, targets = self._samples(batch)
             noise = torch.randn(PROBES, *self.output_shape(), generator=generator)
             loss_and_metric.check(self.train, task.objective, noise, targets)
+        if task.objective.over_set:
+            noise = torch.randn(len(rows), *self.output_shape(), generator=generator)
+            task.objective.over_set(*task.of_labels(noise, self._samples(rows)[1]))
 
 
 class LogitsTask(Task):
@@ -273,9 +281,8 @@ class LogitsTask(Task):
 
     @cached_property
     def _mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        plain = partial(F.cross_entropy, label_smoothing=self.train.label_smoothing)
-        summed = partial(plain, weight=self.class_weights, reduction="sum")
-        return (lambda rows, labels: summed(rows, labels) / len(labels)) if self.uneven else plain
+        smoothed = partial(F.cross_entropy, label_smoothing=self.train.label_smoothing)
+        return partial(_weighted_mean, smoothed, self.class_weights) if self.uneven else smoothed
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._mean_loss(outputs.flatten(0, -2), targets.flatten())
@@ -299,6 +306,11 @@ class LogitsTask(Task):
             return row_losses.sum()
         return row_losses.view(len(targets), -1).mean(1).sum()
 
+    def of_labels(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        rows, labels = outputs.flatten(0, -2), targets.flatten()
+        counts = labels != LEFT_OUT
+        return rows[counts], labels[counts]
+
     def counted(self, targets: Tensor) -> Tensor | int:
         return (targets != LEFT_OUT).sum() if self.dataset.left_out_count else len(targets)
 
@@ -321,6 +333,10 @@ class LogitsTask(Task):
             return 0
         first, second = outputs.topk(2).values.unbind(-1)
         return int((first - second <= nearness * outputs.abs().amax(-1)).sum())
+
+
+def _weighted_mean(loss: Callable[..., Tensor], class_weights: Tensor | None, rows: Tensor, labels: Tensor) -> Tensor:
+    return loss(rows, labels, class_weights, reduction="sum") / len(labels)
 
 
 class AsIndices(nn.Module):

@@ -325,6 +325,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     The ranks take disjoint shares of the split, without padding, and add up their scores, so the accuracy is that of a
     single device. Each group of ``model_processes`` consecutive ranks computes one share. The forward pass of a sharded
     model waits for all ranks, so a rank with fewer batches also evaluates a sample that is not counted.
+    A metric of the whole test set gets the outputs of all ranks in the order of the split, on the main rank's CPU.
     BatchNorm uses the main rank's running statistics. Raises ObjectiveError for a score outside 0 to 1, and for a loss
     that is not finite.
     """
@@ -336,6 +337,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     world.broadcast_buffers_(model)
     # scores, samples, losses, scores out of bounds, number of scores, number of losses
     sums = torch.zeros(6, dtype=torch.float64, device=world.device)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad(), evaluating(model):
         for _ in range(most):
             batch = next(batches, not_counted)
@@ -343,6 +345,8 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             outputs = model(inputs).float()
             if batch is not_counted or member:  # only the first rank of a group adds to the sums
                 continue
+            if objective.over_set:
+                kept.append(task.of_labels(outputs.cpu(), targets.cpu()))
             scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:
                 sums[3] += (~((scores >= 0) & (scores <= 1))).sum()  # also counts NaN
@@ -363,6 +367,29 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             f"train.loss: its mean over the {count:.0f} test samples is {loss}. If the training has diverged, "
             "lower train.learning_rate. If your own loss is not finite for bad outputs, bound it."
         )
+    if objective.over_set:
+        total, scored = _over_set(objective.over_set, kept, world), 1.0
     correct = total if scored == count else total / max(scored, 1) * count
     correct = int(correct) if correct.is_integer() else correct
     return Score(correct=correct, count=int(count), loss=loss / max(losses, 1))
+
+
+def _over_set(
+    metric: Callable[[torch.Tensor, torch.Tensor], float],
+    kept: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    world: World,
+) -> float:
+    """Return the metric of what all ranks ``kept``: outputs and targets of consecutive samples. Every rank raises the
+    main rank's ObjectiveError."""
+    pairs = [pair for of_rank in world.gather(kept) for pair in of_rank]
+    made: float | ObjectiveError = 0.0
+    if world.is_main:
+        outputs, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        try:
+            made = metric(outputs, targets)
+        except ObjectiveError as error:
+            made = error
+    made = world.broadcast(made)
+    if isinstance(made, ObjectiveError):
+        raise made
+    return made

@@ -264,7 +264,7 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
         model = task.model()
     model.load_state_dict(state)
     deployed = nn.Sequential(task.preprocess, model.to(task.device)).eval()
-    correct, count, ties, scored = 0.0, 0, 0, 0
+    correct, count, ties, scored, kept = 0.0, 0, 0, 0, []
     with torch.no_grad():
         for rows in zip(*(task.dataset.test.arrays[name].split(256) for name in task.arrays), strict=True):
             inputs, targets = task.raw([array_rows.to(task.device) for array_rows in rows])
@@ -273,6 +273,10 @@ def _scored_alone(training: Training, state: dict[str, Tensor]) -> tuple[float, 
             correct += scores.double().sum().item()
             count, scored = count + len(targets), scored + len(scores)
             ties += task.ties(outputs, targets, TIE)
+            kept.append(task.of_labels(outputs.cpu(), targets.cpu()))
+    if over_set := task.objective.over_set:
+        # A single tie can change the metric of a set by any amount.
+        return over_set(*map(torch.cat, zip(*kept, strict=True))) * count, count, ties * count
     return correct if scored == count else correct / max(scored, 1) * count, count, ties
 
 
