@@ -44,7 +44,7 @@ class FromConfig(nn.Module):
 
     Without ``classes`` and ``labels``, these are logits [b, t, vocabulary] for each token's successor. A classifier
     takes the inputs by their names in the library, such as ``attention_mask``. Its logits are [b, classes] or, if each
-    of the ``labels`` tokens has a label, [b, labels, classes]; for labels without classes, [b, labels].
+    of the ``labels`` tokens has a label, [b, labels, classes].
 
     t is at most ``length``. ``config`` is the path of a model's config.json. The data's vocabulary size replaces the
     file's; for a classifier, if it is larger. Nothing is downloaded, and only the library's code runs. Raises
@@ -54,9 +54,7 @@ class FromConfig(nn.Module):
     def __init__(self, *, vocabulary: int, length: int, classes: int = 0, labels: int = 0, config: str = "") -> None:
         super().__init__()
         where = f"train.model_options.config: found {config!r}"
-        kind = (
-            "token classifier" if classes and labels else "classifier" if classes or labels else "causal language model"
-        )
+        kind = "token classifier" if labels else "classifier" if classes else "causal language model"
         configurations, models = load(kind)
         self._options = {"use_cache": False} if kind == "causal language model" else {}
         try:
@@ -67,7 +65,7 @@ class FromConfig(nn.Module):
             if kind == "causal language model":
                 changes |= {"vocab_size": vocabulary, "is_decoder": True}
             else:
-                changes |= {"vocab_size": max(vocabulary, values.get("vocab_size", 0)), "num_labels": classes or labels}
+                changes |= {"vocab_size": max(vocabulary, values.get("vocab_size", 0)), "num_labels": classes}
                 values = {key: value for key, value in values.items() if key not in LABELS}
             with _offline():
                 configuration = configurations.for_model(**values | changes)

@@ -39,10 +39,11 @@ class Section(BaseModel):
 TASKS = {
     "classification": ("cross_entropy", "accuracy"),
     "language_model": ("cross_entropy", "token_accuracy"),
+    "multi_label": ("binary_cross_entropy", "label_accuracy"),
     "regression": ("mean_squared_error", "within_tolerance"),
 }
 """Built-in task -> the name of its loss and the name of its score."""
-WEIGH_CLASSES = (("classification", "cross_entropy"),)
+WEIGH_CLASSES = (("classification", "cross_entropy"), ("multi_label", "binary_cross_entropy"))
 """Task and loss that can take weights of classes."""
 OF_OWN_TASK = ("loss", "score")
 """The name of the loss and the name of the score if the task is the user's own."""
@@ -152,7 +153,8 @@ class Train(Section):
     """Settings for resuming a run; no result depends on these settings."""
 
     task: str = "classification"
-    """classification, language_model, regression, or module:class of your own, derived from pipeline.tasks.Task."""
+    """classification, language_model, multi_label, regression, or module:class of your own, derived from
+    pipeline.tasks.Task."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task. regression takes tolerance: the largest error, in standard deviations of the training
     targets, that its score counts as correct (0.5 by default)."""
@@ -179,7 +181,9 @@ class Train(Section):
     class_weights: Literal["balanced"] | list[NonNegativeFloat] | None = Field(None, exclude_if=operator.not_)
     """For classification: the weight of each class in the training's loss, in the order of the labels. balanced: the
     number of labels, divided by the number of classes and by the number of the class's labels. The loss of a global
-    batch is divided by the sum of its labels' weights. null: all classes weigh the same."""
+    batch is divided by the sum of its labels' weights. For multi_label: for each label, the weight of samples that have
+    it, when those without it weigh 1; balanced: their number, divided by that of those with it. null: all weigh the
+    same."""
     metric: str = Field(default_factory=lambda data: TASKS.get(data.get("task"), OF_OWN_TASK)[1])
     """Default: the task's score, such as accuracy for classification. Or module:function of your own, which maps
     outputs and targets to a score from 0 to 1 per sample. Results, margins and target_accuracy use the mean score."""

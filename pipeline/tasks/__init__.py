@@ -1,4 +1,4 @@
-"""What a job learns from its data: classification, a language model, regression, or a task of the user's own.
+"""What a job learns from its data: classification, a language model, labels, regression, or a task of the user's own.
 
 ``batches`` shuffles and shards the samples, and lets the task make batches. ``loader`` does the same with PyTorch's
 DataLoader.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline import factories
 from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.params import Train
-from pipeline.tasks.base import CPU, AsIndices, Batch, LogitsTask, Normalise, Task, TaskError
+from pipeline.tasks.base import CPU, AsIndices, Batch, LabelledTask, LogitsTask, Normalise, Task, TaskError
 
 __all__ = ["Task", "TaskError", "of_job"]
 
@@ -54,6 +54,68 @@ class Classification(LogitsTask):
         """Return whether a label has the largest logit: [b], or [n] for the n labels of b samples that count."""
         right = self.predicted(outputs) == targets
         return right[targets != LEFT_OUT] if self.dataset.left_out_count else right.flatten()
+
+
+class MultiLabel(LabelledTask):
+    """A sample has any number of labels: its targets are 0 or 1 for each label. The loss is the binary cross-entropy,
+    and the score is the share of the labels that are predicted right."""
+
+    needs = "labels"
+
+    def __post_init__(self) -> None:
+        targets, weights = self.dataset.train.targets, self.train.class_weights
+        if targets.ndim != 2 or len(self.dataset.classes) != 2:
+            raise TaskError(
+                f"train.task: multi_label needs targets of 0 and 1 [N, labels], and those of {self.dataset.name} have "
+                f"the shape {list(targets.shape)} and {len(self.dataset.classes)} values; allowed: classification."
+            )
+        if isinstance(weights, list) and len(weights) != targets.shape[1]:
+            raise TaskError(
+                f"train.class_weights: found {len(weights)} weights, but {self.dataset.name} has {targets.shape[1]} "
+                "labels; give each label a weight."
+            )
+
+    @cached_property
+    def _mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        weights, targets = self.train.class_weights, self.dataset.train.targets
+        of_label = torch.tensor(weights, device=self.device) if isinstance(weights, list) else None
+        if weights == "balanced":
+            without, having = ((targets == value).sum(0).clamp(min=1) for value in (0, 1))
+            of_label = (without / having).to(self.device)
+        return partial(_binary_loss, of_label, self.dataset.left_out_count > 0)
+
+    def weights(self) -> Tensor | None:
+        if not self.dataset.left_out_count:
+            return None
+        return (self.dataset.train.targets != LEFT_OUT).double().mean(1)
+
+    def output_arguments(self) -> dict[str, int]:
+        return {"classes": self.dataset.train.targets.shape[1]}
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._mean_loss(outputs, targets)
+
+    def test_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(outputs, targets.float(), reduction="none").double()
+        counted = losses * (targets != LEFT_OUT)
+        return counted.sum() if self.dataset.left_out_count else counted.mean(1).sum()
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the share of the right labels, [b], or whether each of the n labels that count is right, [n]."""
+        right = self.predicted(outputs) == targets
+        return right[targets != LEFT_OUT] if self.dataset.left_out_count else right.double().mean(1)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return (outputs > 0).long()
+
+    def ties(self, outputs: Tensor, targets: Tensor, nearness: float) -> int:  # noqa: ARG002
+        """Return the number of outputs that are nearly zero."""
+        return int((outputs.abs() <= nearness * outputs.abs().amax(1, keepdim=True)).sum())
+
+
+def _binary_loss(of_label: Tensor | None, some_left_out: bool, outputs: Tensor, targets: Tensor) -> Tensor:
+    counts = (targets != LEFT_OUT).to(outputs.dtype) if some_left_out else None
+    return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), counts, pos_weight=of_label)
 
 
 class Regression(Task):
@@ -164,7 +226,12 @@ class LanguageModel(LogitsTask):
         return {} if ":" in self.train.loss else {"perplexity": math.exp(min(test_loss, 700.0))}
 
 
-_OWN = {"classification": Classification, "language_model": LanguageModel, "regression": Regression}
+_OWN = {
+    "classification": Classification,
+    "language_model": LanguageModel,
+    "multi_label": MultiLabel,
+    "regression": Regression,
+}
 
 
 def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:

@@ -259,7 +259,15 @@ class Task(ABC):
             task.objective.over_set(*task.of_labels(noise, self._samples(rows)[1]))
 
 
-class LogitsTask(Task):
+class LabelledTask(Task):
+    """A task whose targets are labels, of which some can be ``LEFT_OUT``."""
+
+    def counted(self, targets: Tensor) -> Tensor | int:
+        """Return the number of labels that count or, if none is left out, of samples."""
+        return (targets != LEFT_OUT).sum() if self.dataset.left_out_count else len(targets)
+
+
+class LogitsTask(LabelledTask):
     """A task whose outputs are logits [b, ..., classes], and whose targets are the right classes [b, ...].
 
     The loss is the cross-entropy. A sample's loss is the mean over the sample's rows.
@@ -310,9 +318,6 @@ class LogitsTask(Task):
         rows, labels = outputs.flatten(0, -2), targets.flatten()
         counts = labels != LEFT_OUT
         return rows[counts], labels[counts]
-
-    def counted(self, targets: Tensor) -> Tensor | int:
-        return (targets != LEFT_OUT).sum() if self.dataset.left_out_count else len(targets)
 
     def distance(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
         """Return T^2 KL(softmax(taught / T) || softmax(outputs / T)), averaged over the rows; T: temperature.
