@@ -15,9 +15,14 @@ from torch import Tensor
 
 from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.distributed import World, whole
-from pipeline.params import Augment, Train
+from pipeline.params import Augment, Train, parse
 from pipeline.profiling import flops
 from pipeline.tasks.batches import Placement, TrainBatches, draw_epoch
+from pipeline.techniques import Setup
+from pipeline.techniques.pipeline_parallel import Pipeline
+from pipeline.tools import inference
+from pipeline.tools.inference.forms import FORMS, Trained
+from pipeline.training.outcomes import evaluate
 from tests.data.test_own_data import packed, saved
 from tests.nets import ALONE, make_plan, task_of
 from tests.ranks import run_ranks
@@ -141,3 +146,26 @@ def test_the_memory_of_a_masked_classifier_is_foreseen(sequences: Callable[..., 
         training = make_training(dataset, train=train.model_copy(update={"batch_size": batch_size}), **variant)
         measured, foreseen = ledgers(training)
         assert foreseen.peak_bytes == pytest.approx(measured.tensors_bytes, rel=0.05)
+
+
+def test_forms_of_inference_take_the_inputs_by_name(sequences: Callable[..., Any]) -> None:
+    dataset, train = sequences("token")
+    task = task_of(dataset, train)
+    trained = Trained(task.model().eval(), task, [1, 4], frozenset({"bf16"}))
+    kinds = {name: FORMS[name] for name in ("eager", "bf16", "exported")}
+    config = parse({"infer": {"rounds": 2, "window_seconds": 0.01, "batch_sizes": [4]}, "variants": {"baseline": {}}})
+    forms = {form.name: form for form in inference.forms_on(trained, kinds, ALONE, "a CPU", config)}
+    agreements = {name: form.measured.agreement for name, form in forms.items() if form.measured}
+    assert agreements.keys() == kinds.keys(), forms
+    assert agreements["exported"].largest_logit_difference < 1e-5
+    assert agreements["exported"].equal_fraction == 1
+    score = evaluate(trained.model, task, ALONE, 5)
+    assert agreements["eager"].accuracy == pytest.approx(score.accuracy)
+
+
+def test_a_pipeline_passes_one_input_only(sequences: Callable[..., Any]) -> None:
+    dataset, train = sequences("sequence")
+    task = task_of(dataset, train)
+    why_not = Pipeline.why_not_held_by(Setup(task.model(), task))(2)
+    assert why_not is not None
+    assert str(why_not).startswith("FromConfig takes several inputs (input_ids, attention_mask), and a stage passes")

@@ -25,7 +25,6 @@ from pipeline.models.from_config import FromConfig
 from pipeline.models.gpt import GPT
 from pipeline.params import unknown_model
 from pipeline.processes import randomness
-from pipeline.step import Inputs
 
 _SMALL_IMAGE = 64
 """If an image's shorter side has fewer pixels than this, a ResNet's ImageNet stem would leave too few pixels."""
@@ -41,7 +40,7 @@ class ModelError(PipelineError):
 
 
 def build(
-    name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: Inputs, outputs: tuple[int, ...]
+    name: str, options: dict[str, Any], data: dict[str, Any], *, inputs: Any, outputs: tuple[int, ...]
 ) -> nn.Module:
     """Build a single-device float32 model that maps n samples like ``inputs`` [n, ...] to outputs [n, *``outputs``]. If
     the inputs are tensors by name, the model passes them to its ``forward`` by name.
@@ -257,7 +256,7 @@ def _by_name(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tup
     return ((), {**given[0], **named}) if given else (given, named)
 
 
-def _make_ready(name: str, model: nn.Module, inputs: Inputs) -> None:
+def _make_ready(name: str, model: nn.Module, inputs: Any) -> None:
     """Change what training, or the techniques, could not deal with; see ``build`` for the modes.
 
     Lazy modules get their shapes. Tensors whose elements share memory get memory of their own. Sparse gradients become
@@ -287,7 +286,7 @@ def _make_ready(name: str, model: nn.Module, inputs: Inputs) -> None:
         warnings.warn(f"train.model: {name}: complex parameters have no fused optimizer.", stacklevel=2)
 
 
-def _check(name: str, model: nn.Module, inputs: Inputs, outputs: tuple[int, ...]) -> bool:
+def _check(name: str, model: nn.Module, inputs: Any, outputs: tuple[int, ...]) -> bool:
     """Raise ModelError unless the model returns an output of shape ``outputs`` for each of several samples in training
     mode, and for one sample in evaluation mode, and its state can be saved and loaded.
 
@@ -324,11 +323,11 @@ def _check(name: str, model: nn.Module, inputs: Inputs, outputs: tuple[int, ...]
     return sets_weights
 
 
-def _shapes(inputs: Inputs) -> Any:
+def _shapes(inputs: Any) -> Any:
     return tree_map(lambda values: list(values.shape), inputs)
 
 
-def _output(where: str, model: nn.Module, inputs: Inputs) -> object:
+def _output(where: str, model: nn.Module, inputs: Any) -> object:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
         return model(tree_map(lambda values: values.to(device), inputs))

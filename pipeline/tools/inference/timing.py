@@ -186,7 +186,7 @@ class Unseen:
         first = tree_leaves(batch)[0]
         numbers = torch.arange(self._made, self._made + size, device=first.device).unsqueeze(1)
         places = first.view(size, -1)[:, :4]
-        places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=batch.device) % self._values)
+        places.copy_(numbers // self._values ** torch.arange(places.shape[1], device=first.device) % self._values)
         self._made += size
         return batch
 
