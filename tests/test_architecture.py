@@ -60,7 +60,7 @@ def test_a_private_name_means_one_thing_in_its_room() -> None:
 
 
 def test_no_module_outside_the_tasks_names_a_task() -> None:
-    names = {"classification", "language_model", "regression"}
+    names = {"classification", "language_model", "multi_label", "regression"}
     assert names == set(tasks._OWN)
     for module in MODULES:
         if unit(module) != "tasks":
