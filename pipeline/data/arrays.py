@@ -158,7 +158,8 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
     read_arrays = read(paths, work, changes := Counter[str]())
     train = {name: rows for name, rows in read_arrays.items() if not name.startswith(TEST)}
     test = {name.removeprefix(TEST): rows for name, rows in read_arrays.items() if name.startswith(TEST)}
-    if not input_names(train) or (test and test.keys() != train.keys()):
+    misspelt = "input" in train and "inputs" not in train  # otherwise the model would be called with it by name
+    if misspelt or not input_names(train) or (test and test.keys() != train.keys()):
         raise DataError(
             f"fetch.arrays: {config.fetch.arrays} has {', '.join(read_arrays) or 'none of the arrays'}; expected "
             "inputs, and in a test split the same arrays as in the training split."
