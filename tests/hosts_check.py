@@ -35,6 +35,7 @@ PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "epochs": 4, "batch_size": 32, "learning_rate": 0.05},
     "bench": {"max_minutes": 0.01, "window_seconds": 0.5, "max_foreign_load": 1.0},
+    "compare": {"max_spread": 3.0},  # a busy machine must not hide what is planted
     "publish": {"live": False},
     "launch": {"hosts": HOSTS, "on_host": "ip netns exec {host} taskset -c 1", "address": "10.77.0.1"},
     "variants": {"baseline": {}, "ddp": {"parallelism": "ddp", "processes": 2}},
