@@ -85,8 +85,8 @@ def test_hidden_communication_says_nothing_of_beside() -> None:
 # Curves from samples with known answers.
 
 
-def curve_of(measured: Measured, worth: float = 0.1, price: float | None = None, **foretold: Any) -> Curve:
-    (curve,) = Analysis(measured, None, 0.15).curves(worth, price, 10.0, foretold.get("foretold", {}))
+def curve_of(measured: Measured, worth: float = 0.1, price: float | None = None, **earlier: Any) -> Curve:
+    (curve,) = Analysis(measured, None, 0.15).curves(worth, price, 10.0, earlier.get("projected_before", {}))
     return curve
 
 
@@ -160,7 +160,7 @@ def test_the_comparison_has_the_price_of_an_epoch() -> None:
 def test_an_earlier_projection_stands_beside_the_measurement() -> None:
     earlier = curve_of(make_measured())
     told = {("job", "strong", 2): [earlier.points[2].speedup], ("other", "strong", 2): [earlier.points[1].speedup]}
-    assert curve_of(make_measured(), foretold=told).points[1].earlier == (earlier.points[2].speedup,)
+    assert curve_of(make_measured(), projected_before=told).points[1].earlier == (earlier.points[2].speedup,)
 
 
 # The arms.
@@ -184,7 +184,7 @@ VARIANTS = {
 def test_arms_of_all_kinds() -> None:
     config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
     chosen = points.variants_of(config, [])
-    places, plans = points.made(config, SERVER, chosen, (1, 2, 4, 8), 4, ("strong", "weak"))
+    places, plans = points.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4, ("strong", "weak"))
     names = {place.name for place in places}
     assert {"ddp-1", "ddp-8", "ddp-8-weak", "fsdp-4", "hybrid-4", "fp16-2-weak"} <= names
     assert not {"fsdp-8", "hybrid-2", "fp16-8"} & names  # only plain buckets are projected; two replicas need four

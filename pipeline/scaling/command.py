@@ -17,7 +17,7 @@ from pipeline.params import Config, Machine
 from pipeline.report.pictures import Chart, loglog
 from pipeline.results import REPORTS, Document, ResultError, read_document, session_files
 from pipeline.scaling import points, probe
-from pipeline.scaling.curves import Analysis, Curve, foretold
+from pipeline.scaling.curves import Analysis, Curve, projections
 from pipeline.scaling.points import KEPT, Measured, Mode
 from pipeline.scaling.projection import Parts
 
@@ -89,17 +89,17 @@ def reported(
     config: Config, measured: Measured, before: Sequence[Measured], *, price: float | None, link: str | None
 ) -> Report:
     """Return the report. ``before``: earlier measurements, whose projections are compared with this one."""
-    told: dict[Any, list[Difference]] = defaultdict(list)
+    projected_before: dict[Any, list[Difference]] = defaultdict(list)
     worth, spread, epochs, to_target = config.scale.worth, config.compare.max_spread, float(config.train.epochs), False
     for earlier in before:
         curves = Analysis(earlier, None, spread).curves(worth, None, 1.0, {})
-        for place, difference in foretold(curves, earlier.jobs):
-            told[place].append(difference)
+        for place, difference in projections(curves, earlier.jobs):
+            projected_before[place].append(difference)
     with suppress(OSError, ValueError, KeyError, TypeError):  # without a comparison of this job, nothing is known
         comparison = read_json(REPORTS / "comparison.json")
         if comparison["train"] == config.job and (samples := comparison["variants"][0]["time_to_target"]["samples"]):
             epochs, to_target = samples / measured.epoch_samples, True
-    curves = Analysis(measured, link, spread).curves(worth, price, epochs, told)
+    curves = Analysis(measured, link, spread).curves(worth, price, epochs, projected_before)
     return Report(
         curves=curves,
         measured=measured,
@@ -128,13 +128,13 @@ def write(report: Report, directory: Path = REPORTS) -> None:
 
 def _speedups(curve: Curve) -> Chart | None:
     """Return the speed-ups over the number of devices; None if a measured one is unknown."""
-    known = [(point.place.processes, point.speedup.estimate, point.place.measured) for point in curve.points]
-    measured = [(number, speedup) for number, speedup, is_measured in known if speedup and is_measured]
-    projected = [(number, speedup) for number, speedup, is_measured in known if speedup and not is_measured]
+    speedups = [(point.place.processes, point.speedup.estimate, point.place.measured) for point in curve.points]
+    measured = [(number, speedup) for number, speedup, is_measured in speedups if speedup and is_measured]
+    projected = [(number, speedup) for number, speedup, is_measured in speedups if speedup and not is_measured]
     if len(measured) < 2:
         return None
     lines = {"measured": measured, "projected": [measured[-1], *projected]}
-    lines["as fast as ideal"] = [(1, 1.0), (known[-1][0], float(known[-1][0]))]
+    lines["as fast as ideal"] = [(1, 1.0), (speedups[-1][0], float(speedups[-1][0]))]
     return loglog({name: line for name, line in lines.items() if len(line) > 1}, _whole, _whole)
 
 

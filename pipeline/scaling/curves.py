@@ -90,44 +90,46 @@ class Curve(Record):
     @property
     def ranked(self) -> dict[str, Point]:
         """The cheapest and the fastest point that were measured."""
-        known = [point for point in self.points if point.place.measured and point.samples_per_second and point.money]
+        priced = [point for point in self.points if point.place.measured and point.samples_per_second and point.money]
         return (
             {
-                "cheapest": min(known, key=lambda point: point.money or math.inf),
-                "fastest": max(known, key=lambda point: point.samples_per_second or 0.0),
+                "cheapest": min(priced, key=lambda point: point.money or math.inf),
+                "fastest": max(priced, key=lambda point: point.samples_per_second or 0.0),
             }
-            if known
+            if priced
             else {}
         )
 
 
-Foretold = Mapping[tuple[str, Mode, int], Sequence[Difference]]
+Projections = Mapping[tuple[str, Mode, int], Sequence[Difference]]
 """Job, mode and number of processes -> the projected speed-ups."""
 
 
 class Analysis:
     """The arms of a measurement, and further arms for what is projected: their samples are computed, one a round."""
 
-    def __init__(self, found: Measured, link: str | None, max_spread: float) -> None:
-        self._found, self._link = found, link
-        timings = sorted(found.probe.timings, key=attrgetter("processes")) if found.probe else []
+    def __init__(self, measured: Measured, link: str | None, max_spread: float) -> None:
+        self._measured, self._link = measured, link
+        timings = sorted(measured.probe.timings, key=attrgetter("processes")) if measured.probe else []
         self._timings = {number: [*of] for number, of in groupby(timings, attrgetter("processes"))}
-        self._arms = {arm.variant: arm for arm in found.bench.arms if arm.role == "variant"}
-        known = [place for place in found.places if place.alone]
-        self._beside = {place: self._beside_in(place) for place in known if place.measured}
-        computed = [self._computed(place) for place in known]
-        keys = found.bench.keys | {arm.variant: arm.name for arm in computed}
-        bench = found.bench.model_copy(update={"arms": (*found.bench.arms, *computed), "keys": keys})
+        self._arms = {arm.variant: arm for arm in measured.bench.arms if arm.role == "variant"}
+        with_twin = [place for place in measured.places if place.alone]
+        self._beside = {place: self._beside_in(place) for place in with_twin if place.measured}
+        computed = [self._computed(place) for place in with_twin]
+        keys = measured.bench.keys | {arm.variant: arm.name for arm in computed}
+        bench = measured.bench.model_copy(update={"arms": (*measured.bench.arms, *computed), "keys": keys})
         self._arms |= {arm.variant: arm for arm in computed}
         self._table = sessions.table_of([bench], max_spread, {})
-        self._confidence = stats.confidence_of(len(found.places))
+        self._confidence = stats.confidence_of(len(measured.places))
 
-    def curves(self, worth: float, price: float | None, epochs: float, foretold: Foretold) -> tuple[Curve, ...]:
+    def curves(
+        self, worth: float, price: float | None, epochs: float, projected_before: Projections
+    ) -> tuple[Curve, ...]:
         """Return all curves. ``worth``: how much more throughput twice the devices must bring, such as 0.1. ``price``:
         of a device-hour. ``epochs``: of the training that is paid for."""
-        single = {place.variant: place for place in self._found.places if place.processes == 1}
+        single = {place.variant: place for place in self._measured.places if place.processes == 1}
         curves: dict[tuple[str, Mode], list[Place]] = {}
-        for place in self._found.places:
+        for place in self._measured.places:
             if place.processes > 1:
                 curves.setdefault((place.variant, place.mode), [single[place.variant]]).append(place)
         return tuple(
@@ -135,7 +137,7 @@ class Analysis:
                 variant=variant,
                 mode=mode,
                 points=tuple(
-                    self._point(place, places[0], before, worth, price and price * epochs / 3600, foretold)
+                    self._point(place, places[0], before, worth, price and price * epochs / 3600, projected_before)
                     for before, place in zip([None, *places], places, strict=False)
                 ),
             )
@@ -143,7 +145,13 @@ class Analysis:
         )
 
     def _point(
-        self, place: Place, single: Place, before: Place | None, worth: float, price: float | None, foretold: Foretold
+        self,
+        place: Place,
+        single: Place,
+        before: Place | None,
+        worth: float,
+        price: float | None,
+        projected_before: Projections,
     ) -> Point:
         """``price``: of a device for as many seconds as an epoch takes, times the epochs."""
         samples = self._arms[place.name].samples
@@ -152,8 +160,8 @@ class Analysis:
         speedup, pays = self._ratio(place, single), 0.0
         if before:
             pays = (1 + worth) ** math.log2(place.processes / before.processes) - 1
-        epoch_seconds = self._found.epoch_samples / speed if speed else None
-        job = self._found.jobs[place.variant], place.mode, place.processes
+        epoch_seconds = self._measured.epoch_samples / speed if speed else None
+        job = self._measured.jobs[place.variant], place.mode, place.processes
         return Point(
             place=place,
             samples_per_second=speed,
@@ -165,7 +173,7 @@ class Analysis:
             parts=self._parts(place, speed),
             slow=self._slow(place),
             left_out=self._ratio(place, single, computed=True) if place in self._beside else None,
-            earlier=tuple(foretold.get(job, ())) if place.measured else (),
+            earlier=tuple(projected_before.get(job, ())) if place.measured else (),
             epoch_seconds=epoch_seconds,
             price=price * place.devices * epoch_seconds if price and epoch_seconds else None,
             money=place.devices / single.devices / speedup.estimate if speedup.estimate else None,
@@ -176,17 +184,17 @@ class Analysis:
     ) -> Difference:
         """Return the ratio of two places' figures; ``computed``: although ``above`` was measured."""
         name = _computed_name(above) if computed else above.name
-        found = [*self._table.ratios(name, below.name, figure, margin, self._confidence).values()]
-        ratio = found[0] if found else Difference()
+        ratios = [*self._table.ratios(name, below.name, figure, margin, self._confidence).values()]
+        ratio = ratios[0] if ratios else Difference()
         if above.measured and not computed:
             return ratio
-        doublings = math.log2(above.processes / max(below.processes, self._found.devices))
+        doublings = math.log2(above.processes / max(below.processes, self._measured.devices))
         ratio = stats.widened(ratio, self._doubt(above) * math.sqrt(max(1.0, doublings)))
         return ratio if ratio.why_untrusted else ratio.model_copy(update={"decision": stats.decide(ratio, margin)})
 
     def _doubt(self, place: Place) -> float:
         """Return the doubt of a projection: ``DOUBT``, or how far off the largest number is that was measured."""
-        largest = self._largest(place, self._found.devices)
+        largest = self._largest(place, self._measured.devices)
         if not largest or place == largest:
             return DOUBT
         names = (_computed_name(largest), largest.name)
@@ -196,25 +204,25 @@ class Analysis:
     def _largest(self, place: Place, most: int) -> Place | None:
         """Return the place of the curve of ``place`` with the most processes, but no more than ``most``, of those that
         were measured with and without the exchange."""
-        same = [other for other in self._beside if (other.variant, other.mode) == (place.variant, place.mode)]
+        curve = [point for point in self._beside if (point.variant, point.mode) == (place.variant, place.mode)]
         return max(
-            (other for other in same if other.processes <= most), key=lambda other: other.processes, default=None
+            (point for point in curve if point.processes <= most), key=lambda point: point.processes, default=None
         )
 
     def _beside_in(self, place: Place) -> float:
         """Return how much longer communication takes beside arithmetic: the median over the rounds."""
-        known = [
+        rounds = [
             (place.batch_size / speed, parts_with)
             for number, sample in enumerate(self._arms[place.name].samples)
             if (speed := THROUGHPUT.of(sample)) and (parts_with := self._in_round(place, number))
         ]
-        return statistics.median(projection.beside(*one_round) for one_round in known) if known else 1.0
+        return statistics.median(projection.beside(*one_round) for one_round in rounds) if rounds else 1.0
 
     def _in_round(self, place: Place, number: int) -> Callable[[float], Parts] | None:
         """Return the parts of a step by the samples of a round, as a function of how much longer communication takes
         beside arithmetic. None if the samples were rejected, or if there are none."""
         assert place.alone
-        samples, alone = self._arms[place.alone].samples, self._found.alone.get(place.alone, ())
+        samples, alone = self._arms[place.alone].samples, self._measured.alone.get(place.alone, ())
         if number >= len(samples) or not THROUGHPUT.of(samples[number]):
             return None
         waits = INPUT_WAIT.of(samples[number]) or 0.0
@@ -224,8 +232,8 @@ class Analysis:
         """Return an arm with what ``place`` takes by the samples without an exchange, without its own samples: the arm
         of a projected place, or one beside the arm of a measured place."""
         assert place.alone
-        other = self._largest(place, place.processes - 1)
-        beside = self._beside[other] if other else 1.0
+        smaller = self._largest(place, place.processes - 1)
+        beside = self._beside[smaller] if smaller else 1.0
         samples = []
         for number, sample in enumerate(self._arms[place.alone].samples):
             parts_with = self._in_round(place, number)
@@ -239,12 +247,11 @@ class Analysis:
         """Return the seconds of an all-reduce alone. For more processes than were measured, the latency grows with the
         messages that follow each other, and further devices have links as those here or, between hosts, the assumed
         one: a host's devices then reduce among themselves first."""
-        found = self._found
-        assert found.probe
-        within = found.devices // found.hosts
+        assert self._measured.probe
+        within = self._measured.devices // self._measured.hosts
         if processes in self._timings or not self._link or processes <= within:
-            measured = self._timings[max(number for number in self._timings if number <= processes)]
-            return projection.all_reduce(measured, processes, found.probe.backend)
+            timings = self._timings[max(number for number in self._timings if number <= processes)]
+            return projection.all_reduce(timings, processes, self._measured.probe.backend)
         link = probe.LINKS[self._link]
         hosts = processes // within
         across = probe.Fit(
@@ -269,10 +276,10 @@ class Analysis:
         largest = self._largest(place, place.processes)
         beside = self._beside[largest] if largest else 1.0
         rounds = range(len(self._arms[place.alone].samples))
-        known = [parts_with(beside) for number in rounds if (parts_with := self._in_round(place, number))]
-        if not known:
+        of_rounds = [parts_with(beside) for number in rounds if (parts_with := self._in_round(place, number))]
+        if not of_rounds:
             return None
-        parts = Parts(*map(statistics.median, zip(*known, strict=True)))
+        parts = Parts(*map(statistics.median, zip(*of_rounds, strict=True)))
         arithmetic = min(parts.arithmetic, step - parts.input)
         waiting = min(parts.waiting, step - parts.input - arithmetic)
         exposed = step - parts.input - arithmetic - waiting
@@ -281,7 +288,7 @@ class Analysis:
 
     def _slow(self, place: Place) -> str | None:
         """Name the process whose steps take ``UNEVEN`` times the mean in most rounds."""
-        rounds = self._found.alone.get(place.alone or "", ())
+        rounds = self._measured.alone.get(place.alone or "", ())
         slow = [alone for alone in rounds if alone.slowest_seconds > UNEVEN * alone.mean_seconds]
         if not slow or len(slow) <= len(rounds) / 2 or len({alone.slowest_rank for alone in slow}) > 1:
             return None
@@ -293,8 +300,8 @@ def _computed_name(place: Place) -> str:
     return f"{place.name}-computed"
 
 
-def foretold(curves: Sequence[Curve], jobs: Mapping[str, str]) -> Iterator[tuple[tuple[str, Mode, int], Difference]]:
-    """Yield the projections of curves, for ``Foretold``."""
+def projections(curves: Sequence[Curve], jobs: Mapping[str, str]) -> Iterator[tuple[tuple[str, Mode, int], Difference]]:
+    """Yield the projections of curves, for ``Projections``."""
     for curve in curves:
         for point in curve.points:
             if not point.place.measured:

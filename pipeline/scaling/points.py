@@ -100,7 +100,7 @@ def measured(
         raise ConfigError("scale: found one GPU; a curve needs two or more, here or on further hosts (launch.hosts).")
     available = machine.hosts * machine.gpus if on_gpu(config, machine) else max(machine.hosts, _processes_of_a_cpu())
     numbers = numbers_of(available, up_to)
-    places, plans = made(config, machine, variants, numbers, available, modes, all_numbers=up_to is not None)
+    places, plans = arms_of(config, machine, variants, numbers, available, modes, all_numbers=up_to is not None)
     dataset, content = dataset_of(read_dataset(PREPARED)), environment.read()
     base = places[0]
     config = config.model_copy(update={"compare": config.compare.model_copy(update={"baseline": base.name})})
@@ -196,7 +196,7 @@ def numbers_of(available: int, up_to: int | None) -> tuple[int, ...]:
     return tuple(sorted({power for power in powers if power < available} | further | {available, last}))
 
 
-def made(
+def arms_of(
     config: Config,
     machine: Machine,
     variants: Mapping[str, Variant],

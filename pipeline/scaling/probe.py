@@ -169,23 +169,23 @@ def fitted(timings: Sequence[Timing]) -> Fit:
 def gpu_link() -> dict[str, str | int | None]:
     """Describe what joins the GPUs that this process sees, as ``hosts.link_to`` does: NVLink if each pair has it, else
     PCIe; the speed is that of one direction of a GPU, and None if NVML does not know it."""
-    found: dict[str, str | int | None] = {"link": None, "megabit_per_second": None}
+    link: dict[str, str | int | None] = {"link": None, "megabit_per_second": None}
     with suppress(pynvml.NVMLError):
         gpus = [handle_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
         kind = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
         if all(pynvml.nvmlDeviceGetP2PStatus(*pair, kind) == 0 for pair in combinations(gpus, 2)):
-            found["link"] = "nvlink"
-            links = [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-            answers = [pynvml.nvmlDeviceGetFieldValues(gpu, links) for gpu in gpus]
-            speeds = [sum(8 * link.value.uiVal for link in of_gpu if link.nvmlReturn == 0) for of_gpu in answers]
+            link["link"] = "nvlink"
+            lanes = [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, lane) for lane in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+            answers = [pynvml.nvmlDeviceGetFieldValues(gpu, lanes) for gpu in gpus]
+            speeds = [sum(8 * lane.value.uiVal for lane in of_gpu if lane.nvmlReturn == 0) for of_gpu in answers]
         else:
-            found["link"] = "pcie"
+            link["link"] = "pcie"
             ends = [(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))
                     for gpu in gpus]  # fmt: skip
             # Of 130 bits, 128 are data; generation 3 sends 8 Gbit/s a lane, and each further one twice as much.
             speeds = [round(1000 * 2**generation * 128 / 130 * lanes) for generation, lanes in ends]
-        found["megabit_per_second"] = min(speeds) or None
-    return found
+        link["megabit_per_second"] = min(speeds) or None
+    return link
 
 
 def expected(probe: Probe, on_hosts: int) -> float | None:
@@ -254,7 +254,7 @@ def _fitting(
     for size in sorted({-(-size // step) * step for size in sizes}):
         for operation in going_on:
             yield operation, size
-        going_on = [known for known in going_on if seconds[plan.processes, known, size][0] < LONG_SECONDS]
+        going_on = [operation for operation in going_on if seconds[plan.processes, operation, size][0] < LONG_SECONDS]
 
 
 def _rank(device: Literal["cpu", "cuda"], cores: float) -> Generator[Any, tuple[Operation, int] | None, None]:

@@ -138,12 +138,12 @@ def all_reduce(timings: Sequence[Timing], processes: int, backend: str) -> AllRe
     Between two sizes, it is interpolated. For more processes, the part of the latency
     (``probe.fitted``) grows with the messages that follow each other, the rest with the bytes that each process sends.
     """
-    known, fit = sorted(timings, key=lambda timing: timing.size_bytes), fitted(timings)
-    sizes, seconds = ([getattr(timing, of) for timing in known] for of in ("size_bytes", "median_seconds"))
+    by_size, fit = sorted(timings, key=lambda timing: timing.size_bytes), fitted(timings)
+    sizes, seconds = ([getattr(timing, of) for timing in by_size] for of in ("size_bytes", "median_seconds"))
     ratios = [of(processes, backend) / of(fit.processes, backend) for of in (messages, _sent)]
 
     def taken(size: int) -> float:
-        beyond = max(1.0, size / known[-1].size_bytes)
+        beyond = max(1.0, size / by_size[-1].size_bytes)
         whole = beyond * float(np.interp(size, sizes, seconds))
         latency = min(fit.latency_seconds, whole)
         return ratios[0] * latency + ratios[1] * (whole - latency)
