@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import pty
 import re
@@ -33,7 +34,7 @@ from pipeline.benchmark.rounds import (
     steps_of,
     turns_on,
 )
-from pipeline.benchmark.server import ArmSpec, BenchError, Server
+from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
 from pipeline.params import Bench, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Window, read_bench
@@ -666,6 +667,19 @@ def test_an_interruption_or_a_kill_keeps_the_complete_rounds(sent: signal.Signal
     assert [arm.samples[: bench.rounds] for arm in further.arms] == [arm.samples for arm in bench.arms]
     assert list(results.KEPT_BENCHES.glob("*.json")) == [file]
     assert known(further.session.end_utc) > known(bench.session.end_utc)
+
+
+def test_a_late_server_is_cut_and_starts_again(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    executable(python, "#!/bin/sh\nif [ -e up ]; then read line; echo '{\"requests\": []}'; fi\nexec sleep 60\n")
+    with Server(tmp_path, python) as server:
+        server.deadline = time.monotonic() + 0.1
+        with pytest.raises(OutOfTime, match="it took too long to describe"):
+            server.describe()
+        (tmp_path / "up").touch()
+        server.deadline = math.inf
+        server.restart()
+        assert server.describe() == {"requests": []}
 
 
 @pytest.mark.usefixtures("workspace")

@@ -111,7 +111,7 @@ class Look:
             rest = [other for other in arms if other in self.chosen and other not in self.samples]
             self._drop(dict.fromkeys(rest, about), until - time.monotonic(), "about ")
             if name in self.chosen:
-                self._sample(arms[name], job.server, SAMPLE * self.left())
+                self._sample(arms[name], job.server, max(SAMPLE * self.left(), 2 * about))
         window_of = Window.model_validate(base.answer["window"])
         step_seconds = (window_of.step_p50_ms or 1e3 * base.step_seconds) / 1e3
         steps = window_steps(window, step_seconds, [*self.samples.values()])
@@ -158,7 +158,9 @@ class Look:
             if self.left() <= 0 or not self.samples:
                 raise
             self._leave_out(name, f"cut, because its start and {FEWEST_STEPS} steps take more than {seconds:.0f} s")
+            server.deadline = self.ends
             server.restart()
+            server.describe()  # the start of the server is not the next arm's
         except BenchError as error:
             if not self.samples:
                 raise
