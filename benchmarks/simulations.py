@@ -24,6 +24,7 @@ from benchmarks.machines import FIGURES
 from pipeline import files
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.planning import pairs_needed
+from pipeline.comparison.sessions import FEWEST_LOOKED_AT
 from pipeline.comparison.stats import (
     FEWEST_SEEDS,
     Difference,
@@ -82,11 +83,11 @@ class Measured(NamedTuple):
     trusted: bool
 
 
-def machine_of(base: Logs, control: Logs) -> tuple[Difference, bool]:
+def machine_of(base: Logs, control: Logs, fewest: int = FEWEST_PAIRS) -> tuple[Difference, bool]:
     """Return the noise, and whether the machine is quiet enough to be trusted."""
     pairs = pairs_of(control, base)
-    noise = of_rounds(pairs)
-    return noise, distrust(noise, of_rounds(pairs, confidence=0.99), MAX_SPREAD) is None
+    noise, wide = (of_rounds(pairs, confidence=level, fewest=fewest) for level in (0.95, 0.99))
+    return noise, distrust(noise, wide, MAX_SPREAD, fewest=fewest) is None
 
 
 def measured(
@@ -182,10 +183,11 @@ def sides(
             start = random.integers(0, pool.shape[1] - rounds + 1)
             arms = list(pool[random.permutation(3), start : start + rounds])
         base, control, variant = arms
-        noise, quiet = machine_of(base, control)
-        sure = of_rounds(pairs_of(variant + math.log(truth), (base + control) / 2), noise, SURE)
+        noise, quiet = machine_of(base, control, FEWEST_LOOKED_AT)
+        pairs = pairs_of(variant + math.log(truth), (base + control) / 2)
+        sure = of_rounds(pairs, noise, SURE, fewest=FEWEST_LOOKED_AT)
         decision = decide(sure, MARGIN)
-        trusted = quiet and not (sure.drifts and decision == "undecided")
+        trusted = quiet and rounds >= FEWEST_PAIRS and not (sure.drifts and decision == "undecided")
         if not trusted:
             decision = (not sure.drifts and side_of(sure, noise, MARGIN, higher_is_better=True)) or "untrusted"
         has_side = decision in ("better", "worse")
@@ -499,12 +501,12 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
             )
             for truth in (1.0, 1 + MARGIN, 0.8, 0.32)
             for within in (0.1, 0.2, 0.4)
-            for correlation, rounds in ((0.0, 6), (0.0, 12), (0.6, 12))
+            for correlation, rounds in ((0.0, 3), (0.0, 6), (0.0, 12), (0.6, 4), (0.6, 12))
         }
         | {
             f"ratio {truth:g}, recorded, {rounds} rounds": sides(truth, 0.0, rounds=rounds, pool=recorded())
             for truth in (1.0, 1 + MARGIN, 0.8, 0.32)
-            for rounds in (6, 12)
+            for rounds in (3, 4, 6, 12)
         }
     ),
     "drifting": lambda: {

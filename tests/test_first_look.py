@@ -183,7 +183,7 @@ def test_an_interrupt_keeps_what_is_known(trying: Callable[..., Try], capsys: py
     look.server.interrupt_at = look.server.now + 60
     with pytest.raises(KeyboardInterrupt, match="4 complete rounds kept"):
         look.run()
-    assert "  slow  throughput cannot be told in 5 minutes: 0.5" in (said := capsys.readouterr().out)
+    assert "  slow  clearly slower: 0.5" in (said := capsys.readouterr().out)
     assert "clearly less memory: 0.30" in said
     assert results.read_sessions(results.KEPT_BENCHES)[0].interrupted
 

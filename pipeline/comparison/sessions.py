@@ -7,7 +7,7 @@ sessions: the memory layout, the boot, other users of the machine, the day. So s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -208,24 +208,38 @@ def open_ratios(arms: Sequence[Arm], settings: Compare) -> dict[Figure, set[str]
     return {figure: open_by(figure, stats.step_down(partial(open_by, figure), len(variants))) for figure in margins}
 
 
+FEWEST_LOOKED_AT = 3
+"""Fewer rounds give no interval to a look that nothing follows (``looked_at``)."""
+_NEVER = 1e-9
+"""With this largest spread of the A/A ratio, no machine is trusted."""
+
+
 def looked_at(
-    arms: Sequence[Arm], settings: Compare, cost: RoundCost
+    arms: Sequence[Arm], settings: Compare, cost: RoundCost, doubt: str = ""
 ) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
     """Return variant -> its ratios to the baseline, and the A/A noises, as a look shows them that nothing follows: each
     interval has the confidence ``verdicts.SURE``, so that many such looks are hardly ever wrong.
 
-    ``arms``: variants, the baseline and its control, with their rounds so far. ``cost``: what advice refers to.
+    ``arms``: variants, the baseline and its control, with their rounds so far. ``cost``: what advice refers to. Of
+    fewer rounds than a figure needs, and if there is a ``doubt``, at most the side of a ratio is told.
     """
-    rounds, margins = _rounds_of(arms, settings, cost), _margins(arms, settings)
-    baseline = column(settings.baseline)
-    return {
-        arm.variant: {
-            figure: rounds.ratio(arm.column, baseline, figure, margin, verdicts.SURE, sides=True)
-            for figure, margin in margins.items()
-        }
-        for arm in arms
-        if arm.variant != settings.baseline
-    }, {figure: rounds.noise(figure) for figure in margins}
+    margins, baseline = _margins(arms, settings), column(settings.baseline)
+    ratios: dict[str, dict[Figure, Difference]] = {arm.variant: {} for arm in arms if arm.column != baseline}
+    ratios.pop(settings.baseline, None)
+    noises = {}
+    for figure, margin in margins.items():
+        number = min(len(arm.samples) for arm in arms if arm.variant == settings.baseline)
+        few = f"its size needs at least {figure.fewest_pairs} rounds" if number < figure.fewest_pairs else ""
+        spread = _NEVER if few or doubt else settings.max_spread
+        rounds = _rounds_of(arms, settings.model_copy(update={"max_spread": spread}), cost)
+        early = replace(figure, fewest_pairs=FEWEST_LOOKED_AT) if figure.fewest_pairs > FEWEST_LOOKED_AT else figure
+        noises[figure] = rounds.noise(early)
+        for name, of_variant in ratios.items():
+            ratio = rounds.ratio(column(name), baseline, early, margin, verdicts.SURE, sides=True)
+            if ratio.why_untrusted and (few or doubt):
+                ratio = ratio.model_copy(update={"why_untrusted": f"{figure.noun}: {doubt or few}"})
+            of_variant[figure] = ratio
+    return ratios, noises
 
 
 def _rounds_of(arms: Sequence[Arm], settings: Compare, cost: RoundCost | None = None) -> Rounds:

@@ -90,14 +90,14 @@ def ratio(
             f"than their scatter explains (drift {measured.drift:.1f}; 1 is none, {stats.LARGEST_DRIFT} is allowed): "
             "let nothing else run here, and bench --again"
         )
-    if quantity is THROUGHPUT and decision != "worse":
+    if quantity.field == THROUGHPUT.field and decision != "worse":
         why_untrusted = why_untrusted or _why_not_whole(arm, references)
     if why_untrusted:
         side = None
         if sides and margin and not pairs.why_untrusted and not measured.drifts:
             sure = of_rounds(pairs.figures, noise, SURE, fixed, quantity.fewest_pairs)
             side = side_of(sure, noise, margin, higher_is_better=quantity.higher_is_better)
-            if side == "better" and quantity is THROUGHPUT and _why_not_whole(arm, references):
+            if side == "better" and quantity.field == THROUGHPUT.field and _why_not_whole(arm, references):
                 side = None
         decision, why_untrusted = side or "untrusted", f"{quantity.noun}: {why_untrusted}"
     return measured.model_copy(
@@ -223,7 +223,7 @@ def asked_for(quantity: Figure, arms: Sequence[Arm]) -> bool:
 
 
 def _why_unknown(sample: Window, quantity: Figure) -> Rejection | None:
-    return sample.why_no_energy if quantity is ENERGY else None
+    return sample.why_no_energy if quantity.field == ENERGY.field else None
 
 
 class _Pairs(NamedTuple):

@@ -39,10 +39,6 @@ ENDING = 0.01, 2.0
 """The share of the minutes, and the seconds, that are kept for the end of the arms after the last round."""
 
 
-_NEVER = 1e-9
-"""With this largest spread of the A/A ratio, no machine is trusted."""
-
-
 def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: float, age_seconds: float) -> None:
     """Measure the variants ``names`` (none: all) until ``minutes`` after the process's start, and rank them.
 
@@ -95,6 +91,8 @@ class Look:
     """All arms with their rounds; while there are none, with their first samples, without the control."""
     rounds: int = 0
     kept: str = ""
+    _keeps_all: bool = False
+    """A person wants to drop no variant."""
     _drawn: int = 0
     """The lines of the table that is on the terminal."""
 
@@ -103,8 +101,7 @@ class Look:
         baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
         arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
         self._sample(arms.pop(baseline), job.server, SAMPLE * self.left())
-        if (base := self.samples.get(baseline)) is None:
-            return
+        base = self.samples[baseline]
         until = time.monotonic() + SAMPLING * self.left()
         for name in arms:
             about = statistics.fmean(sample.seconds(FEWEST_STEPS) for sample in self.samples.values())
@@ -179,7 +176,7 @@ class Look:
         dear: list[str] = []
         while kept and len(self.chosen) - len(dear) > 2 and sum(costs[name] for name in kept) > seconds:
             dear.append(kept.pop())
-        if not dear:
+        if not dear or self._keeps_all:
             return
         said = ", ".join(f"{name} ({about}{costs[name]:.0f} s a round)" for name in dear)
         question = f"try: {self.minutes:g} minutes do not suffice for all; drop {said}?"
@@ -187,7 +184,8 @@ class Look:
             say(f"{question} [Y/n] ", end="")
             self._drawn = 0
             if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self.left())))[0]:
-                if sys.stdin.readline().strip().lower() in ("n", "no"):
+                self._keeps_all = sys.stdin.readline().strip().lower() in ("n", "no")
+                if self._keeps_all:
                     return
             else:
                 say("")
@@ -234,12 +232,13 @@ class Look:
         compare = self.config.compare
         cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self.left()), self.minutes)
         ratios, noises = sessions.looked_at(arms, compare, cost)
-        if why := next((noise.why_untrusted for figure, noise in noises.items() if figure is THROUGHPUT), None):
-            # If most rounds were disturbed, their speeds show sides that lie beyond the noise, but no sizes.
-            never = compare.model_copy(update={"max_spread": _NEVER})
-            of_disturbed, noise = sessions.looked_at([*map(_disturbed, arms)], never, cost)
+        samples = [sample for arm in arms for sample in arm.samples]
+        mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
+        if mostly and (why := noises.get(THROUGHPUT, Difference()).why_untrusted):
+            # The disturbed rounds' speeds show sides that lie beyond the noise, but no sizes.
+            of_disturbed, noise = sessions.looked_at([*map(_disturbed, arms)], compare, cost, why)
             for name, ratio in of_disturbed.items():
-                ratios[name][THROUGHPUT] = ratio[THROUGHPUT].model_copy(update={"why_untrusted": f"throughput: {why}"})
+                ratios[name][THROUGHPUT] = ratio[THROUGHPUT]
             noises[THROUGHPUT] = noise[THROUGHPUT]
         return ratios, noises if self.rounds else {}
 
