@@ -160,3 +160,15 @@ def test_a_task_with_weights_reaches_other_processes() -> None:
     outputs, targets = torch.randn(4, LENGTH, CLASSES), tagged(4, 0).targets
     loss = task.objective.loss(outputs, targets)
     assert pickle.loads(pickle.dumps(task)).objective.loss(outputs, targets) == loss
+
+
+def test_a_teacher_does_not_teach_the_padding() -> None:
+    dataset = sequences()
+    train = settings()
+    taught: dict[str, Any] = {"distillation": {"teacher": "t", "model": train.model, "alpha": 1.0, "temperature": 2.0}}
+    training = make_training(dataset, train=train, **taught)
+    (teacher,) = training.setup.kept_models
+    inputs, labels = next(training.batches.epoch(0))
+    ours, theirs = ((model(inputs) / 2).log_softmax(-1)[labels != LEFT_OUT] for model in (training.model, teacher))
+    expected = 4 * F.kl_div(ours, theirs, reduction="sum", log_target=True) / labels.numel()
+    assert training.step.forward(inputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)

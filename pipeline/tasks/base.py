@@ -158,6 +158,10 @@ class Task(ABC):
         are those of the labels that count."""
         return outputs, targets
 
+    def kept(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the outputs, with zeros in place of those whose labels are left out."""
+        return outputs
+
     def predicted(self, outputs: Tensor) -> Tensor:
         """Return the targets that the outputs predict.
 
@@ -261,6 +265,9 @@ class Task(ABC):
 
 class LabelledTask(Task):
     """A task whose targets are labels, of which some can be ``LEFT_OUT``."""
+
+    def kept(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.where((targets != LEFT_OUT).view(*targets.shape, *[1] * (outputs.ndim - targets.ndim)), 0.0)
 
     def counted(self, targets: Tensor) -> Tensor | int:
         """Return the number of labels that count or, if none is left out, of samples."""

@@ -50,16 +50,19 @@ class Distillation(Technique):
         step = setup.step
         forward, criterion = step.forward, step.criterion
         alpha, temperature = self._settings.alpha, self._settings.temperature
+        keep, some_left_out = self._task.kept, self._task.dataset.left_out_count > 0
 
         def forward_both(inputs: Inputs, targets: Tensor) -> Tensor:
             with torch.no_grad():
-                self._taught = self._teacher(
-                    tree_map(torch.clone, inputs)
-                )  # it may overwrite its inputs, which the model needs
+                # The teacher may overwrite its inputs, which the model needs.
+                self._taught = self._teacher(tree_map(torch.clone, inputs))
             return forward(inputs, targets)
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            distance = self._task.distance(outputs, self._taught, temperature)
+            both = outputs, self._taught
+            if some_left_out:
+                both = keep(outputs, targets), keep(self._taught, targets)
+            distance = self._task.distance(*both, temperature)
             del self._taught
             return alpha * distance + (1 - alpha) * criterion(outputs, targets)
 
