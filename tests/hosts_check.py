@@ -93,7 +93,8 @@ def trained(**changes: Any) -> results.Run:
 
 
 def compared() -> dict[str, Any]:
-    """Train and measure both variants; return what the report holds of ddp."""
+    """Train and measure both variants, in a bench of its own; return what the report holds of ddp."""
+    shutil.rmtree(results.KEPT_BENCHES, ignore_errors=True)
     for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
         _, process = begun(*words)
         output, _ = process.communicate(timeout=1200)

@@ -52,12 +52,12 @@ def trends(benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:
 
 
 def _job(bench: Bench) -> tuple[object, ...]:
-    return bench.config["train"], bench.dataset, bench.arms[0].device, bench.baseline
+    return bench.config.get("train"), bench.dataset, bench.arms[0].device, bench.baseline
 
 
 def _measured(bench: Bench, variant: str) -> tuple[object, ...]:
     """Return the settings of the variant and of the baseline; an empty tuple if the bench did not measure them."""
-    names, settings = (variant, bench.baseline), bench.config["variants"]
+    names, settings = (variant, bench.baseline), bench.config.get("variants", {})
     return tuple(settings.get(name) for name in names) if bench.keys.keys() >= {*names} else ()
 
 
