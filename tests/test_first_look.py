@@ -157,9 +157,9 @@ def test_a_ranking_stands_after_the_minutes(trying: Callable[..., Try], capsys: 
         ({"slow": Known(opening=500.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
         ({"slow": Known(step=90.0)}, 5.0, "slow: cut, because its start and 5 steps take more than "),
         (
-            {"slow": Known(), "a": Known(opening=20.0), "b": Known(opening=25.0)},
+            {"slow": Known(), "a": Known(opening=25.0), "b": Known(opening=30.0)},
             5.0,
-            "b: dropped: it costs 28 s a round; its first sample: speed ",
+            "b: dropped: it costs 34 s a round; its first sample: speed ",
         ),
         ({str(number): Known(opening=9.0) for number in range(30)}, 5.0, ": dropped: it costs about 8 s a round"),
         ({"slow": Known(opening=20.0)}, 0.5, "  slow  cut, because"),

@@ -28,11 +28,13 @@ from pipeline.errors import ConfigError, count, did_you_mean, first_line, hangin
 from pipeline.params import Config, Machine
 from pipeline.report import facts
 from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
-from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
 """All first samples together, and each of them, may take these shares of the time that is left before them."""
+ROUNDS = 4
+"""Variants are dropped if they leave no time for so many rounds, which show the side of an effect of a half in almost
+all looks (docs/how-we-know/measuring.md)."""
 ANSWER_SECONDS = 15.0
 """How long a person may think about variants to drop. Without an answer, they are dropped."""
 ENDING = 0.01, 2.0
@@ -117,7 +119,7 @@ class Look:
             base = base._replace(opening_seconds=min(base.opening_seconds, openings[len(openings) // 2]))
         costs = {name: sample.seconds(steps) for name, sample in (self.samples | {baseline: base}).items()}
         of_base = 2 * costs.pop(baseline)
-        self._drop(costs, self.left() / FEWEST_PAIRS - of_base, "")
+        self._drop(costs, self.left() / ROUNDS - of_base, "")
         round_seconds = of_base + sum(costs[name] for name in costs if name in self.chosen)
         measured = [arm for arm in job.arms if arm.variant in self.chosen]
         if len(self.chosen) == 1 or round_seconds > self.left():
