@@ -22,9 +22,11 @@ from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.tasks.base import CPU
 from pipeline.techniques.activation_checkpointing import blocks
 
-TRIED = 4
-"""Samples of the step whose time is taken."""
-GENERATED = {"train": 32, "test": 8}
+TRIED = 4, 32
+"""Samples of the steps whose times are taken. A step of the larger number is left out if it would take long."""
+LONG_SECONDS = 0.5
+"""Of a step of the smaller number."""
+GENERATED = {"train": TRIED[-1], "test": 8}
 """Generated samples."""
 
 
@@ -38,7 +40,7 @@ class Built(NamedTuple):
     attends: bool
     """It is a transformer: one of its modules is named after attention."""
     step_seconds: float
-    """Time of a step of the job's batch on this CPU, about: that of a few samples, in proportion."""
+    """Time of a step of the job's batch on this CPU, about: those of fewer samples, continued in a straight line."""
 
 
 def built(config: Config, like: Synthetic) -> Built:
@@ -53,10 +55,19 @@ def built(config: Config, like: Synthetic) -> Built:
         task = tasks.of_job(config.train, read_dataset(prepared)).on(CPU)
         model = task.model()
         task.try_step(model)
-        inputs, targets = task.batch([task.dataset.train.arrays[name][:TRIED] for name in task.arrays])
-        began = time.monotonic()
-        task.objective.loss(model(inputs), targets).backward()
-        seconds = (time.monotonic() - began) * config.train.batch_size / TRIED
+
+        def seconds_of(samples: int) -> float:
+            inputs, targets = task.batch([task.dataset.train.arrays[name][:samples] for name in task.arrays])
+            began = time.monotonic()
+            task.objective.loss(model(inputs), targets).backward()
+            return time.monotonic() - began
+
+        few, many = TRIED
+        least = min(seconds_of(few) for _ in range(2))
+        a_sample = least / few
+        if least < LONG_SECONDS:
+            a_sample = max(0.0, min(seconds_of(many) for _ in range(2)) - least) / (many - few)
+        seconds = least + (config.train.batch_size - few) * a_sample
     names = {type(module).__name__.lower() for module in model.modules()}
     attends = any("attention" in name for name in names) or any(isinstance(m, nn.Transformer) for m in model.modules())
     return Built(any(True for _ in blocks(model)), len(like.shape) == 3, attends, seconds)

@@ -83,6 +83,7 @@ class Look:
     chosen: list[str]
     """The variants that are still measured, the baseline among them."""
     minutes: float
+    """What the person allowed."""
     ends: float
     """By ``time.monotonic``."""
     samples: dict[str, Calibration] = field(default_factory=dict)
@@ -248,7 +249,7 @@ class Look:
         """Return the lines of the provisional ranking, the fastest variant first."""
         ratios, noises = self._looked_at()
         speeds = {name: (of.get(THROUGHPUT) or Difference()).estimate or 0.0 for name, of in ratios.items()}
-        minutes, width = f"{self.minutes:g} minutes", max(map(len, self.config.variants))
+        width, minutes = max(map(len, self.config.variants)), f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
         seen = f"one look at {count(self.rounds, 'round')}, intervals of {100 * SURE:g}%"
         lines = [f"\nProvisional, not a verdict ({seen}); accuracy was not measured:"]
         for name in sorted(ratios, key=lambda name: -speeds[name]):
