@@ -14,6 +14,7 @@ from torch import nn
 from pipeline import tasks
 from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS
 from pipeline.benchmark.rounds import FEWEST_STEPS, OPENING_SECONDS
+from pipeline.comparison.planning import LONGEST_MINUTES
 from pipeline.data import packing, sources
 from pipeline.data.prepared import read as read_dataset
 from pipeline.files import PREPARED, RAW
@@ -74,8 +75,9 @@ def built(config: Config, like: Synthetic) -> Built:
 
 
 def minutes_of(config: Config, step_seconds: float) -> float:
-    """Return how long the fewest rounds of a bench take, about, if a step of each variant takes so long, in minutes."""
+    """Return how long the fewest rounds of a bench take, about, if a step of each variant takes so long, in minutes; at
+    most the longest time that is ever advised."""
     window = max(FEWEST_STEPS, config.bench.window_seconds / step_seconds)
     warmup = sum(MEMORY_STEPS) + max(FEWEST_WARMUP_STEPS, config.train.warmup_steps - MEMORY_STEPS[0]) + 1
     of_arm = OPENING_SECONDS + (warmup + window) * step_seconds
-    return FEWEST_PAIRS * (len(config.variants) + 1) * of_arm / 60
+    return min(LONGEST_MINUTES, FEWEST_PAIRS * (len(config.variants) + 1) * of_arm / 60)
