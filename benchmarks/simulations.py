@@ -24,6 +24,7 @@ from benchmarks.machines import FIGURES
 from pipeline import files
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.planning import pairs_needed
+from pipeline.comparison.racing import Race, finalists
 from pipeline.comparison.sessions import FEWEST_LOOKED_AT
 from pipeline.comparison.stats import (
     FEWEST_SEEDS,
@@ -39,7 +40,9 @@ from pipeline.comparison.stats import (
     widened,
 )
 from pipeline.comparison.verdicts import SURE, of_rounds, side_of
+from pipeline.params import Margins
 from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.figures import MEMORY, THROUGHPUT
 
 FILE = FIGURES / "simulations.json"
 AUTOCORRELATIONS = (0.0, 0.3, 0.6)
@@ -200,6 +203,61 @@ def sides(
         "told": told / trials,
         "told_untrusted": told_untrusted / max(1, untrusted),
         "wrong": wrong,
+    }
+
+
+def racing(within: float, *, candidates: int = 20, trials: int = 1000) -> dict[str, float]:
+    """Simulate races of ``advise``, each of other candidates, whose arms get six windows each in the mean.
+
+    Speeds scatter between candidates by 25%, memories by 30%. Returns how often the fastest or the leanest is
+    ``dropped`` although none truly beats it; how often a finalist has at most 3% less speed than the fastest, and one
+    at most 3% more memory than the leanest (``found``); the mean number of rounds; and how often a ``stopwatch``, which
+    takes one window of each on a machine whose speed does not change meanwhile, names one that is more than 3% slower
+    than the fastest. ``within``: of a round's ratio.
+    """
+    random, margins, size = np.random.default_rng(0), {THROUGHPUT: MARGIN, MEMORY: MARGIN}, candidates + 1
+    doubts = dict.fromkeys(margins, np.zeros((size, size)))
+    dropped = found = misled = total = 0
+    for _ in range(trials):
+        truth = np.array([np.r_[0, random.normal(0, 0.25, candidates)], np.r_[0, random.normal(-0.1, 0.3, candidates)]])
+        windows, running = np.full((2, size, 60), np.nan), [*range(size)]
+        rounds, budget, bound = 0, 6 * candidates, math.log1p(MARGIN)
+        race = Race([*map(str, range(size))], {}, margins, doubts)
+        while len(running) > 1 and budget >= 2 * len(running):
+            for number in (rounds, rounds + 1):
+                scatter = random.normal(0, within / math.sqrt(2), size)
+                scatter[0] /= math.sqrt(2)  # the baseline and its control
+                noise = np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
+                windows[:, running, number] = (truth + noise)[:, running]
+            rounds, budget = rounds + 2, budget - 2 * len(running)
+            logs = {THROUGHPUT: windows[0, :, :rounds], MEMORY: windows[1, :, :rounds]}
+            race = Race(race.names, logs, margins, doubts)
+            beaten = race.beaten([str(arm) for arm in running[1:]])
+            running = [arm for arm in running if str(arm) not in beaten]
+        speeds, memories = truth
+        for best in {int(speeds.argmax()), int(memories.argmin())} - {0, *running}:
+            faster, leaner = speeds[best] - speeds, memories - memories[best]
+            gains_nothing = (faster <= bound) & (leaner <= bound)
+            truly = gains_nothing & ((faster < -bound) | (leaner < -bound) | (np.arange(size) == 0))
+            dropped += not truly.any()
+        standing = {
+            str(arm): (
+                race.ratio(str(arm), "0", THROUGHPUT).estimate or 1,
+                race.ratio(str(arm), "0", MEMORY).estimate or 1,
+            )
+            for arm in running[1:]
+        }
+        chosen = [0, *map(int, finalists(standing, Margins()))]
+        near = speeds[chosen].max() >= speeds.max() - bound and memories[chosen].min() <= memories.min() + bound
+        found += bool(near)
+        total += rounds
+        once = speeds + random.normal(0, within / math.sqrt(2), size)
+        misled += bool(speeds[once.argmax()] < speeds.max() - bound)
+    return {
+        "dropped": dropped / trials,
+        "found": found / trials,
+        "rounds": total / trials,
+        "stopwatch": misled / trials,
     }
 
 
@@ -494,6 +552,7 @@ SIMULATIONS: dict[str, Callable[[], dict[str, Any]]] = {
         for truth in (1 + MARGIN, 1.0)
         for variants in (1, 2, 7, 10)
     },
+    "racing": lambda: {f"noise {within:g}": racing(within) for within in (0.04, 0.08)},
     "sides": lambda: (
         {
             f"ratio {truth:g}, noise {within:g}, autocorrelation {correlation}, {rounds} rounds": sides(

@@ -135,6 +135,17 @@ def sides() -> str:
     return markdown(heading, rows)
 
 
+def racing() -> str:
+    heading = ["noise", "the best dropped", "found within 3%", "rounds", "a stopwatch is wrong"]
+    cases = figures("simulations")["racing"].items()
+    rows = [
+        [*settings(key), *(f"{case[name]:.1%}" for name in ("dropped", "found")), f"{case['rounds']:.0f}",
+         f"{case['stopwatch']:.1%}"]
+        for key, case in cases
+    ]  # fmt: skip
+    return markdown(heading, rows)
+
+
 def seeds() -> str:
     heading = ["true difference, points", "deviation over seeds", "decided by three seeds", "same", "worse", "better",
                "seeds"]  # fmt: skip
@@ -357,8 +368,9 @@ def projections() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (settled, aims, parts, openings, alive, many, drifting, sides, seeds, bias, decided, kept, sessions,
-                  best, forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation, projections)
+    for table in (settled, aims, parts, openings, alive, many, drifting, sides, racing, seeds, bias, decided, kept,
+                  sessions, best, forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation,
+                  projections)
 }  # fmt: skip
 
 

@@ -32,7 +32,20 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
-    *("try", "gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor", "submit"),
+    *(
+        "advise",
+        "try",
+        "gate",
+        "promote",
+        "plan",
+        "predict-memory",
+        "verify",
+        "probe",
+        "scale",
+        "evidence",
+        "doctor",
+        "submit",
+    ),
     *("history", "techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
@@ -165,6 +178,13 @@ def _parser() -> argparse.ArgumentParser:
     variants, of_variants = parsers["variants"], "a file under variants/; print which of its variants can run here"
     variants.add_argument("set", nargs="?", metavar="SET", help=of_variants)
     variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
+    advised = parsers["advise"]
+    advised.add_argument("--minutes", type=float, default=20.0, metavar="X", help="the time for all of it (20)")
+    size = "try nothing whose predicted step needs more than this memory, such as 16GiB"
+    advised.add_argument("--memory", metavar="SIZE", help=size)
+    advised.add_argument("--add", action="store_true", help="add what is advised to params.yaml")
+    several = "try only these groups of techniques, such as precision or data-loading"
+    advised.add_argument("--only", nargs="+", default=(), metavar="GROUP", help=several)
     tried = parsers["try"]
     tried.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
     tried.add_argument("--minutes", type=float, default=5.0, metavar="X", help="the time for all of it (5)")
@@ -391,6 +411,15 @@ def _bench(parsed: argparse.Namespace) -> Callable[[], object]:
         settled=lambda rounds: _by_verdicts("settled", rounds.arms, config.compare),
         memory_known=lambda rounds: _by_verdicts("memory_known", rounds.arms, config.compare),
     )
+
+
+def _advise(parsed: argparse.Namespace) -> Callable[[], object]:
+    """Find which of all techniques pay for the job, within minutes, by measuring them; write reports/advice.*."""
+    config, machine = _ready()
+    from pipeline.tools import advise
+
+    options = {name: getattr(parsed, name) for name in ("minutes", "memory", "add", "only")}
+    return lambda: advise.run(config, machine, age_seconds=processes.age_seconds(), **options)
 
 
 def _try(parsed: argparse.Namespace) -> Callable[[], object]:
@@ -663,6 +692,7 @@ def _schema(parsed: argparse.Namespace) -> None:
 
 
 NEEDS_OUR_LOOP: dict[Command, str] = {
+    _advise: "`try` and the bench compare the arguments that you list as variants",
     _profile: "profile the script with torch.profiler",
     _infer: "measure the files under models/ with a program of your own",
     _scale: "measure arms with further processes, such as torchrun --nproc-per-node 2 train.py",

@@ -3,97 +3,24 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipeline import results
 from pipeline.benchmark import stage
-from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
+from pipeline.benchmark.server import ArmSpec
 from pipeline.benchmark.stage import Job
 from pipeline.errors import ConfigError
 from pipeline.params import Config, parse
 from pipeline.tools import first_look
-from tests.factories import foreign_load, make_arm, make_bench, make_session, make_window
+from tests.factories import make_bench, make_session
+from tests.timed import Known, Timed
 from tests.workspaces import CPU_ONLY
-
-
-@dataclass
-class Known:
-    """What is known of an arm of the variant."""
-
-    opening: float = 2.0
-    """Seconds."""
-    step: float = 0.05
-    """Seconds."""
-    memory: float = 1.0
-    """In relation to the baseline's."""
-    scatter: float = 0.01
-    fails: bool = False
-    disturbed: bool = False
-
-
-class Timed(Server):
-    """A server whose arms take known times, by the clock ``now``."""
-
-    def __init__(self, arms: dict[str, Known]) -> None:
-        super().__init__()
-        self.arms, self.now, self.restarts, self.interrupt_at = arms, 1000.0, 0, math.inf
-        self.steps: dict[str, int] = {}
-        self.numbers = itertools.count()
-
-    def __enter__(self) -> Timed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.now += 0.5
-
-    def restart(self) -> None:
-        self.restarts += 1
-        self.now += 5
-
-    def describe(self) -> dict[str, Any]:
-        return {"requests": ()}
-
-    def known(self, name: str) -> Known:
-        return self.arms[name.partition(",")[0]]
-
-    def takes(self, seconds: float, name: str, do: str) -> None:
-        if self.now + seconds > self.deadline:
-            self.now = self.deadline
-            raise OutOfTime(f"{name} cannot be measured: it took too long to {do}")
-        self.now += seconds
-        if self.now >= self.interrupt_at:
-            raise KeyboardInterrupt
-
-    def open(self, name: str, plan: dict[str, Any], steps: int, *, ledgers: bool = False, memory: bool = True) -> None:  # noqa: ARG002
-        if self.known(name).fails:
-            raise BenchError(f"{name} cannot be measured: it has no such layer.")
-        self.takes(self.known(name).opening, name, "open")
-        self.steps[name] = 0
-
-    def turn(self, name: str, steps: int) -> None:
-        self.takes(self.known(name).step * steps, name, "turn")
-        self.steps[name] += steps
-
-    def close(self, name: str) -> dict[str, Any]:
-        about, number = self.known(name), next(self.numbers)
-        noise = about.scatter * math.sin(7.7 * number)
-        speed = 256 / about.step * math.exp(noise)
-        disturbed: dict[str, Any] = {"rejections": (foreign_load(),), "disturbed_samples_per_second": speed}
-        window = make_window(
-            **(disturbed if about.disturbed else {}),
-            samples_per_second=speed,
-            peak_memory_bytes=round(2**30 * about.memory * math.exp(noise / 10)),
-            measured_steps=self.steps.pop(name),
-        )
-        return make_arm().model_dump() | {"window": window.model_dump()}
 
 
 class Try:

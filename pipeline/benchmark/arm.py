@@ -197,6 +197,7 @@ def _rank_of_arm(
                 aside += time.process_time() - own
                 waited += time.monotonic() - since
                 aside += children_seconds(os.getpid()) - children
+            training.losses.read()  # raises NonFiniteLoss; on a GPU, nothing else might read them in so few steps
             window = window_of(
                 training,
                 memory=peaks,

@@ -47,6 +47,10 @@ class Rounds:
     interrupted: bool
 
 
+def raised(_: str, error: BenchError) -> None:
+    raise error
+
+
 def measure(
     arms: Sequence[ArmSpec],
     *,
@@ -61,6 +65,8 @@ def measure(
     settled: Callable[[Rounds], Collection[str]] = lambda _: (),
     memory_known: Callable[[Rounds], bool] = lambda _: False,
     earlier: Sequence[Arm] = (),
+    first_look: int = FEWEST_PAIRS,
+    failed: Callable[[str, BenchError], object] = raised,
 ) -> Rounds:
     """Measure at least one round of all arms, and further rounds if they are expected to end within ``seconds``.
 
@@ -70,7 +76,7 @@ def measure(
     ``FEWEST_PAIRS`` on, ``decided`` is called after each round. The measurement ends when ``decided`` returns True, or
     after ``max_rounds`` rounds. ``keep`` is called after each round.
 
-    ``settled``: returns the variants that are settled; it is called after every second round from ``FEWEST_PAIRS`` on.
+    ``settled``: returns the variants that are settled; it is called after every second round from ``first_look`` on.
     Their arms take no part in later rounds, and the measurement ends when only the baseline is left.
 
     ``memory_known``: called after each round until it returns True; later rounds then measure no memory, if every
@@ -78,6 +84,9 @@ def measure(
 
     ``earlier``: the same arms with the samples of earlier rounds, which this measurement continues. Earlier rounds
     count for ``fewest`` and ``max_rounds``, and are returned too; ``seconds`` limits only the new rounds.
+
+    ``failed``: called with the name of an arm that fails, and why. Unless it raises, as ``raised`` does, the arm takes
+    no part from then on, and arms that were started with it are started again.
 
     With one turn, the arms of a round run one after the other, each alone. With more turns, all arms are started first.
     Each arm then takes its ``steps`` in ``turns`` short turns while the other arms wait, so that a disturbance of some
@@ -107,12 +116,17 @@ def measure(
                     settled=spec not in running,
                 )
                 for spec in arms
+                if spec.name in conditions  # it has measured something
             ),
             steps=steps,
             turns=turns,
             seconds=time.monotonic() - started,
             interrupted=interrupted,
         )
+
+    def leave_out(error: BenchError) -> None:
+        failed(error.arm or "", error)
+        running[:] = [spec for spec in running if spec.name != error.arm]
 
     with tqdm(total=round(seconds), unit="s", desc="bench", disable=None, bar_format=_BAR) as bar:
 
@@ -137,10 +151,9 @@ def measure(
                     why = "bench.hard_limit: true would prevent this"
                     bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
                 order = order_of(running, len(rounds))
-                answers: dict[str, dict[str, Any]] = {}
-                for group in [order] if turns > 1 else [[spec] for spec in order]:
-                    answers |= _in_turns(group, steps, turns, show, {} if measures_memory else {"memory": False})
-                rounds.append({name: _accepted(name, answer, steps, conditions) for name, answer in answers.items()})
+                options = {} if measures_memory else {"memory": False}
+                answers = _round(order, steps, turns, show, options, leave_out)
+                rounds.append(_all_accepted(answers, steps, conditions, leave_out))
                 keep(so_far())
                 if len(rounds) == 1 and all(reasons := [window.rejections for window in rounds[0].values()]):
                     why = f"every sample of round 1 was rejected; the first reason: {reasons[0][0].text}"
@@ -152,7 +165,7 @@ def measure(
                 longest = max(longest, now - began)
                 if len(rounds) >= FEWEST_PAIRS and decided(so_far()):
                     break
-                if len(rounds) >= FEWEST_PAIRS and len(rounds) % 2 == 0 and (closed := settled(so_far())):
+                if len(rounds) >= first_look and len(rounds) % 2 == 0 and (closed := settled(so_far())):
                     still = [spec for spec in running if spec.variant not in closed]
                     longest *= len(still) / len(running)
                     running = still
@@ -184,6 +197,43 @@ def conditions_of(answer: Mapping[str, Any]) -> RunConditions:
     return RunConditions(**{key: answer[key] for key in RunConditions.model_fields if key in answer})
 
 
+def _round(
+    order: Sequence[ArmSpec],
+    steps: int,
+    turns: int,
+    show: Callable[[str], None],
+    options: Mapping[str, bool],
+    leave_out: Callable[[BenchError], None],
+) -> dict[str, dict[str, Any]]:
+    """Return the answers of the arms that do not fail. ``leave_out`` gets the error of an arm that fails."""
+    answers: dict[str, dict[str, Any]] = {}
+    for group in [order] if turns > 1 else [[spec] for spec in order]:
+        together = [*group]
+        while together:
+            try:
+                answers |= _in_turns(together, steps, turns, show, options)
+                break
+            except BenchError as error:
+                leave_out(error)
+                together = [spec for spec in together if spec.name != error.arm]
+    return answers
+
+
+def _all_accepted(
+    answers: Mapping[str, dict[str, Any]],
+    steps: int,
+    conditions: dict[str, RunConditions],
+    leave_out: Callable[[BenchError], None],
+) -> dict[str, Window]:
+    windows = {}
+    for name, answer in answers.items():
+        try:
+            windows[name] = _accepted(name, answer, steps, conditions)
+        except BenchError as error:
+            leave_out(error)
+    return windows
+
+
 def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict[str, RunConditions]) -> Window:
     """Return the window in an arm's answer. Raises BenchError if the arm's ``conditions`` differ from those of earlier
     rounds, or if the arm measured too few steps and reports no reason."""
@@ -191,11 +241,12 @@ def _accepted(name: str, answer: Mapping[str, Any], steps: int, conditions: dict
     if conditions.setdefault(name, now_run) != now_run:
         raise BenchError(
             f"{name} ran differently from round to round: {conditions[name]}, then {now_run}. "
-            "If the placement differs, set train.placement; otherwise, do not edit the job's code during the bench."
+            "If the placement differs, set train.placement; otherwise, do not edit the job's code during the bench.",
+            name,
         )
     window = Window.model_validate(answer["window"])
     if window.measured_steps < steps and not window.rejections:
-        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps, but reports no reason.")
+        raise BenchError(f"{name} measured {window.measured_steps} of {steps} steps, but reports no reason.", name)
     return window
 
 

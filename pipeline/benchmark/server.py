@@ -29,9 +29,18 @@ open."""
 class BenchError(PipelineError):
     """A checkout or a variant could not be measured. The message says why."""
 
+    def __init__(self, message: str, arm: str | None = None) -> None:
+        super().__init__(message)
+        self.arm = arm
+        """The arm that could not be measured; None if it is none in particular."""
 
-class OutOfTime(BenchError):
-    """A server did not answer before its ``deadline``. It must be started again before it can answer anything."""
+
+class ServerLost(BenchError):
+    """A server has ended, and must be started again before it can answer anything."""
+
+
+class OutOfTime(ServerLost):
+    """A server did not answer before its ``deadline``."""
 
 
 class Arms(Protocol):
@@ -132,13 +141,14 @@ class Server(AbstractContextManager["Server"]):
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None
         assert answers is not None
-        about = f"{request['name']} cannot be measured: " if "name" in request else ""
+        name: str | None = request.get("name")
+        about = f"{name} cannot be measured: " if name else ""
         try:
             questions.write(json.dumps({"do": do, **request}) + "\n")
             questions.flush()
             left = None if self.deadline == math.inf else max(0.0, self.deadline - time.monotonic())
             if not select.select([answers], [], [], left)[0]:
-                raise OutOfTime(f"{about}it took too long to {do}")
+                raise OutOfTime(f"{about}it took too long to {do}", name)
             line = answers.readline()
         except BrokenPipeError:
             line = ""
@@ -146,10 +156,10 @@ class Server(AbstractContextManager["Server"]):
             status = self._process.wait()
             self._listener.join(LAST_WORDS_SECONDS)
             where = self.root.resolve()
-            raise BenchError(f"{about}the process that measures {where} ended ({status}); its output is above.")
+            raise ServerLost(f"{about}the process that measures {where} ended ({status}); its output is above.", name)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise BenchError(f"{about}{answer['error'].removeprefix(about)}")
+            raise BenchError(f"{about}{answer['error'].removeprefix(about)}", name)
         return answer
 
 

@@ -24,10 +24,11 @@ from pipeline.benchmark.rounds import (
     fewest_rounds,
     measure,
     outlook,
+    raised,
     steps_of,
     turns_on,
 )
-from pipeline.benchmark.server import ArmSpec, Server
+from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.environment import stages
 from pipeline.errors import count, say
 from pipeline.params import Bench as BenchSettings
@@ -191,6 +192,9 @@ def side_by_side(
     earlier: Bench | None = None,
     settled: Settled = lambda _: (),
     memory_known: MemoryKnown = lambda _: False,
+    first_look: int = FEWEST_PAIRS,
+    fewest: int | None = None,
+    failed: Callable[[str, BenchError], object] = raised,
     **about: Any,
 ) -> Bench:
     """Measure ``arms`` in rounds, as long as ``settings`` say; return the bench.
@@ -198,13 +202,14 @@ def side_by_side(
     ``command``: what the printed outlook begins with. ``device``: "cpu" or "cuda". ``steps``, ``round_seconds``: those
     of ``calibrated``. ``session``: what ``begin_session`` returns. ``keep``: gets the bench so far after each round, so
     that a command that is killed loses only its current round. ``earlier``: a bench of the same arms, which is
-    continued. ``settled``, ``memory_known``: as in ``rounds.measure``. ``about``: further fields of ``Bench``.
+    continued. ``settled``, ``memory_known``, ``first_look``, ``failed``: as in ``rounds.measure``. ``fewest``: too;
+    None: what ``settings`` say. ``about``: further fields of ``Bench``.
     """
     before, spent = (earlier.rounds, earlier.seconds) if earlier else (0, 0.0)
     limits: dict[str, Any] = {
         "seconds": _left(60 * settings.max_minutes, spent),
         "max_rounds": None if settings.max_rounds is None else before + _left(settings.max_rounds, before),
-        "fewest": fewest_rounds(settings),
+        "fewest": fewest_rounds(settings) if fewest is None else fewest,
     }
 
     def bench_of(rounds: Rounds) -> Bench:
@@ -224,6 +229,8 @@ def side_by_side(
         turns=turns_on(device, settings),
         settled=settled,
         memory_known=memory_known,
+        first_look=first_look,
+        failed=failed,
         earlier=earlier.arms if earlier else (),
         keep=lambda rounds: keep(bench_of(replace(rounds, interrupted=True))),
     )

@@ -38,6 +38,10 @@ forward: around the forward pass. step: around the whole step. If two techniques
 is outermost.
 """
 
+Bound = Literal["arithmetic", "launches", "traffic", "input", "communication"]
+"""What a step mostly waits for: the arithmetic units, the host that launches kernels, the device's memory, the next
+batch, or other devices."""
+
 COMPILER = "compiler"
 """The entry in ``relies_on`` that stands for the C++ compiler, which torch.compile calls."""
 
@@ -65,6 +69,11 @@ class Entry(BaseModel):
     example: Any = None
     """One of the values that ask for the technique, if several do: all but the default and the values of other
     techniques. For another package's technique, an example of its options."""
+    tries: tuple[Any, ...] | None = None
+    """The values that ``advise`` tries; None: ``value`` or ``example``. Empty for a technique that needs a choice of
+    the user's, that only shows what a default gains, or that does nothing within a step."""
+    relieves: tuple[Bound, ...] = ()
+    """What a step waits for less with this technique."""
     searched_for: tuple[str, ...] = ()
     """Names under which people look for the technique."""
     does: str

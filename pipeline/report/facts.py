@@ -282,6 +282,11 @@ def interval(difference: Difference) -> str:
     return between(low, high)
 
 
+def brief(ratio: Difference) -> str:
+    """Return the estimate, with the interval if there is one."""
+    return estimate(ratio) + (f" ({interval(ratio)})" if ratio.low is not None else "")
+
+
 def margin(difference: Difference) -> str:
     """Return the margin at which the difference was decided."""
     shown = plain_percent if difference.unit == "ratio" else percentage_points

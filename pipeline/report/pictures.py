@@ -19,6 +19,7 @@ from pipeline.comparison.comparison_file import Comparison, Past, Trend
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
 from pipeline.pages import UNKNOWN, UNTRUSTED
+from pipeline.params import Margins
 from pipeline.report import facts
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.results import HistoryRow, Ledger
@@ -115,18 +116,31 @@ def forests(comparison: Comparison) -> list[Forest]:
     """Return the intervals of every variant's throughput, memory and accuracy against the baseline. For throughput and
     memory, the last row is the A/A control."""
     others, margins = comparison.variants[1:], comparison.margins
-    drawn = []
-    for figure in DRAWN:
-        rows = [Row(compared.variant, (_mark(compared.ratios.get(figure)),)) for compared in others]
-        noise = comparison.noises[figure]
-        look = UNTRUSTED if noise.why_untrusted else "noise"
-        control = Row(f"{comparison.baseline}, A/A control", (_mark(noise)._replace(look=look),))
-        drawn.append(_forest(figure.heading, [*rows, control], getattr(margins, figure.margin)))
+    ratios = {compared.variant: compared.ratios for compared in others}
+    drawn = forests_of(ratios, comparison.noises, comparison.baseline, margins)
     accuracies = [Row(compared.variant, (_mark(compared.accuracy),)) for compared in others]
     score = pages.heading(facts.score(comparison))
     if not comparison.seeds:
         return drawn
     return [*drawn, _forest(score, accuracies, 100 * margins.accuracy, ratios=False)]
+
+
+def forests_of(
+    ratios: Mapping[str, Mapping[Figure, Difference]],
+    noises: Mapping[Figure, Difference],
+    baseline: str,
+    margins: Margins,
+) -> list[Forest]:
+    """Return the intervals of variants' throughput and memory against the baseline, and last those of its control; no
+    pictures without ``noises``."""
+    drawn = []
+    for figure in DRAWN if noises else ():
+        rows = [Row(name, (_mark(of.get(figure)),)) for name, of in ratios.items()]
+        noise = noises[figure]
+        look = UNTRUSTED if noise.why_untrusted else "noise"
+        control = Row(f"{baseline}, A/A control", (_mark(noise)._replace(look=look),))
+        drawn.append(_forest(figure.heading, [*rows, control], getattr(margins, figure.margin)))
+    return drawn
 
 
 def share_forests(comparison: Comparison) -> list[Forest]:
@@ -249,6 +263,7 @@ class Point(NamedTuple):
     throughput: float
     memory: float
     accuracy: str
+    """Empty if it is not known."""
     x: float
     y: float
     across: tuple[float, float] | None
@@ -273,19 +288,41 @@ class Front(NamedTuple):
 def front(comparison: Comparison) -> Front | None:
     """Return a plot of the ratios to the baseline, which is at (1, 1). Variants with an untrusted verdict are left out.
     Return None if only the baseline remains."""
-    numbered = enumerate(comparison.variants, 1)
-    drawn = {number: compared for number, compared in numbered if compared.verdict != UNTRUSTED}
-    if len(drawn) < 2:
+    spots = [
+        Spot(
+            number, compared.variant, compared.throughput, compared.memory, compared.on_front, facts.accuracy(compared)
+        )
+        for number, compared in enumerate(comparison.variants, 1)
+        if compared.verdict != UNTRUSTED
+    ]
+    return front_of(spots, [compared.variant for compared in comparison.variants if compared.verdict == UNTRUSTED])
+
+
+class Spot(NamedTuple):
+    """A variant to be drawn."""
+
+    number: int
+    variant: str
+    throughput: Difference | None
+    """None: that of the baseline."""
+    memory: Difference | None
+    on_front: bool
+    accuracy: str = ""
+
+
+def front_of(spots: Sequence[Spot], absent: Sequence[str] = ()) -> Front | None:
+    """Return the plot of variants; None for fewer than two."""
+    if len(spots) < 2:
         return None
-    across = _ratio_scale(compared.throughput for compared in drawn.values())
-    along = _ratio_scale((compared.memory for compared in drawn.values()), down=True)
+    across = _ratio_scale(spot.throughput for spot in spots)
+    along = _ratio_scale((spot.memory for spot in spots), down=True)
     points = []
-    for number, compared in drawn.items():
-        speed, memory = ((ratio and ratio.estimate) or 1.0 for ratio in (compared.throughput, compared.memory))
+    for spot in spots:
+        speed, memory = ((ratio and ratio.estimate) or 1.0 for ratio in (spot.throughput, spot.memory))
         points.append(
             Point(
-                number, compared.variant, speed, memory, facts.accuracy(compared), across.at(speed), along.at(memory),
-                _ends(compared.throughput, across), _ends(compared.memory, along), compared.on_front,
+                spot.number, spot.variant, speed, memory, spot.accuracy, across.at(speed), along.at(memory),
+                _ends(spot.throughput, across), _ends(spot.memory, along), spot.on_front,
             )
         )  # fmt: skip
     estimates = [(point.throughput, point.memory) for point in points]
@@ -296,7 +333,7 @@ def front(comparison: Comparison) -> Front | None:
         across.ticks(),
         along.ticks(),
         (across.at(1), along.at(1)),
-        tuple(compared.variant for compared in comparison.variants if compared.verdict == UNTRUSTED),
+        tuple(absent),
     )
 
 

@@ -164,7 +164,7 @@ def show_variants(machine: Machine, name: str | None, *, add: bool) -> None:
     for variant, (_, words) in runs.items():
         say(f"{variant:28} {words}")
     if add:
-        added = _add(config, {variant: values for variant, values in chosen.items() if runs[variant][0]})
+        added = add_to(config, {variant: values for variant, values in chosen.items() if runs[variant][0]})
         say(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing: it already has all variants that can run here'}")
 
 
@@ -210,8 +210,10 @@ def editor() -> YAML:
     return round_trip
 
 
-def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Add ``variants`` after those of params.yaml, and return the names of the new ones."""
+def add_to(
+    config: Config, variants: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None
+) -> list[str]:
+    """Add ``variants`` after those of params.yaml, each under its comment, and return the names of the new ones."""
     added = [name for name in variants if name not in config.variants]
     for name, values in variants.items():
         if name not in added and config.variants[name] != _parsed(name, values):
@@ -220,7 +222,14 @@ def _add(config: Config, variants: Mapping[str, Mapping[str, Any]]) -> list[str]
                 f"this name, but the set has {dict(values)}; rename your variant."
             )
     if added:
-        edit(lambda document: document["variants"].update({name: dict(variants[name]) for name in added}))
+
+        def change(document: Any) -> None:
+            for name in added:
+                document["variants"][name] = dict(variants[name])
+                if text := (comments or {}).get(name):
+                    document["variants"].yaml_set_comment_before_after_key(name, before=text, indent=2)
+
+        edit(change)
     return added
 
 

@@ -7,14 +7,11 @@ them. No verdict is made.
 from __future__ import annotations
 
 import select
-import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from tqdm import tqdm
 
 from pipeline import files
 from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, conditions_of, window_steps
@@ -29,6 +26,7 @@ from pipeline.params import Config, Machine
 from pipeline.report import facts
 from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.figures import THROUGHPUT, Figure
+from pipeline.tools.table import LiveTable
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
 """All first samples together, and each of them, may take these shares of the time that is left before them."""
@@ -94,10 +92,9 @@ class Look:
     """All arms with their rounds; while there are none, with their first samples, without the control."""
     rounds: int = 0
     kept: str = ""
+    table: LiveTable = field(default_factory=lambda: LiveTable("try"))
     _keeps_all: bool = False
     """A person wants to drop no variant."""
-    _drawn: int = 0
-    """The lines of the table that is on the terminal."""
 
     def measure(self, job: Job, session: Callable[[], Session]) -> None:
         """Take a first sample of each variant, then rounds until the time is over."""
@@ -185,7 +182,7 @@ class Look:
         question = f"try: {self.minutes:g} minutes do not suffice for all; drop {said}?"
         if sys.stdin.isatty() and sys.stdout.isatty():
             say(f"{question} [Y/n] ", end="")
-            self._drawn = 0
+            self.table.stay()
             if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self.left())))[0]:
                 self._keeps_all = sys.stdin.readline().strip().lower() in ("n", "no")
                 if self._keeps_all:
@@ -199,7 +196,7 @@ class Look:
         seen = self._looked_at()[0].get(name)
         self.absent[name] = why = f"{why}; its first sample: {_cells(seen)}" if seen else why
         self.chosen.remove(name)
-        self._drawn = 0
+        self.table.stay()
         say(f"try: {name}: {why}")
 
     def _keep(self, bench: Bench) -> None:
@@ -209,22 +206,11 @@ class Look:
         self._show(f"round {bench.rounds}")
 
     def _show(self, news: str) -> None:
-        """Redraw the table on a terminal; elsewhere say one line."""
         ratios, noises = self._looked_at()
         rows = ratios | ({"A/A": noises} if noises else {})
-        if not sys.stdout.isatty():
-            say(f"try: {'; '.join([news, *(f'{name} {_cells(seen)}' for name, seen in rows.items())])}")
-            return
-        width = max(map(len, [*rows, "variant"]))
         cells = {"variant": [figure.noun for figure in next(iter(rows.values()), {})]}
-        cells |= {name: [_cell(ratio) for ratio in seen.values()] for name, seen in rows.items()}
-        lines = [f"try: {news}; {max(0.0, self.left()):.0f} s left"]
-        lines += [f"  {name:{width}}" + "".join(f"  {text:24}" for text in texts) for name, texts in cells.items()]
-        columns = shutil.get_terminal_size().columns - 1
-        with tqdm.external_write_mode(file=sys.stdout):
-            sys.stdout.write(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "")
-            say("\n".join(line[:columns] for line in lines))
-        self._drawn = len(lines)
+        cells |= {name: [facts.brief(ratio) for ratio in seen.values()] for name, seen in rows.items()}
+        self.table.show(news, self.left(), cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
 
     def _looked_at(self) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
         arms, baseline = self.arms, self.config.compare.baseline
@@ -282,22 +268,15 @@ def _disturbed(arm: Arm) -> Arm:
     return arm.model_copy(update={"samples": tuple(samples)})
 
 
-def _cell(ratio: Difference) -> str:
-    """Return the estimate, with the interval if there is one."""
-    if ratio.estimate is None:
-        return "unknown"
-    return facts.estimate(ratio) + (f" ({facts.interval(ratio)})" if ratio.low is not None else "")
-
-
 def _cells(ratios: Mapping[Figure, Difference]) -> str:
-    return ", ".join(f"{figure.word} {_cell(ratio)}" for figure, ratio in ratios.items())
+    return ", ".join(f"{figure.word} {facts.brief(ratio)}" for figure, ratio in ratios.items())
 
 
 def _told(figure: Figure, ratio: Difference, minutes: str) -> str:
     """Return what is told of a variant's figure."""
     if ratio.decision in ("better", "worse"):
         words = ("faster", "slower") if figure is THROUGHPUT else (f"less {figure.word}", f"more {figure.word}")
-        return f"clearly {words[ratio.decision == 'worse']}: {_cell(ratio)}{facts.uncertain(ratio)}"
+        return f"clearly {words[ratio.decision == 'worse']}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
     if ratio.decision == "same":
-        return f"{figure.noun} the same within {facts.margin(ratio)}: {_cell(ratio)}"
-    return f"{figure.noun} cannot be told in {minutes}: {_cell(ratio)}"
+        return f"{figure.noun} the same within {facts.margin(ratio)}: {facts.brief(ratio)}"
+    return f"{figure.noun} cannot be told in {minutes}: {facts.brief(ratio)}"

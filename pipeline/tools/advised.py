@@ -1,0 +1,244 @@
+"""What ``advise`` has found: ``reports/advice.json``, and the pages that are made from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.comparison import planning, sessions, stats
+from pipeline.comparison.racing import RACED, Race, interaction
+from pipeline.comparison.sessions import column
+from pipeline.comparison.stats import Difference
+from pipeline.errors import count, say, spelled
+from pipeline.files import write_texts
+from pipeline.pages import render
+from pipeline.params import Compare, entry
+from pipeline.report import HUES, facts, pictures
+from pipeline.results import REPORTS, Bench, Document
+from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
+from pipeline.tools.candidates import Candidate, Untried
+
+FILE = REPORTS / "advice.json"
+Ratios = dict[str, dict[Figure, Difference]]
+"""Candidate -> its ratios to the baseline."""
+
+
+class Advice(Document):
+    """``reports/advice.json``."""
+
+    key: str
+    """Digest of job, machine, code, data and candidates: a later run with the same key goes on."""
+    boot_id: str
+    baseline: str
+    compare: Compare
+    candidates: tuple[Candidate, ...]
+    """The combinations last."""
+    untried: tuple[Untried, ...]
+    costs: dict[str, tuple[float, float]]
+    """Candidate -> the seconds of its start and of a step, by its first sample."""
+    steps: int = 0
+    out: dict[str, str]
+    """Candidate that is not measured any more -> why."""
+    failed: tuple[str, ...] = ()
+    """Those of them that failed."""
+    benches: tuple[Bench, ...] = ()
+    """The race, then the rounds of combinations."""
+    complete: int = 0
+    """How many of them are complete."""
+    finalists: tuple[str, ...] = ()
+    final: Bench | None = None
+    bound: str = ""
+    """What binds the baseline's step (``catalogue.Bound``); empty if unknown."""
+    why: str = ""
+    """What shows what binds the step."""
+    finished: bool = False
+
+    def called(self, name: str) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.name == name)
+
+    def races(self) -> list[Race]:
+        return [Race.of(bench.arms, self.baseline, self.compare.margins) for bench in self.benches]
+
+    def standing(self) -> Ratios:
+        """Return the ratios of the last rounds, before the final ones, in which each candidate took part."""
+        return {
+            name: {figure: race.ratio(name, self.baseline, figure) for figure in RACED}
+            for race in self.races()
+            for name in race.names[1:]
+        }
+
+    def judged(self) -> Ratios:
+        """Return the finalists' ratios in their own rounds, decided together by the rules of the bench."""
+        rounds = self._final_rounds()
+        if not rounds:
+            return {}
+        names = [name for name in self.finalists if column(name) in rounds.arms]
+        by_figure = {
+            figure: stats.decided_together(partial(self._at, rounds, names, figure), len(names)) for figure in RACED
+        }
+        return {name: {figure: by_figure[figure][name] for figure in RACED} for name in names}
+
+    def _at(
+        self, rounds: sessions.Rounds, names: Sequence[str], figure: Figure, undecided: int
+    ) -> dict[str, Difference]:
+        base, margin, confidence = column(self.baseline), self.margin(figure), stats.confidence_of(undecided)
+        return {name: rounds.ratio(column(name), base, figure, margin, confidence, sides=True) for name in names}
+
+    def margin(self, figure: Figure) -> float:
+        return figure.margin_in(self.compare.margins)
+
+    def against(self) -> list[tuple[str, str, dict[Figure, Difference]]]:
+        """Return pairs of finalists with the ratios of the first to the second."""
+        names, rounds = [*self.judged()], self._final_rounds()
+        return [
+            (first, second, {
+                figure: rounds.ratio(column(first), column(second), figure, self.margin(figure)) for figure in RACED
+            })
+            for place, first in enumerate(names)
+            for second in names[place + 1 :]
+            if rounds
+        ]  # fmt: skip
+
+    def _final_rounds(self) -> sessions.Rounds | None:
+        if not self.final:
+            return None
+        cost = planning.cost_of(self.final, self.final.rounds, self.final.seconds)
+        return sessions.Rounds(sessions.columns(self.final), self.baseline, cost, self.compare.max_spread)
+
+    def noises(self) -> dict[Figure, Difference]:
+        """Return the baseline against itself, in the finalists' rounds."""
+        rounds = self._final_rounds()
+        return {figure: rounds.noise(figure) for figure in RACED} if rounds else {}
+
+    def interactions(self) -> Iterable[tuple[Candidate, Figure, Difference]]:
+        """Yield each combination that is surely better or worse than the product of the two that it combines."""
+        before = self.standing()
+        for race in self.races()[1:]:
+            for candidate in map(self.called, race.names[1:]):
+                first, second = candidate.made_of or ("", "")
+                if first not in race.names or second not in before:
+                    continue
+                for figure in RACED:
+                    ratio = interaction(race.ratio(candidate.name, first, figure), before[second][figure])
+                    if stats.decide(ratio, self.margin(figure)) in ("better", "worse"):
+                        yield candidate, figure, ratio
+
+    def best(self) -> dict[str, str]:
+        """Return finalist -> when to take it: the fastest always, and the leanest if memory is short. Only what is
+        surely better in the final rounds counts."""
+        judged, chosen = self.judged(), dict[str, str]()
+        for figure, when in ((THROUGHPUT, ""), (MEMORY, f" if {MEMORY.need}")):
+            better = {name: of[figure] for name, of in judged.items() if of[figure].decision == "better"}
+            if better:
+                sign = -1 if figure.higher_is_better else 1
+                chosen.setdefault(min(better, key=lambda name: sign * (better[name].estimate or 1.0)), when)
+        return chosen
+
+    def sentence(self) -> str:
+        """Say in one sentence what to do."""
+        judged, chosen = self.judged(), self.best()
+        begun = "" if self.finished else "not finished yet; so far: "
+        if chosen:
+            return f"{begun}take {'; '.join(f'`{name}`{when}: {said(judged[name])}' for name, when in chosen.items())}."
+        alike = [candidate for candidate in self.candidates if not candidate.apart]
+        is_open = [f"`{candidate.name}`" for candidate in alike if candidate.name not in {*self.out, *judged}]
+        is_open += [f"`{name}`" for name, of in judged.items() if any(map(undecided, of.values()))]
+        sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
+        if is_open:
+            sure = f"not decided: {', '.join(is_open)}"
+        elif any(name in self.out for name in self.standing()):
+            sure += f"; an error in at most {stats.ERROR:.0%} of such races"
+        return f"{begun}keep `{self.baseline}`: nothing that was tried is surely better; {sure}."
+
+
+def undecided(ratio: Difference) -> bool:
+    return ratio.decision in ("undecided", "untrusted")
+
+
+def said(ratios: dict[Figure, Difference]) -> str:
+    """Say how a finalist differs from the baseline."""
+    words = []
+    for figure, ratio in ratios.items():
+        if ratio.decision in ("better", "worse"):
+            words.append(facts.change(figure.noun, ratio) + facts.uncertain(ratio))
+        elif ratio.decision == "same":
+            words.append(f"the same {figure.noun}, within {facts.margin(ratio)}")
+        else:
+            words.append(f"{figure.noun} {ratio.decision}")
+    return ", ".join(words)
+
+
+class Line(NamedTuple):
+    """A line of the page's table."""
+
+    name: str
+    does: str
+    figures: tuple[str, ...]
+    state: str
+
+
+def lines(advice: Advice, *, apart: bool) -> list[Line]:
+    """Return the lines of all candidates, or of those that change the training, the fastest first."""
+    standing = advice.standing()
+    chosen = [candidate for candidate in advice.candidates if bool(candidate.apart) is apart]
+    speeds = {name: of[THROUGHPUT].estimate or 0.0 for name, of in standing.items()}
+    return [
+        Line(
+            candidate.name,
+            candidate.apart or "; ".join(f"{key}: {value}" for key, value in candidate.settings.items()),
+            tuple(facts.brief(ratio) for ratio in standing.get(candidate.name, {}).values())
+            or ("not measured",) * len(RACED),
+            advice.out.get(candidate.name) or ("finalist" if candidate.name in advice.finalists else "not beaten"),
+        )
+        for candidate in sorted(chosen, key=lambda candidate: -speeds.get(candidate.name, 0.0))
+    ]
+
+
+def spoke_for(advice: Advice) -> list[str]:
+    """Return the candidates that relieve what binds the step."""
+    return [
+        candidate.name
+        for candidate in advice.candidates
+        if not candidate.made_of and any(advice.bound in entry(name).relieves for name in candidate.techniques)
+    ]
+
+
+def _by_reason(advice: Advice, apart: bool) -> dict[str, str]:
+    """Return reason -> the settings that are not tried for it."""
+    reasons: dict[str, list[str]] = {}
+    for one in advice.untried:
+        if one.apart is apart:
+            reasons.setdefault(one.why, []).append(
+                f"{one.technique} (`{one.setting}`)" if apart else f"`{one.setting}`"
+            )
+    return {why: ", ".join(settings) for why, settings in reasons.items()}
+
+
+def write(advice: Advice, directory: Path = REPORTS) -> None:
+    """Write the advice as JSON, Markdown and a page, all or none; print the Markdown."""
+    judged, standing = advice.judged(), advice.standing()
+    best, doubts = advice.best(), (ratio.why_untrusted for of in judged.values() for ratio in of.values())
+    alike = {name: of for name, of in (standing | judged).items() if not advice.called(name).apart}
+    spots = [
+        pictures.Spot(number, name, of[THROUGHPUT], of[MEMORY], name in best)
+        for number, (name, of) in enumerate(alike.items(), 2)
+    ]
+    content: dict[str, Any] = {
+        "advice": advice, "facts": facts, "raced": RACED, "judged": judged,
+        "doubts": sorted(set(filter(None, doubts))),
+        "untried": {apart: _by_reason(advice, apart) for apart in (False, True)},
+        "alike": lines(advice, apart=False), "apart": lines(advice, apart=True), "spoke_for": spoke_for(advice),
+        "forests": pictures.forests_of(judged, advice.noises(), advice.baseline, advice.compare.margins),
+        "front": pictures.front_of([pictures.Spot(1, advice.baseline, None, None, False), *spots]),
+        "hues": {spot.variant: f"v{spot.number % HUES}" for spot in spots} | {advice.baseline: "v0"},
+    }  # fmt: skip
+    markdown = spelled(render("advice.md", escape="markdown", **content))
+    texts = {
+        "json": advice.to_json(),
+        "md": markdown,
+        "html": spelled(render("advice.html", escape="html", **content)),
+    }
+    write_texts({directory / f"{FILE.stem}.{ending}": text for ending, text in texts.items()})
+    say(render("advice.md", **content), end="")

@@ -1,0 +1,235 @@
+"""The command ``advise``, on arms of known times and figures, with a simulated clock, and the rule of its race."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.simulations import racing
+from pipeline.benchmark.server import ArmSpec, BenchError
+from pipeline.benchmark.stage import Job
+from pipeline.comparison.racing import Race, finalists, interaction
+from pipeline.errors import ConfigError
+from pipeline.params import Config, Margins, parse
+from pipeline.plans import plan
+from pipeline.results import read_document
+from pipeline.results.figures import MEMORY, THROUGHPUT
+from pipeline.tools import advise, candidates
+from pipeline.tools.advised import FILE, Advice
+from tests.factories import make_arm, make_bench, make_ratio, make_session
+from tests.timed import Known, Timed
+from tests.workspaces import CPU_ONLY
+
+PARAMS: dict[str, Any] = {"train": {"device": "cpu"}, "variants": {"baseline": {}}}
+
+
+class Arms(advise.Patient, Timed):
+    """A server whose combinations act like the product of what they combine, unless they are known themselves.
+
+    ``last``: candidate -> the number of its starts after which it fails.
+    """
+
+    def __init__(self, arms: dict[str, Known], last: dict[str, int]) -> None:
+        Timed.__init__(self, {"baseline": Known()} | arms)
+        self.last, self.limit, self.opened = last, math.inf, list[str]()
+
+    def plan(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        asked = parse(PARAMS | {"variants": {"baseline": {}, name: values}})
+        return plan(asked, name, CPU_ONLY).model_dump(mode="json")
+
+    def open(self, name: str, plan: dict[str, Any], steps: int, **options: Any) -> None:
+        self.opened.append(name)
+        super().open(name, plan, steps, **options)
+        if self.opened.count(name) > self.last.get(name, 10**9):
+            raise BenchError(f"{name} cannot be measured: it ran out of memory.", name)
+
+    def known(self, name: str) -> Known:
+        parts = [self.arms.get(part, Known()) for part in name.partition(",")[0].split("--")]
+        step, memory = (
+            math.prod(getattr(part, of) / getattr(Known(), of) for part in parts) for of in ("step", "memory")
+        )
+        return self.arms.get(name.partition(",")[0]) or replace(parts[0], step=0.05 * step, memory=memory)
+
+
+class Advised:
+    """A run of ``advise`` for a job whose candidates are like the baseline, but for ``arms``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: dict[str, int] | None = None, **arms: Known) -> None:
+        self.server = server = Arms({name.replace("__", "-"): known for name, known in arms.items()}, last or {})
+        self.config = config = parse(PARAMS)
+        Path("params.yaml").write_text("# ours\n" + yaml.safe_dump(PARAMS), encoding="utf-8")
+        base = plan(config, "baseline", CPU_ONLY)
+        spec = ArmSpec("baseline", "variant", "baseline", None, server, base.model_dump(mode="json"))
+        control = replace(spec, name="baseline, A/A control", role="aa_control")
+        bench = make_bench()
+        facts = {name: getattr(bench, name) for name in ("environment", "commit", "config", "dataset", "margins")}
+        facts |= {"baseline": "baseline", "keys": {"baseline": "k"}}
+
+        @contextmanager
+        def served(_: Config, __: object, given: Arms) -> Iterator[Job]:
+            with given:
+                yield Job(given, {"baseline": base}, (spec, control), "cpu", facts)
+
+        def patient(limit: float) -> Arms:
+            server.limit = limit
+            return server
+
+        monkeypatch.setattr(advise, "served", served)
+        monkeypatch.setattr(advise, "Patient", patient)
+        monkeypatch.setattr(advise, "begin_session", lambda: lambda: make_session())
+        monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: False)
+        monkeypatch.setattr("time.monotonic", lambda: server.now)
+
+    def run(self, *only: str, minutes: float = 20.0, add: bool = False) -> Advice:
+        """Return the advice; the run must not have taken much longer than its minutes."""
+        began = self.server.now
+        advise.run(self.config, CPU_ONLY, minutes=minutes, memory=None, add=add, only=only, age_seconds=3.0)
+        assert (self.server.now - began + 3.0) / (60 * minutes) <= 1.1
+        return self.known()
+
+    def known(self) -> Advice:
+        return read_document(FILE, Advice, "")
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch, here: object) -> Callable[..., Advised]:  # noqa: ARG001
+    return lambda **options: Advised(monkeypatch, **options)
+
+
+def test_the_best_are_combined_and_measured_again(
+    advised: Callable[..., Advised], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One candidate raises, one hangs, one fails in a later round, two change the training: none ends the run."""
+    job = advised(
+        last={"gradient_accumulation-4": 2},
+        channels_last=Known(step=0.03),
+        activation_checkpointing=Known(step=0.055, memory=0.4),
+        optimizer_in_backward=Known(memory=0.8),
+        chunked_loss__8=Known(fails=True),
+        compile=Known(opening=900.0),
+        gradient_accumulation__4=Known(step=0.1, memory=0.3),
+        for_loop_optimizer=Known(step=0.1, memory=1.2),
+        channels_last__optimizer_in_backward=Known(),
+    )
+    advice = job.run(add=True)
+    assert advice.out["chunked_loss-8"] == "cannot be measured: it has no such layer"
+    assert advice.out["compile"] == "cannot be measured: it took too long to open"
+    assert advice.out["gradient_accumulation-4"] == "cannot be measured: it ran out of memory"
+    assert advice.out["for_loop_optimizer"].startswith(("beaten by ", "gains nothing over baseline: speed 0.5"))
+    assert advice.finished
+    best = "activation_checkpointing--channels_last--optimizer_in_backward"
+    assert best in advice.finalists
+    judged = advice.judged()
+    assert judged[best][THROUGHPUT].estimate == pytest.approx(1 / 0.6 / 1.1, rel=0.02)
+    assert judged[best][MEMORY].estimate == pytest.approx(0.32, rel=0.02)
+    assert advice.final
+    assert advice.final.rounds >= 8
+    assert {arm.variant for arm in advice.final.arms} == {"baseline", *advice.finalists}
+    sentence = advice.sentence()
+    assert sentence.startswith("take `")
+    assert f"`{best}` if memory is short: " in sentence
+    assert Path("reports/advice.html").read_text(encoding="utf-8").count("<svg") > 5
+    said = capsys.readouterr().out
+    assert said.count(f"**{sentence}**") == 1
+    assert "`precision: fp16`" in said[said.index("## Not tried") :]
+    assert "low_bit_optimizer (`optimizer_state: 8bit`)" in said[said.index("## These change the training") :]
+    written = Path("params.yaml").read_text(encoding="utf-8")
+    assert written.startswith("# ours")
+    assert "# advise, 2026-11-20: " in written
+    assert set(yaml.safe_load(written)["variants"]) == {"baseline", *advice.best()}
+
+
+def test_without_a_gain_the_baseline_is_kept(advised: Callable[..., Advised]) -> None:
+    job = advised(bf16=Known(step=0.2), channels_last=Known(step=0.06), for_loop_optimizer=Known(memory=1.2))
+    advice = job.run("speed", "precision")
+    assert advice.finalists == ()
+    assert not advice.final
+    assert "keep `baseline`: nothing that was tried is surely better; each of 5 candidates was beaten, failed or" in (
+        advice.sentence()
+    )
+    assert "an error in at most 5% of such races" in advice.sentence()
+
+
+def test_an_interrupted_run_goes_on(advised: Callable[..., Advised]) -> None:
+    fast = {"channels_last": Known(step=0.03), "activation_checkpointing": Known(step=0.07, memory=0.5)}
+    job = advised(**fast)
+    seen = []
+    for seconds in (40, 200, 600):  # in the first samples, in the race, and in the finalists' rounds
+        job.server.interrupt_at = job.server.now + seconds
+        with pytest.raises(KeyboardInterrupt, match="goes on from it"):
+            job.run("speed", "memory", minutes=12)
+        kept = job.known()
+        assert "not finished" in kept.sentence()
+        seen.append((len(kept.costs) > 1, bool(kept.benches), bool(kept.final)))
+    assert seen == [(True, False, False), (True, True, False), (True, True, True)]
+    job.server.interrupt_at = math.inf
+    advice = job.run("speed", "memory", minutes=12)
+    assert advice.finished
+    assert advice.costs == kept.costs  # no first sample was taken again
+    assert kept.final
+    assert advice.final
+    then, now = kept.final.arms, advice.final.arms
+    assert all(arm.samples[: len(was.samples)] == was.samples for arm, was in zip(now, then, strict=True))
+    assert len(now[0].samples) > len(then[0].samples)
+    assert advice.called(advice.finalists[0]).techniques[0] == "channels_last"
+
+
+def test_a_race_drops_what_another_beats() -> None:
+    arms = [
+        make_arm("baseline", rounds=4),
+        make_arm("both", throughput=1.5, memory=0.5, rounds=4),
+        make_arm("slower", throughput=1.2, memory=0.5, rounds=4),
+        make_arm("leaner", throughput=1.2, memory=0.3, rounds=4),
+        make_arm("alike", rounds=4),
+        make_arm("apart", throughput=3.0, memory=0.1, rounds=4),
+        make_arm("baseline", role="aa_control", rounds=4),
+    ]
+    race = Race.of(arms, "baseline", Margins())
+    among = race.names[1:]
+    assert race.beaten(among, ["apart"]) == {"slower": "both", "alike": "baseline"}
+    assert set(race.beaten(among)) == {"both", "slower", "leaner", "alike"}
+    one = Race.of([arm.model_copy(update={"samples": arm.samples[:1]}) for arm in arms], "baseline", Margins())
+    assert one.beaten(among) == {}  # a single round shows no scatter
+    assert race.ratio("both", "slower", THROUGHPUT).estimate == pytest.approx(1.25, rel=0.02)
+
+
+def test_finalists_are_ends_and_middle_of_the_front() -> None:
+    standing = {"fast": (2.0, 1.0), "lean": (0.8, 0.3), "middle": (1.7, 0.5), "near": (1.9, 0.9), "worse": (1.6, 0.6)}
+    assert finalists(standing, Margins()) == ["fast", "middle", "lean"]
+    assert finalists({"hardly": (1.02, 1.0), "worse": (0.9, 1.1)}, Margins()) == []
+
+
+def test_an_interaction_has_the_errors_of_both() -> None:
+    beside, alone = make_ratio(1.5, 1.5 / 1.03, 1.5 * 1.03), make_ratio(1.2, 1.2 / 1.04, 1.2 * 1.04)
+    ratio = interaction(beside, alone)
+    assert ratio.estimate == pytest.approx(1.25)
+    half = math.hypot(math.log(1.03), math.log(1.04))
+    assert ratio.bounds == pytest.approx((1.25 * math.exp(-half), 1.25 * math.exp(half)))
+
+
+@pytest.mark.parametrize("within", [0.04, 0.08])
+def test_a_race_seldom_loses_the_best(within: float) -> None:
+    outcome = racing(within, trials=100)
+    assert outcome["dropped"] <= 0.02
+    assert outcome["found"] >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"minutes": 0.0}, "--minutes: found 0; expected a number"),
+        ({"only": ["sped"]}, "--only: found 'sped'; .* Did you mean speed"),
+    ],
+)
+def test_a_wrong_argument_is_refused(advised: Callable[..., Advised], options: dict[str, Any], says: str) -> None:
+    job = advised()
+    values: dict[str, Any] = {"minutes": 1.0, "memory": None, "add": False, "only": [], "age_seconds": 0.0} | options
+    with pytest.raises(ConfigError, match=says):
+        advise.run(job.config, CPU_ONLY, **values)
