@@ -502,13 +502,15 @@ def _compare(_: argparse.Namespace) -> None:
 def _history(_: argparse.Namespace) -> None:
     """Show each variant's ratios over sessions and commits, and where they changed; write reports/history.*."""
     from pipeline import params, report, results
+    from pipeline.comparison.sessions import table_of
     from pipeline.comparison.trends import trends
 
     benches = [*results.read_sessions(), *results.read_sessions(results.KEPT_BENCHES)]
     if not benches:
         raise ConfigError(f"history: found no bench in {results.SESSIONS} or {results.KEPT_BENCHES}; run `dvc repro`.")
     benches.sort(key=lambda bench: bench.session.start_utc, reverse=True)
-    report.write_history(trends(benches, params.load().compare))
+    settings = params.load().compare
+    report.write_history(trends(table_of(benches, settings.max_spread, {}), benches, settings))
 
 
 def _publish(_: argparse.Namespace) -> Callable[[], object]:

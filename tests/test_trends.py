@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline import cli
+from pipeline.comparison.sessions import table_of
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.trends import changed, trends
 from pipeline.params import Compare
@@ -66,7 +67,8 @@ def test_untrusted_sessions_are_shown_and_not_counted() -> None:
 def test_sessions_with_other_code_count_and_those_of_other_jobs_do_not() -> None:
     other = BEFORE_AND_AFTER[0]
     other_job = other.model_copy(update={"config": other.config | {"train": {"epochs": 9}}})
-    of_ddp = trends([*reversed(BEFORE_AND_AFTER[1:]), other_job], Compare())[0]
+    benches = [*reversed(BEFORE_AND_AFTER[1:]), other_job]
+    of_ddp = trends(table_of(benches, 0.15, {}), benches, Compare())[0]
     assert (of_ddp.variant, of_ddp.noun, len(of_ddp.past)) == ("ddp", "throughput", 6)
     assert of_ddp.until
     assert of_ddp.since

@@ -160,7 +160,7 @@ def compare(
         sessions=tuple(summaries.of_session(session, names) for session in table.sessions),
         sessions_set_aside=table.set_aside,
         shares=ablation.shares(table, accuracies, settings.margins),
-        trends=trends(benches, settings),
+        trends=trends(table, benches, settings),
         advised=values,
         bench=bench,
     )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 from pipeline.comparison import stats
 from pipeline.comparison.comparison_file import Change, Past, Trend
-from pipeline.comparison.sessions import distinct, table_of
+from pipeline.comparison.sessions import Table, distinct, table_of
 from pipeline.comparison.stats import Difference
 from pipeline.params import Compare
 from pipeline.results import Bench, sessions_of
-from pipeline.results.figures import QUANTITIES
+from pipeline.results.figures import QUANTITIES, Figure
 
 FEWEST_SESSIONS = 2
 """A change is confirmed by as many sessions before it, and after it."""
@@ -21,44 +23,52 @@ LEAST_ERROR = 1e-6
 """Standard error that is assumed where all sessions agree exactly."""
 
 
-def trends(benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:
-    """Return the trends of the variants that the first bench measured, over all benches of its job, data and device.
+def trends(table: Table, benches: Sequence[Bench], settings: Compare) -> tuple[Trend, ...]:
+    """Return the trends of the variants of ``table``, over all ``benches`` of its job, data and device.
 
     The code may differ between sessions; the settings of a variant and of the baseline may not. Trends of fewer than
     two sessions are left out.
     """
-    present = benches[0]
-    same = [bench for bench in distinct(benches) if _job(bench) == _job(present)]
+    present = table.bench
+    same_job = [bench for bench in distinct(benches) if _job(bench) == _job(present) and bench.keys != present.keys]
+    with_other_code = [table_of(group[::-1], settings.max_spread, {}) for group in _groups(same_job)]
     drawn = []
-    for variant in present.keys:
+    for variant in [name for name in present.keys if name != present.baseline]:
+        names = variant, present.baseline
+        counting = [
+            other
+            for other in with_other_code
+            if _of(other.bench.keys, names) != _of(present.keys, names)  # else ``table`` has it
+            and _of(_settings(other.bench), names) == _of(_settings(present), names)
+        ]
         for figure in QUANTITIES:
-            margin = figure.margin_in(settings.margins)
-            if variant == present.baseline or not margin:
-                continue
-            past = []
-            for group in _groups([bench for bench in same if _measured(bench, variant) == _measured(present, variant)]):
-                of_group = table_of(group[::-1], settings.max_spread, {}).ratios(
-                    variant, present.baseline, figure, margin
-                )
-                past += [
-                    Past(start_utc=group[0].session.start_utc, commit=group[-1].commit, ratio=ratio)
-                    for ratio in of_group.values()
-                    if ratio.estimate
-                ]
-            change = changed([one.ratio for one in past], margin, higher_is_better=figure.higher_is_better)
-            if len(past) > 1:
-                drawn.append(Trend(variant=variant, noun=figure.noun, past=tuple(past), change=change))
+            if margin := figure.margin_in(settings.margins):
+                past = [one for part in (table, *counting) for one in _past(part, *names, figure, margin)]
+                past.sort(key=attrgetter("start_utc"))
+                change = changed([one.ratio for one in past], margin, higher_is_better=figure.higher_is_better)
+                if len(past) > 1:
+                    drawn.append(Trend(variant=variant, noun=figure.noun, past=tuple(past), change=change))
     return tuple(drawn)
+
+
+def _past(table: Table, variant: str, baseline: str, figure: Figure, margin: float) -> list[Past]:
+    commits = {session.start_utc: session.benches[-1].commit for session in table.sessions}
+    ratios = table.ratios(variant, baseline, figure, margin)
+    return [
+        Past(start_utc=start, commit=commits[start], ratio=ratio) for start, ratio in ratios.items() if ratio.estimate
+    ]
 
 
 def _job(bench: Bench) -> tuple[object, ...]:
     return bench.config.get("train"), bench.dataset, bench.arms[0].device, bench.baseline
 
 
-def _measured(bench: Bench, variant: str) -> tuple[object, ...]:
-    """Return the settings of the variant and of the baseline; an empty tuple if the bench did not measure them."""
-    names, settings = (variant, bench.baseline), bench.config.get("variants", {})
-    return tuple(settings.get(name) for name in names) if bench.keys.keys() >= {*names} else ()
+def _settings(bench: Bench) -> Mapping[str, Any]:
+    return bench.config.get("variants", {})
+
+
+def _of(values: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    return [values.get(name) for name in names]
 
 
 def _groups(benches: Sequence[Bench]) -> Iterator[list[Bench]]:
