@@ -25,7 +25,7 @@ from pipeline.tools import advise, candidates
 from pipeline.tools.advised import FILE, Advice
 from tests.factories import make_arm, make_bench, make_ratio, make_session
 from tests.timed import Known, Timed
-from tests.workspaces import CPU_ONLY
+from tests.workspaces import CPU_ONLY, enter
 
 PARAMS: dict[str, Any] = {"train": {"device": "cpu"}, "variants": {"baseline": {}}}
 
@@ -233,3 +233,51 @@ def test_a_wrong_argument_is_refused(advised: Callable[..., Advised], options: d
     values: dict[str, Any] = {"minutes": 1.0, "memory": None, "add": False, "only": [], "age_seconds": 0.0} | options
     with pytest.raises(ConfigError, match=says):
         advise.run(job.config, CPU_ONLY, **values)
+
+
+def test_micro_batches_of_a_batchnorm_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: True)
+    config = parse(PARAMS | {"train": {"device": "cpu", "optimizer": "adamw"}})
+    base = plan(config, "baseline", CPU_ONLY)
+    found, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], Path())
+    apart = {one.name: one.apart for one in found if one.apart}
+    assert set(apart) == {f"gradient_accumulation-{number}" for number in (2, 4, 8)} | {"factored_optimizer"}
+    assert apart["gradient_accumulation-4"] == "the model mixes samples (BatchNorm), and sees 64 at once"
+    assert {one.technique for one in untried if not one.apart} == {
+        *("activation_offload", "auto_micro_batch", "zeroed_gradients", "expandable_segments", "release_cache"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "settings"),
+    [
+        ({"compile": "default"}, {"channels_last": True, "compile": "default"}),
+        ({"channels_last": True}, None),  # it adds nothing
+        ({"precision": "bf16"}, None),  # this machine skips it
+        ({"precision": "fp16"}, None),  # this machine refuses it
+    ],
+)
+def test_what_excludes_another_is_not_combined(second: dict[str, Any], settings: dict[str, Any] | None) -> None:
+    first = candidates.Candidate(name="first", settings={"channels_last": True}, techniques=("channels_last",))
+    technique = next(iter(second.values())) if "precision" in second else next(iter(second))
+    other = candidates.Candidate(name="second", settings=second, techniques=(technique,))
+    made = candidates.combined(parse(PARAMS), CPU_ONLY, parse(PARAMS).variants["baseline"], first, other)
+    assert (made and made.settings) == settings
+
+
+@pytest.mark.slow
+def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = {"device": "cpu", "seeds": [0], "batch_size": 128, "warmup_steps": 2, "model": "resnet9"}
+    bench = {"window_seconds": 0.05, "max_foreign_load": 1.0}
+    variants: dict[str, Any] = {"baseline": {}}
+    params = {"fetch": {"dataset": "digits"}, "train": train, "bench": bench, "variants": variants}
+    config = enter(tmp_path, monkeypatch, params)
+    advise.run(config, CPU_ONLY, minutes=1.0, memory="60MiB", add=False, only=["memory"], age_seconds=0.0)
+    advice = read_document(FILE, Advice, "")
+    assert advice.finished
+    assert advice.called("gradient_accumulation-4").apart  # resnet9 has a BatchNorm
+    large = [one.setting for one in advice.untried if one.why.startswith("a step would need ")]
+    assert "optimizer_in_backward" in large
+    assert "gradient_accumulation-8" not in large
+    assert set(advice.costs) - {"baseline"}
+    assert advice.benches[0].rounds >= 2

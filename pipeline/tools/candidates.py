@@ -9,11 +9,11 @@ from typing import Any
 
 from pipeline import params, tasks
 from pipeline.data.prepared import read as read_dataset
-from pipeline.errors import ConfigError, did_you_mean, first_line
+from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line
 from pipeline.params import Config, Entry, Machine, Variant, VariantName
 from pipeline.plans import Plan, plan
 from pipeline.processes import randomness
-from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate, PredictionError
+from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate
 from pipeline.results import Record
 from pipeline.tasks.base import CPU
 from pipeline.tools.choices import CHANGES
@@ -147,13 +147,13 @@ def combined(config: Config, machine: Machine, base: Variant, first: Candidate, 
 
 
 def too_large(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
-    """Return variant -> its predicted peak, for those that do not fit into the memory. What cannot be predicted is left
-    to the measurement."""
+    """Return variant -> its predicted peak, for those that do not fit into the memory. What cannot be predicted,
+    or cannot run at all, is left to the measurement."""
     task, found = tasks.of_job(config.train, read_dataset(prepared)), {}
     for name, made in plans.items():
         try:
             peak = Estimate(made, replace(task, train=made.train)).ledger(made.micro_batch_size).peak_bytes
-        except PredictionError:
+        except PipelineError:
             continue
         if peak > memory_bytes * (1 - RESERVE_FRACTION[made.device]):
             found[name] = peak
