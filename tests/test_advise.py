@@ -201,8 +201,9 @@ def test_a_race_drops_what_another_beats() -> None:
 
 
 def test_finalists_are_ends_and_middle_of_the_front() -> None:
-    standing = {"fast": (2.0, 1.0), "lean": (0.8, 0.3), "middle": (1.7, 0.5), "near": (1.9, 0.9), "worse": (1.6, 0.6)}
+    standing = {"fast": (2.0, 1.0), "lean": (0.8, 0.3), "middle": (1.7, 0.5), "near": (1.98, 0.98), "worse": (1.6, 0.6)}
     assert finalists(standing, Margins()) == ["fast", "middle", "lean"]
+    assert finalists(standing | {"lean too": (0.5, 0.295)}, Margins()) == ["fast", "middle", "lean"]
     assert finalists({"hardly": (1.02, 1.0), "worse": (0.9, 1.1)}, Margins()) == []
 
 
@@ -272,12 +273,11 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     variants: dict[str, Any] = {"baseline": {}}
     params = {"fetch": {"dataset": "digits"}, "train": train, "bench": bench, "variants": variants}
     config = enter(tmp_path, monkeypatch, params)
-    advise.run(config, CPU_ONLY, minutes=1.0, memory="60MiB", add=False, only=["memory"], age_seconds=0.0)
+    advise.run(config, CPU_ONLY, minutes=1.5, memory="175MiB", add=False, only=["memory"], age_seconds=0.0)
     advice = read_document(FILE, Advice, "")
     assert advice.finished
     assert advice.called("gradient_accumulation-4").apart  # resnet9 has a BatchNorm
     large = [one.setting for one in advice.untried if one.why.startswith("a step would need ")]
-    assert "optimizer_in_backward" in large
-    assert "gradient_accumulation-8" not in large
+    assert large == ["gradient_accumulation-2"]
     assert set(advice.costs) - {"baseline"}
     assert advice.benches[0].rounds >= 2

@@ -17,7 +17,6 @@ import numpy as np
 from scipy.special import stdtrit
 
 from pipeline.comparison import stats, verdicts
-from pipeline.comparison.champion import pareto_front
 from pipeline.comparison.stats import Difference
 from pipeline.params import Margins
 from pipeline.results import Arm
@@ -148,20 +147,23 @@ def _paired(logs: Floats, doubts: Floats) -> tuple[Floats, Floats, Floats, float
 
 def finalists(standing: Mapping[str, tuple[float, float]], margins: Margins) -> list[str]:
     """Return up to ``MOST_FINALISTS`` variants on the front of speed and memory that gain something, the fastest first:
-    the fastest, the one with the least memory, and the one whose gains together are the largest.
+    the fastest, the one with the least memory, and the one whose gains together are the largest. A difference within
+    the margin does not count.
 
     ``standing``: variant -> its ratios to the baseline, of throughput and of memory.
     """
-    names = list(standing)
-    front = [
-        names[place] for place in pareto_front([*standing.values(), (1.0, 1.0)], [True, False]) if place < len(names)
-    ]
+    fast, lean = (1 + figure.margin_in(margins) for figure in RACED)
+
+    def gains(name: str, over: tuple[float, float]) -> bool:
+        return standing[name][0] > over[0] * fast or standing[name][1] < over[1] / lean
+
+    ahead = [name for name in standing if gains(name, (1.0, 1.0))]
     ahead = [
         name
-        for name in sorted(front, key=lambda name: (-standing[name][0], standing[name][1]))
-        if standing[name][0] > 1 + THROUGHPUT.margin_in(margins)
-        or standing[name][1] < 1 / (1 + MEMORY.margin_in(margins))
+        for name in ahead
+        if not any(gains(other, standing[name]) and not gains(name, standing[other]) for other in ahead)
     ]
+    ahead.sort(key=lambda name: (-standing[name][0], standing[name][1]))
     if len(ahead) <= MOST_FINALISTS:
         return ahead
     first, *between, last = ahead

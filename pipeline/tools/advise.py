@@ -22,7 +22,7 @@ from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists
 from pipeline.errors import ConfigError, first_line, say
 from pipeline.files import PREPARED
 from pipeline.pages import percent, size
-from pipeline.params import PARAMS_FILE, Config, Machine
+from pipeline.params import COMPILER, PARAMS_FILE, Config, Machine, entry
 from pipeline.plans import Plan
 from pipeline.report import facts
 from pipeline.results import Bench, ResultError, Session, Window, profile_directory, read_document
@@ -39,6 +39,8 @@ SAMPLED, RACED_UNTIL, COMBINED_UNTIL = 0.3, 0.55, 0.7
 and more if they need it."""
 LONGEST = 1 / 8
 """The share of the minutes that an arm may take in a round."""
+SLOWER = 3
+"""However few the minutes are, an arm may take so many times as long as the baseline."""
 RACE_ROUNDS, FINAL_ROUNDS = 4, 8
 """So many rounds of all candidates must fit into the race, and so many of the finalists are measured."""
 AT_ONCE = 5
@@ -91,7 +93,7 @@ def run(
     with served(
         config.model_copy(update={"variants": {baseline: config.variants[baseline]}}),
         machine,
-        server := Patient(60 * minutes * LONGEST),
+        server := Patient(60 * minutes),
     ) as job:
         base = job.plans[baseline]
         found, untried = candidates.alone(config, machine, base, only, PREPARED)
@@ -173,10 +175,16 @@ class Adviser:
 
     def measure(self) -> None:
         """Go through all parts that are not complete yet."""
+        self._sample([self.advice.baseline], 1.0)
+        self.server.limit = max(LONGEST * self.seconds, SLOWER * self._seconds(self.advice.baseline))
         if not self.advice.steps:
-            self._sample([self.advice.baseline], 1.0)
             first = spoke_for(self.advice)
-            self._sample(sorted(self._names(), key=lambda name: name not in first), SAMPLED)
+            slow = {
+                one.name
+                for one in self.advice.candidates
+                if any(COMPILER in entry(name).relies_on for name in one.techniques)
+            }
+            self._sample(sorted(self._names(), key=lambda name: (name not in first, name in slow)), SAMPLED)
             self._budget()
         if not self.advice.complete and (running := self._running()):
             self._race(running, RACED_UNTIL)
@@ -325,19 +333,16 @@ class Adviser:
             for name, of in standing.items()
             if not advice.called(name).apart and name not in advice.failed
         }
-        gaining = {
-            name: (speed, memory)
-            for name, (speed, memory) in gaining.items()
-            if speed > 1 + advice.margin(THROUGHPUT) or memory < 1 / (1 + advice.margin(MEMORY))
-        }
-        running = [name for name in gaining if name not in advice.out]
-        if not running or self.left(COMBINED_UNTIL) <= 0:
+        leading = finalists({name: gaining[name] for name in gaining if name not in advice.out}, advice.compare.margins)
+        if not leading or self.left(COMBINED_UNTIL) <= 0:
             return []
-        leaders = {max(running, key=lambda name: gaining[name][0]), min(running, key=lambda name: gaining[name][1])}
+        leaders = dict.fromkeys((leading[0], leading[-1]))
+        gains = (1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY)))
+        gaining = {name: of for name, of in gaining.items() if of[0] > gains[0] or of[1] < gains[1]}
         singles = [name for name in gaining if not advice.called(name).made_of]
         new: dict[str, Candidate] = {}
         for partner in sorted(singles, key=lambda name: -gaining[name][0] / gaining[name][1]):
-            for leader in sorted(leaders):
+            for leader in leaders:
                 pair = advice.called(leader), advice.called(partner)
                 one = candidates.combined(self.config, self.machine, self.job.plans[advice.baseline].requested, *pair)
                 if one and one.name not in self._names() and len(new) < AT_ONCE:
@@ -347,7 +352,7 @@ class Adviser:
         self._update(candidates=(*advice.candidates, *new.values()))
         self._sample([*new], COMBINED_UNTIL)
         sampled = [name for name in self._running() if name in new]
-        return sorted(leaders) + sampled if sampled else self._combinations()
+        return [*leaders, *sampled] if sampled else self._combinations()
 
     def _measure_again(self) -> None:
         """Measure the finalists in rounds of the bench."""
@@ -374,7 +379,7 @@ class Adviser:
         baseline, control = self.job.arms
         specs = [self._spec(name) for name in names]
         round_seconds = sum(map(self._seconds, [self.advice.baseline] * 2 + [*names]))
-        self.server.limit = max(self.server.limit, 3 * round_seconds)
+        self.server.limit = max(self.server.limit, SLOWER * round_seconds)
         variants = {spec.name: spec.plan["requested"] for spec in (baseline, *specs)}
         minutes = (max(seconds, 1.0) + (earlier.seconds if earlier else 0.0)) / 60
 

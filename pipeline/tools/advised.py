@@ -127,13 +127,22 @@ class Advice(Document):
 
     def best(self) -> dict[str, str]:
         """Return finalist -> when to take it: the fastest always, and the leanest if memory is short. Only what is
-        surely better in the final rounds counts."""
-        judged, chosen = self.judged(), dict[str, str]()
-        for figure, when in ((THROUGHPUT, ""), (MEMORY, f" if {MEMORY.need}")):
-            better = {name: of[figure] for name, of in judged.items() if of[figure].decision == "better"}
-            if better:
-                sign = -1 if figure.higher_is_better else 1
-                chosen.setdefault(min(better, key=lambda name: sign * (better[name].estimate or 1.0)), when)
+        surely better in the final rounds counts. Of those that do not surely need more memory than the leanest, the
+        fastest is as lean."""
+        judged, chosen, rounds = self.judged(), dict[str, str](), self._final_rounds()
+
+        def first(figure: Figure, among: Iterable[str]) -> str:
+            sign = -1 if figure.higher_is_better else 1
+            return min(among, key=lambda name: sign * (judged[name][figure].estimate or 1.0))
+
+        faster, leaner = ([name for name in judged if judged[name][figure].decision == "better"] for figure in RACED)
+        if faster:
+            chosen[first(THROUGHPUT, faster)] = ""
+        if leaner and rounds:
+            least = column(first(MEMORY, leaner))
+            ratios = {name: rounds.ratio(column(name), least, MEMORY, self.margin(MEMORY)) for name in leaner}
+            as_lean = [name for name in leaner if column(name) == least or ratios[name].decision != "worse"]
+            chosen.setdefault(first(THROUGHPUT, as_lean), f" if {MEMORY.need}")
         return chosen
 
     def sentence(self) -> str:
@@ -159,8 +168,10 @@ def undecided(ratio: Difference) -> bool:
 
 def said(ratios: dict[Figure, Difference]) -> str:
     """Say how a finalist differs from the baseline."""
-    words = []
-    for figure, ratio in ratios.items():
+    words, order = [], ("better", "same", "worse")
+    for figure, ratio in sorted(
+        ratios.items(), key=lambda of: order.index(of[1].decision) if of[1].decision in order else 3
+    ):
         if ratio.decision in ("better", "worse"):
             words.append(facts.change(figure.noun, ratio) + facts.uncertain(ratio))
         elif ratio.decision == "same":
