@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import files
 from pipeline.benchmark.rounds import Calibration, Rounds, calibrate, window_steps
-from pipeline.benchmark.server import ArmSpec, BenchError, Server, ServerLost
+from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server, ServerLost
 from pipeline.benchmark.stage import BOOT_ID, Job, begin_session, served, side_by_side
 from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists
 from pipeline.errors import ConfigError, first_line, say
@@ -29,7 +29,7 @@ from pipeline.results import Bench, ResultError, Session, Window, profile_direct
 from pipeline.results.bench_file import ONE_SESSION
 from pipeline.results.figures import EXCHANGE, INPUT_WAIT, MEMORY, THROUGHPUT
 from pipeline.tools import candidates, choices
-from pipeline.tools.advised import FILE, Advice, said, spoke_for, write
+from pipeline.tools.advised import FILE, Advice, Left, said, spoke_for, write
 from pipeline.tools.beforehand import parse_bytes
 from pipeline.tools.candidates import Candidate, Untried
 from pipeline.tools.table import LiveTable
@@ -217,8 +217,8 @@ class Adviser:
         self.advice = self.advice.model_copy(update=changes)
         files.write_text(FILE, self.advice.to_json())
 
-    def _leave_out(self, name: str, why: str) -> None:
-        self._update(out=self.advice.out | {name: why})
+    def _leave_out(self, name: str, kind: Literal["beaten", "failed", "time"], why: str) -> None:
+        self._update(out=self.advice.out | {name: Left(kind=kind, why=why)})
         self.table.stay()
         say(f"advise: {name}: {why}")
 
@@ -226,8 +226,11 @@ class Adviser:
         """Leave out an arm that failed, unless it is the baseline's."""
         if name not in self._names():
             raise error
-        self._update(failed=(*self.advice.failed, name))
-        self._leave_out(name, first_line(error).removeprefix(f"{name} ").rstrip(".:"))
+        self._leave_out(
+            name,
+            "time" if isinstance(error, OutOfTime) else "failed",
+            first_line(error).removeprefix(f"{name} ").rstrip(".:"),
+        )
         if isinstance(error, ServerLost) or name in self.advice.costs:  # in a round, other arms may be open
             self.server.restart()
 
@@ -249,7 +252,7 @@ class Adviser:
             if name in self.advice.costs or name in self.advice.out:
                 continue
             if self.left(until) <= 0:
-                self._leave_out(name, "the time was over before its first sample (--minutes, --only)")
+                self._leave_out(name, "time", "the time was over before its first sample (--minutes, --only)")
                 continue
             try:
                 sample = calibrate(self._spec(name))
@@ -296,7 +299,7 @@ class Adviser:
         while len(running) > 1 and sum(map(self._seconds, running)) > allowed:
             dear = running.pop()
             seconds = f"{self._seconds(dear):.1f} s a round"
-            self._leave_out(dear, f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
+            self._leave_out(dear, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
 
     def _race(self, names: Sequence[str], until: float) -> None:
         """Measure rounds in which beaten candidates drop out, or go on with such rounds."""
@@ -318,7 +321,7 @@ class Adviser:
         for name, rival in race.beaten(running, apart).items():
             seen = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
             self._leave_out(
-                name, f"{'gains nothing over' if rival == advice.baseline else 'beaten by'} {rival}: {seen}"
+                name, "beaten", f"{'gains nothing over' if rival == advice.baseline else 'beaten by'} {rival}: {seen}"
             )
         return self.advice.out
 
@@ -328,10 +331,11 @@ class Adviser:
         advice, standing = self.advice, self.advice.standing()
         if advice.complete < len(advice.benches):  # interrupted
             return self._running()
+        failed = {name for name, left in advice.out.items() if left.kind != "beaten"}
         gaining = {
             name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
             for name, of in standing.items()
-            if not advice.called(name).apart and name not in advice.failed
+            if not advice.called(name).apart and name not in failed
         }
         leading = finalists({name: gaining[name] for name in gaining if name not in advice.out}, advice.compare.margins)
         if not leading or self.left(COMBINED_UNTIL) <= 0:
@@ -414,7 +418,7 @@ class Adviser:
         ratios, out = self.advice.standing() | self.advice.judged(), self.advice.out
         rows = {"candidate": [figure.noun for figure in RACED]}
         for name in sorted(ratios, key=lambda name: name in out):
-            rows[name] = [facts.brief(ratio) for ratio in ratios[name].values()] + [out.get(name, "in")]
+            rows[name] = [facts.brief(ratio) for ratio in ratios[name].values()] + [self.advice.state(name)]
         line = [
             f"{name} {', '.join(f'{figure.word} {facts.brief(ratio)}' for figure, ratio in ratios[name].items())}"
             for name in measured

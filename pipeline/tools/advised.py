@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.comparison import planning, sessions, stats
 from pipeline.comparison.racing import RACED, Race, interaction
@@ -16,13 +16,21 @@ from pipeline.files import write_texts
 from pipeline.pages import render
 from pipeline.params import Compare, entry
 from pipeline.report import HUES, facts, pictures
-from pipeline.results import REPORTS, Bench, Document
+from pipeline.results import REPORTS, Bench, Document, Record
 from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
 from pipeline.tools.candidates import Candidate, Untried
 
 FILE = REPORTS / "advice.json"
 Ratios = dict[str, dict[Figure, Difference]]
 """Candidate -> its ratios to the baseline."""
+
+
+class Left(Record):
+    """Why a candidate is not measured any more."""
+
+    kind: Literal["beaten", "failed", "time"]
+    """time: it was not measured, or not enough, because the time did not suffice."""
+    why: str
 
 
 class Advice(Document):
@@ -39,10 +47,8 @@ class Advice(Document):
     costs: dict[str, tuple[float, float]]
     """Candidate -> the seconds of its start and of a step, by its first sample."""
     steps: int = 0
-    out: dict[str, str]
+    out: dict[str, Left]
     """Candidate that is not measured any more -> why."""
-    failed: tuple[str, ...] = ()
-    """Those of them that failed."""
     benches: tuple[Bench, ...] = ()
     """The race, then the rounds of combinations."""
     complete: int = 0
@@ -57,6 +63,12 @@ class Advice(Document):
 
     def called(self, name: str) -> Candidate:
         return next(candidate for candidate in self.candidates if candidate.name == name)
+
+    def state(self, name: str) -> str:
+        """Say whether a candidate is still measured, and why not."""
+        if name in self.out:
+            return self.out[name].why
+        return "finalist" if name in self.finalists else "not beaten"
 
     def races(self) -> list[Race]:
         return [Race.of(bench.arms, self.baseline, self.compare.margins) for bench in self.benches]
@@ -152,7 +164,8 @@ class Advice(Document):
         if chosen:
             return f"{begun}take {'; '.join(f'`{name}`{when}: {said(judged[name])}' for name, when in chosen.items())}."
         alike = [candidate for candidate in self.candidates if not candidate.apart]
-        is_open = [f"`{candidate.name}`" for candidate in alike if candidate.name not in {*self.out, *judged}]
+        decided = {*judged, *(name for name, left in self.out.items() if left.kind != "time")}
+        is_open = [f"`{candidate.name}`" for candidate in alike if candidate.name not in decided]
         is_open += [f"`{name}`" for name, of in judged.items() if any(map(undecided, of.values()))]
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
         if is_open:
@@ -201,7 +214,7 @@ def lines(advice: Advice, *, apart: bool) -> list[Line]:
             candidate.apart or "; ".join(f"{key}: {value}" for key, value in candidate.settings.items()),
             tuple(facts.brief(ratio) for ratio in standing.get(candidate.name, {}).values())
             or ("not measured",) * len(RACED),
-            advice.out.get(candidate.name) or ("finalist" if candidate.name in advice.finalists else "not beaten"),
+            advice.state(candidate.name),
         )
         for candidate in sorted(chosen, key=lambda candidate: -speeds.get(candidate.name, 0.0))
     ]
