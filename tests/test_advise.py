@@ -117,7 +117,7 @@ def test_the_best_are_combined_and_measured_again(
         compile=Known(opening=900.0),
         gradient_accumulation__4=Known(step=0.1, memory=0.3),
         for_loop_optimizer=Known(step=0.1, memory=1.2),
-        channels_last__optimizer_in_backward=Known(),
+        activation_checkpointing____channels_last=Known(step=0.02, memory=0.4),  # less than the product
     )
     advice = job.run(add=True)
     assert advice.out["chunked_loss-8"].why == "cannot be measured: it has no such layer"
@@ -135,11 +135,14 @@ def test_the_best_are_combined_and_measured_again(
     assert advice.final.rounds >= 8
     assert {arm.variant for arm in advice.final.arms} == {"baseline", *advice.finalists}
     sentence = advice.sentence()
-    assert sentence.startswith("take `")
+    assert sentence.startswith("take `activation_checkpointing--channels_last`: ")
+    acting = {(one.name, figure.noun): ratio.estimate for one, figure, ratio in advice.interactions()}
+    assert acting["activation_checkpointing--channels_last", "throughput"] == pytest.approx(1.65, rel=0.02)
     assert f"`{best}` if memory is short: " in sentence
     assert Path("reports/advice.html").read_text(encoding="utf-8").count("<svg") > 5
     said = capsys.readouterr().out
     assert said.count(f"**{sentence}**") == 1
+    assert "- activation_checkpointing + channels_last: the throughput is 1.6" in said
     assert "`precision: fp16`" in said[said.index("## Not tried") :]
     assert "low_bit_optimizer (`optimizer_state: 8bit`)" in said[said.index("## These change the training") :]
     written = Path("params.yaml").read_text(encoding="utf-8")
