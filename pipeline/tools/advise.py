@@ -191,14 +191,7 @@ class Adviser:
         while not self.advice.finalists and (names := self._combinations()):
             self._race(names, COMBINED_UNTIL)
         if not self.advice.finalists:
-            standing = self.advice.standing()
-            known = {name: standing[name] for name in self._running() if name in standing}
-            estimates = {
-                name: ((of[THROUGHPUT].estimate or 1.0), (of[MEMORY].estimate or 1.0))
-                for name, of in known.items()
-                if not self.advice.called(name).apart
-            }
-            self._update(finalists=tuple(finalists(estimates, self.config.compare.margins)))
+            self._update(finalists=tuple(self._front(self._estimates())))
         if self.advice.finalists:
             self._measure_again()
         self._update(finished=True)
@@ -325,35 +318,45 @@ class Adviser:
             )
         return self.advice.out
 
+    def _estimates(self) -> dict[str, tuple[float, float]]:
+        """Return candidate -> its ratios so far, of speed and memory, if it trains as the baseline does and works."""
+        failed = {name for name, left in self.advice.out.items() if left.kind != "beaten"}
+        return {
+            name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
+            for name, of in self.advice.standing().items()
+            if not self.advice.called(name).apart and name not in failed
+        }
+
+    def _front(self, estimates: Mapping[str, tuple[float, float]]) -> list[str]:
+        running = {name: of for name, of in estimates.items() if name not in self.advice.out}
+        return finalists(running, self.config.compare.margins)
+
     def _combinations(self) -> list[str]:
         """Return the arms of the next combinations: the fastest and the leanest so far, and each of them with one more
         technique that gains something. Empty if there is none, or no time."""
-        advice, standing = self.advice, self.advice.standing()
+        advice, gaining, known = self.advice, self._estimates(), self._names()
         if advice.complete < len(advice.benches):  # interrupted
             return self._running()
-        failed = {name for name, left in advice.out.items() if left.kind != "beaten"}
-        gaining = {
-            name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
-            for name, of in standing.items()
-            if not advice.called(name).apart and name not in failed
-        }
-        leading = finalists({name: gaining[name] for name in gaining if name not in advice.out}, advice.compare.margins)
+        leading = self._front(gaining)
         if not leading or self.left(COMBINED_UNTIL) <= 0:
             return []
         leaders = dict.fromkeys((leading[0], leading[-1]))
-        gains = (1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY)))
-        gaining = {name: of for name, of in gaining.items() if of[0] > gains[0] or of[1] < gains[1]}
-        singles = [name for name in gaining if not advice.called(name).made_of]
-        new: dict[str, Candidate] = {}
+        least, most = 1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY))
+        singles = [
+            name for name, of in gaining.items() if (of[0] > least or of[1] < most) and not advice.called(name).made_of
+        ]
+        new = {
+            name: advice.called(name) for name in self._running() if advice.called(name).made_of and name not in gaining
+        }
         for partner in sorted(singles, key=lambda name: -gaining[name][0] / gaining[name][1]):
             for leader in leaders:
                 pair = advice.called(leader), advice.called(partner)
                 one = candidates.combined(self.config, self.machine, self.job.plans[advice.baseline].requested, *pair)
-                if one and one.name not in self._names() and len(new) < AT_ONCE:
+                if one and one.name not in known and len(new) < AT_ONCE:
                     new[one.name] = one
         if not new:
             return []
-        self._update(candidates=(*advice.candidates, *new.values()))
+        self._update(candidates=(*advice.candidates, *(one for name, one in new.items() if name not in known)))
         self._sample([*new], COMBINED_UNTIL)
         sampled = [name for name in self._running() if name in new]
         return [*leaders, *sampled] if sampled else self._combinations()
