@@ -259,6 +259,10 @@ class Adviser:
             self._update(costs=self.advice.costs | {name: (sample.opening_seconds, sample.step_seconds)})
             if name == self.advice.baseline:
                 self._update(**self._bound(window))
+                placement = sample.answer["placement"]
+                for one in self.advice.candidates:
+                    if placement and {entry(technique).placement for technique in one.techniques} == {placement}:
+                        self._leave_out(one.name, "beaten", f"the baseline's data are {placement} already")
             self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
 
     def _bound(self, window: Window) -> dict[str, str]:

@@ -21,6 +21,8 @@ from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
 from pipeline.tools.candidates import Candidate, Untried
 
 FILE = REPORTS / "advice.json"
+MOST_NAMED = 3
+"""Most undecided candidates that the sentence names."""
 Ratios = dict[str, dict[Figure, Difference]]
 """Candidate -> its ratios to the baseline."""
 
@@ -169,7 +171,8 @@ class Advice(Document):
         is_open += [f"`{name}`" for name, of in judged.items() if any(map(undecided, of.values()))]
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
         if is_open:
-            sure = f"not decided: {', '.join(is_open)}"
+            named = ", ".join(is_open) if len(is_open) <= MOST_NAMED else count(len(is_open), "candidate")
+            sure = f"not decided: {named} (more minutes or a quieter machine would decide)"
         elif any(name in self.out for name in self.standing()):
             sure += f"; an error in at most {stats.ERROR:.0%} of such races"
         return f"{begun}keep `{self.baseline}`: nothing that was tried is surely better; {sure}."
@@ -229,6 +232,11 @@ def spoke_for(advice: Advice) -> list[str]:
     ]
 
 
+def _bare(ratio: Difference) -> Difference:
+    """Return a ratio without its interval, which would hide the others in the picture."""
+    return ratio.model_copy(update={"low": None, "high": None})
+
+
 def _by_reason(advice: Advice, apart: bool) -> dict[str, str]:
     """Return reason -> the settings that are not tried for it."""
     reasons: dict[str, list[str]] = {}
@@ -245,9 +253,10 @@ def write(advice: Advice, directory: Path = REPORTS) -> None:
     judged, standing = advice.judged(), advice.standing()
     best, doubts = advice.best(), (ratio.why_untrusted for of in judged.values() for ratio in of.values())
     alike = {name: of for name, of in (standing | judged).items() if not advice.called(name).apart}
+    drawn = {name: of if name in judged else {figure: _bare(of[figure]) for figure in of} for name, of in alike.items()}
     spots = [
         pictures.Spot(number, name, of[THROUGHPUT], of[MEMORY], name in best)
-        for number, (name, of) in enumerate(alike.items(), 2)
+        for number, (name, of) in enumerate(drawn.items(), 2)
     ]
     content: dict[str, Any] = {
         "advice": advice, "facts": facts, "raced": RACED, "judged": judged,
