@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from benchmarks.simulations import racing
+from pipeline.benchmark import rounds
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.stage import Job
 from pipeline.comparison.racing import Race, finalists, interaction
@@ -203,6 +205,31 @@ def test_a_race_drops_what_another_beats() -> None:
     one = Race.of([arm.model_copy(update={"samples": arm.samples[:1]}) for arm in arms], "baseline", Margins())
     assert one.beaten(among) == {}  # a single round shows no scatter
     assert race.ratio("both", "slower", THROUGHPUT).estimate == pytest.approx(1.25, rel=0.02)
+
+
+def test_a_profile_chooses_what_comes_first(advised: Callable[..., Advised]) -> None:
+    job, file = advised(), Path("profiles/baseline/profile.json")
+    file.parent.mkdir(parents=True)
+    finding = {"rule": "idles", "text": "The GPU idles for 40% of a step."}
+    file.write_text(json.dumps({"config": {"train": job.config.train.model_dump(mode="json")}, "findings": [finding]}))
+    advice = job.run("speed", minutes=5)
+    assert (advice.bound, advice.why) == ("launches", f"The GPU idles for 40% of a step ({file})")
+    assert job.server.opened[:2] == ["baseline", "compile"]
+    assert "is bound by launches of kernels: The GPU idles" in Path("reports/advice.html").read_text(encoding="utf-8")
+
+
+def test_an_arm_that_fails_takes_no_other_with_it() -> None:
+    server, failures = Arms({}, {"second": 2}), list[str]()
+    specs = [ArmSpec(name, "variant", name, None, server, {}) for name in ("first", "second", "third")]
+
+    def failed(name: str, _: BenchError) -> None:
+        failures.append(name)
+
+    measured = rounds.measure(specs, seconds=1e6, max_rounds=4, steps=10, turns=5, failed=failed)
+    assert failures == ["second"]
+    assert [len(arm.samples) for arm in measured.arms] == [4, 2, 4]
+    with pytest.raises(BenchError, match="second cannot be measured: it ran out of memory"):
+        rounds.measure(specs, seconds=1e6, max_rounds=4, steps=10, turns=5)
 
 
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
