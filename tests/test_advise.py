@@ -89,10 +89,10 @@ class Advised:
         monkeypatch.setattr(candidates, "_mixes_samples", lambda *_: False)
         monkeypatch.setattr("time.monotonic", lambda: server.now)
 
-    def run(self, *only: str, minutes: float = 20.0, add: bool = False) -> Advice:
+    def run(self, *only: str, minutes: float = 20.0, add: bool = False, memory: str | None = None) -> Advice:
         """Return the advice; the run must not have taken much longer than its minutes."""
         began = self.server.now
-        advise.run(self.config, CPU_ONLY, minutes=minutes, memory=None, add=add, only=only, age_seconds=3.0)
+        advise.run(self.config, CPU_ONLY, minutes=minutes, memory=memory, add=add, only=only, age_seconds=3.0)
         assert (self.server.now - began + 3.0) / (60 * minutes) <= 1.1
         return self.known()
 
@@ -232,6 +232,20 @@ def test_an_arm_that_fails_takes_no_other_with_it() -> None:
         rounds.measure(specs, seconds=1e6, max_rounds=4, steps=10, turns=5)
 
 
+def test_the_largest_batches_stand_apart(
+    advised: Callable[..., Advised], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(candidates, "too_large", lambda *_: {"channels_last": 2**34})
+    monkeypatch.setattr(
+        candidates, "largest_batches", lambda _, plans, *__: dict.fromkeys(plans, 1024) | {"baseline": 0}
+    )
+    advice = advised(foreach_optimizer=Known(step=0.03)).run("speed", minutes=5, memory="8GiB")
+    assert advice.finalists == ("foreach_optimizer",)
+    said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    assert "- A larger batch: predicted to fit into 8GiB: baseline none, foreach_optimizer 1024." in said
+    assert "- `channels_last`: a step would need 16.0 GiB." in said
+
+
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
     lean, fast = (
         make_arm("lean", throughput=0.3, memory=0.4, noise=0.3),
@@ -328,6 +342,8 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fitting, large = advise._fitting(config, CPU_ONLY, found, 175 * 2**20)
     assert [one.setting for one in large] == ["gradient_accumulation-2"]
     assert "chunked_loss-8" in {one.name for one in fitting}  # it cannot run, which its first sample shows
+    largest = candidates.largest_batches(config, {"baseline": base}, 175 * 2**20, PREPARED)
+    assert 64 < largest["baseline"] < 128
     monkeypatch.setattr(advise, "FINAL_ROUNDS", 1)
     advise.run(config, CPU_ONLY, minutes=0.5, memory=None, add=False, only=["data-loading"], age_seconds=0.0)
     advice = read_document(FILE, Advice, "")

@@ -113,6 +113,15 @@ def run(
             adviser.measure()
         except KeyboardInterrupt:
             interrupted = True
+    if memory_bytes and not interrupted:
+        plans = {
+            name: candidates.planned(config, machine, name, adviser.advice.called(name).settings)
+            for name in adviser.advice.finalists
+        }
+        known = {baseline: base} | {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
+        adviser.advice = adviser.advice.model_copy(
+            update={"memory": memory, "batches": candidates.largest_batches(config, known, memory_bytes, PREPARED)}
+        )
     write(adviser.advice)
     if add and not interrupted:
         _add(config, adviser.advice)

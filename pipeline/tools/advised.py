@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -61,6 +61,10 @@ class Advice(Document):
     """What binds the baseline's step (``catalogue.Bound``); empty if unknown."""
     why: str = ""
     """What shows what binds the step."""
+    memory: str | None = None
+    """The memory into which a step must fit; None: any."""
+    batches: Mapping[str, int] = {}
+    """Baseline or finalist -> the largest batch that is predicted to fit into it."""
     finished: bool = False
 
     def called(self, name: str) -> Candidate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,15 @@ def too_large(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prep
             continue
         if peak > memory_bytes * (1 - RESERVE_FRACTION[made.device]):
             found[name] = peak
+    return found
+
+
+def largest_batches(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
+    """Return variant -> the largest batch that is predicted to fit into the memory, where it can be predicted."""
+    task, found = tasks.of_job(config.train, read_dataset(prepared)), {}
+    for name, made in plans.items():
+        with suppress(PipelineError):
+            found[name] = Estimate(made, replace(task, train=made.train)).largest_batch(memory_bytes) or 0
     return found
 
 
