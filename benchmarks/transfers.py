@@ -1,9 +1,9 @@
-"""Measure transfers on this machine: all-reduces over all GPUs, by NCCL, and copies to and within each GPU.
+"""Measure copies to and within all GPUs of this machine at once. ``python -m pipeline probe`` times their collectives.
 
     python -m benchmarks.transfers
 
-With one GPU, only the copies are measured. Without a GPU, two processes try out the benchmark on the CPU over gloo.
-Wrong data at the receiver raise an error, because a broken link or broken memory can still be fast.
+Without a GPU, two processes try out the benchmark on the CPU. Wrong data raise an error, because a broken link or
+broken memory can still be fast.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ class Transfer:
     """Bytes."""
     seconds: float
     """Median time of one transfer on the slowest rank."""
-    bus_factor: float = 1.0
-    """Bytes that each link carries, divided by the size: 2 (n - 1) / n for an all-reduce among n GPUs. It makes figures
-    for different n comparable. Source: nccl-tests, PERFORMANCE.md."""
 
     def __str__(self) -> str:
         speed = self.size / self.seconds / 1e9
-        figures = f"{self.seconds * 1e6:>12.1f} us {speed:>9.2f} GB/s {speed * self.bus_factor:>9.2f} GB/s on the bus"
-        return f"{self.what:24} {self.size:>11} B {figures}"
+        return f"{self.what:24} {self.size:>11} B {self.seconds * 1e6:>12.1f} us {speed:>9.2f} GB/s"
 
 
 def measure(device: Literal["cpu", "cuda"], processes: int, sizes: Sequence[int] = SIZES) -> list[Transfer]:
@@ -56,10 +52,7 @@ def measure(device: Literal["cpu", "cuda"], processes: int, sizes: Sequence[int]
 
 def _rank(device: Literal["cpu", "cuda"], sizes: Sequence[int]) -> Generator[list[Transfer], None, None]:
     with world(device) as joined:
-        rows = [row for size in sizes for row in _copies(joined, size)]
-        if joined.size > 1:
-            rows += [_all_reduce(joined, size) for size in sizes]
-        yield rows
+        yield [row for size in sizes for row in _copies(joined, size)]
 
 
 def _copies(joined: World, size: int) -> list[Transfer]:
@@ -73,17 +66,6 @@ def _copies(joined: World, size: int) -> list[Transfer]:
         rows.append(Transfer(what, size, _timed(act, joined, size)))
         _demand(torch.equal(target, sent), rows[-1])
     return rows
-
-
-def _all_reduce(joined: World, size: int) -> Transfer:
-    tensor = torch.full((size // 4,), float(joined.rank + 1), device=joined.device)
-    joined.sum_(tensor)
-    right = bool((tensor == joined.size * (joined.size + 1) / 2).all())
-    tensor.zero_()  # repeated sums of sums would overflow
-    seconds = _timed(lambda: joined.sum_(tensor), joined, size)
-    row = Transfer(f"all-reduce, {joined.size} by {joined.backend}", size, seconds, 2 * (joined.size - 1) / joined.size)
-    _demand(right, row)
-    return row
 
 
 def _demand(right: bool, row: Transfer) -> None:
@@ -110,8 +92,6 @@ def _timed(act: Callable[[], object], joined: World, size: int, batches: int = 5
 
 def main() -> None:
     gpus = environment.machine().gpus
-    if gpus == 1:
-        print("one GPU: only copies are measured, because an all-reduce needs several GPUs")
     for row in measure("cuda", gpus) if gpus else measure("cpu", 2, SIZES[:3]):
         print(row, flush=True)
 

@@ -26,13 +26,10 @@ exec {python} "$@"
 
 
 @pytest.mark.slow
-def test_what_gpus_send_each_other_arrives() -> None:
+def test_what_is_copied_to_gpus_arrives() -> None:
     with as_if_cuda(2):
         rows = transfers.measure("cuda", 2, sizes=(4, 4096))
-    assert [row.what for row in rows] == [
-        *("copy, device to device", "copy, host to device") * 2,
-        *("all-reduce, 2 by nccl",) * 2,
-    ]
+    assert [row.what for row in rows] == [*("copy, device to device", "copy, host to device") * 2]
 
 
 @pytest.mark.rehearsal
