@@ -53,6 +53,9 @@ class Try:
         return (self.server.now - began + age) / (60 * minutes)
 
 
+LESS_MEMORY = re.compile(r"clearly less\s+memory:\s+0\.(30|29)")  # a narrow interval has a third digit
+
+
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch, here: object) -> Callable[..., Try]:  # noqa: ARG001
     return lambda **arms: Try(monkeypatch, **arms)
@@ -67,7 +70,7 @@ def test_a_ranking_stands_after_the_minutes(trying: Callable[..., Try], capsys: 
     assert "try: round 3; slow speed 0.5" in said
     ranked = said[said.index("Provisional, not a verdict (one look at ") :]
     assert "  slow    clearly slower: 0.5" in ranked
-    assert "clearly less memory: 0.30" in ranked
+    assert LESS_MEMORY.search(ranked)
     assert "  open    throughput cannot be told in 5 minutes: 0.9" in ranked
     assert "  broken  cannot be measured: it has no such layer" in ranked
     assert ranked.index("  open ") < ranked.index("  slow ")  # the fastest first
@@ -111,7 +114,7 @@ def test_an_interrupt_keeps_what_is_known(trying: Callable[..., Try], capsys: py
     with pytest.raises(KeyboardInterrupt, match="4 complete rounds kept"):
         look.run()
     assert "  slow  clearly slower: 0.5" in (said := capsys.readouterr().out)
-    assert "clearly less memory: 0.30" in said
+    assert LESS_MEMORY.search(said)
     assert results.read_sessions(results.KEPT_BENCHES)[0].interrupted
 
 

@@ -1073,7 +1073,7 @@ def test_a_comment_passes(earnest: Clone) -> None:
     training.write_text(plain, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)  # takes three minutes on two busy cores
 def test_a_bad_package_is_caught_by_its_lock_file(earnest: Clone, tmp_path: Path) -> None:
     """Each side runs with the packages of its own lock file, and finds the packages of this Python on PYTHONPATH."""

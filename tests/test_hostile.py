@@ -370,7 +370,7 @@ def test_a_configuration_is_built_without_the_hub(tmp_path: Path, monkeypatch: p
             offline.append(constants.is_offline_mode())
             return models.from_config(*given, **options)
 
-    monkeypatch.setattr(from_config, "load", lambda: (configurations, Noticing))
+    monkeypatch.setattr(from_config, "load", lambda *_: (configurations, Noticing))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     weights = []
     for more in ({}, {"auto_map": {"AutoModelForCausalLM": "owner/code--x.Y"}, "_name_or_path": "owner/model"}):

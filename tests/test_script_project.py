@@ -370,7 +370,7 @@ def test_data_where_dvc_would_delete_them_are_refused(capsys: pytest.CaptureFixt
 def test_commands_that_need_our_loop_say_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     of_variant = [[name, "baseline"] for name in ("profile", "infer", "plan")]
-    for words in (*of_variant, ["predict-memory"], ["verify"], ["scale"], ["promote"]):
+    for words in (*of_variant, ["predict-memory"], ["verify"], ["scale"], ["advise"], ["promote"]):
         assert main(words) == 2
         said.append(capsys.readouterr().err)
     assert all("does not know what a script trains" in text for text in said)
@@ -624,7 +624,7 @@ def gate(clone: Clone) -> tuple[int, str]:
     return clone.ended("python", "-m", "pipeline", "gate", "--against", "HEAD", **VARIABLES)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_the_gate_passes_an_equal_script(commit: Clone) -> None:
     train = commit.path / "train.py"
@@ -646,7 +646,7 @@ def test_the_gate_stops_a_slower_script(commit: Clone) -> None:
     assert row["estimate"] == pytest.approx(50 / 55.5, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_the_gate_trains_again_with_an_edited_config_file(commit: Clone) -> None:
     (commit.path / "config.json").write_text(SLEEPS, encoding="utf-8")
