@@ -36,10 +36,10 @@ def trends(table: Table, benches: Sequence[Bench], settings: Compare) -> tuple[T
     for variant in [name for name in present.keys if name != present.baseline]:
         names = variant, present.baseline
         counting = [
-            other
-            for other in with_other_code
-            if _of(other.bench.keys, names) != _of(present.keys, names)  # else ``table`` has it
-            and _of(_settings(other.bench), names) == _of(_settings(present), names)
+            table_before
+            for table_before in with_other_code
+            if _of(table_before.bench.keys, names) != _of(present.keys, names)  # else ``table`` has it
+            and _of(_settings(table_before.bench), names) == _of(_settings(present), names)
         ]
         for figure in QUANTITIES:
             if margin := figure.margin_in(settings.margins):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def alone(
 
     Processes that share one device's work are tried only if ``only`` names a group of them.
     """
-    chosen, found, untried = groups(only), list[Candidate](), list[Untried]()
+    chosen, tried, untried = groups(only), list[Candidate](), list[Untried]()
     devices = machine.hosts * max(1, machine.gpus if base.device == "cuda" else 1)
     mixes = _mixes_samples(config, prepared)
     for entry in params.entries():
@@ -81,18 +81,18 @@ def alone(
         elif shared and devices < 2 and not only:
             why = "there is one device, so nothing is shared (--only parallelism tries it nevertheless)"
         for value in () if why else values:
-            made = _planned(config, machine, base, entry, value)
-            if isinstance(made, str):
-                untried.append(_left_out(entry, value, made))
+            proposed = _planned(config, machine, base, entry, value)
+            if isinstance(proposed, str):
+                untried.append(_left_out(entry, value, proposed))
                 continue
             apart = CHANGES["statistics"] if statistics else ""
-            if mixes and made.micro_batch_size < base.micro_batch_size:
-                apart = f"the model mixes samples (BatchNorm), and sees {made.micro_batch_size} at once"
-            settings = made.requested.model_dump(mode="json", exclude_defaults=True)
-            found.append(Candidate(name=made.name, settings=settings, techniques=(entry.name,), apart=apart))
+            if mixes and proposed.micro_batch_size < base.micro_batch_size:
+                apart = f"the model mixes samples (BatchNorm), and sees {proposed.micro_batch_size} at once"
+            settings = proposed.requested.model_dump(mode="json", exclude_defaults=True)
+            tried.append(Candidate(name=proposed.name, settings=settings, techniques=(entry.name,), apart=apart))
         if why:
             untried.append(_left_out(entry, values[0] if values else None, why))
-    return found, untried
+    return tried, untried
 
 
 def _left_out(entry: Entry, value: object, why: str) -> Untried:
@@ -110,12 +110,12 @@ def _planned(config: Config, machine: Machine, base: Plan, entry: Entry, value: 
     variant = base.requested.model_copy(update=added)
     label = entry.name if entry.key == "extra" else entry.label(variant)
     name = "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in label.lower())
-    made = planned(config, machine, name, base.requested.model_dump(mode="json", exclude_defaults=True) | added)
-    if isinstance(made, Plan):
-        skipped = [why for technique, why in made.skipped.items() if technique in (entry.name, variant.parallelism)]
+    proposed = planned(config, machine, name, base.requested.model_dump(mode="json", exclude_defaults=True) | added)
+    if isinstance(proposed, Plan):
+        skipped = [why for technique, why in proposed.skipped.items() if technique in (entry.name, variant.parallelism)]
         if skipped:
             return f"it is skipped here: {skipped[0]}"
-    return made
+    return proposed
 
 
 def planned(config: Config, machine: Machine, name: str, settings: Mapping[str, Any]) -> Plan | str:
@@ -140,8 +140,8 @@ def combined(config: Config, machine: Machine, base: Variant, first: Candidate, 
     if clash or settings in (first.settings, second.settings):
         return None
     name = "--".join(sorted({*first.name.split("--"), *second.name.split("--")}))
-    made = planned(config, machine, name, settings) if len(name) <= LONGEST_NAME else "its name is too long"
-    if isinstance(made, str) or made.skipped.keys() & {*first.techniques, *second.techniques}:
+    proposed = planned(config, machine, name, settings) if len(name) <= LONGEST_NAME else "its name is too long"
+    if isinstance(proposed, str) or proposed.skipped.keys() & {*first.techniques, *second.techniques}:
         return None
     together = tuple(dict.fromkeys((*first.techniques, *second.techniques)))
     return Candidate(name=name, settings=settings, techniques=together, made_of=(first.name, second.name))
@@ -150,24 +150,27 @@ def combined(config: Config, machine: Machine, base: Variant, first: Candidate, 
 def too_large(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
     """Return variant -> its predicted peak, for those that do not fit into the memory. What cannot be predicted,
     or cannot run at all, is left to the measurement."""
-    task, found = tasks.of_job(config.train, read_dataset(prepared)), {}
-    for name, made in plans.items():
-        try:
-            peak = Estimate(made, replace(task, train=made.train)).ledger(made.micro_batch_size).peak_bytes
-        except PipelineError:
-            continue
-        if peak > memory_bytes * (1 - RESERVE_FRACTION[made.device]):
-            found[name] = peak
-    return found
+    peaks = _predicted(
+        config, plans, prepared, lambda held, estimate: estimate.ledger(held.micro_batch_size).peak_bytes
+    )
+    limits = {name: memory_bytes * (1 - RESERVE_FRACTION[held.device]) for name, held in plans.items()}
+    return {name: peak for name, peak in peaks.items() if peak > limits[name]}
 
 
 def largest_batches(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
     """Return variant -> the largest batch that is predicted to fit into the memory, where it can be predicted."""
-    task, found = tasks.of_job(config.train, read_dataset(prepared)), {}
-    for name, made in plans.items():
+    return _predicted(config, plans, prepared, lambda _, estimate: estimate.largest_batch(memory_bytes) or 0)
+
+
+def _predicted(
+    config: Config, plans: Mapping[str, Plan], prepared: Path, asked: Callable[[Plan, Estimate], int]
+) -> dict[str, int]:
+    """Return variant -> what is ``asked`` of its estimate, where it can be predicted."""
+    task, answers = tasks.of_job(config.train, read_dataset(prepared)), {}
+    for name, of_name in plans.items():
         with suppress(PipelineError):
-            found[name] = Estimate(made, replace(task, train=made.train)).largest_batch(memory_bytes) or 0
-    return found
+            answers[name] = asked(of_name, Estimate(of_name, replace(task, train=of_name.train)))
+    return answers
 
 
 def _mixes_samples(config: Config, prepared: Path) -> bool:
