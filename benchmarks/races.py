@@ -1,0 +1,321 @@
+"""Record rounds of all that ``advise`` tries for a job, and replay its race on them, against a stopwatch.
+
+    python -m benchmarks.races record NAME --minutes 60     in the directory of a job whose data are prepared
+    python -m benchmarks.races replay
+
+A recorded round has one window of each candidate, and nothing drops out. ``record`` writes ``races-NAME-MACHINE.json``;
+``replay`` writes ``races.json``. A replayed race draws rounds from the recorded ones, with replacement. So what it may
+know of the machine is what the recording saw, and the truth is the mean of all recorded rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.processes import set_openmp_spins
+
+set_openmp_spins(measures=True)  # as in `python -m pipeline`
+
+import numpy as np
+
+from benchmarks import machines
+from pipeline import environment, files, params
+from pipeline.benchmark.rounds import calibrate, window_steps
+from pipeline.benchmark.server import ArmSpec, BenchError
+from pipeline.benchmark.stage import begin_session, served, side_by_side
+from pipeline.comparison import verdicts
+from pipeline.comparison.racing import MOST_FINALISTS, Race, finalists
+from pipeline.errors import first_line, say
+from pipeline.files import PREPARED
+from pipeline.params import Margins
+from pipeline.results import Arm, Bench
+from pipeline.results.figures import MEMORY, THROUGHPUT
+from pipeline.tools import candidates
+from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLED, Patient
+
+REPLAYED = machines.FIGURES / "races.json"
+MARGIN = Margins().throughput
+Logs = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def raced(
+    draw: Callable[[], Logs], seconds: Logs, budget: float, doubts: Logs, margin: float = MARGIN
+) -> tuple[list[int], Race, int]:
+    """Race arms; return those that are not beaten, the race, and its rounds.
+
+    ``draw``: returns the logarithms of the speeds and memories of a round, [2, arms]; the baseline is arm 0.
+    ``seconds``: of each arm in a round. ``budget``: seconds for all. ``doubts``: of memories, [arms, arms].
+    """
+    size, margins = len(seconds), {THROUGHPUT: margin, MEMORY: margin}
+    running, rounds, doubtful = [*range(size)], list[Logs](), {THROUGHPUT: np.zeros((size, size)), MEMORY: doubts}
+    race = Race([*map(str, range(size))], {}, margins, doubtful)
+    while len(running) > 1 and (cost := 2 * float(seconds[running].sum())) <= budget:
+        for _ in range(2):
+            rounds.append(np.full((2, size), np.nan))
+            rounds[-1][:, running] = draw()[:, running]
+        budget -= cost
+        logs = np.stack(rounds, axis=-1)
+        race = Race(race.names, {THROUGHPUT: logs[0], MEMORY: logs[1]}, margins, doubtful)
+        beaten = race.beaten([str(arm) for arm in running[1:]])
+        running = [arm for arm in running if str(arm) not in beaten]
+    return running, race, len(rounds)
+
+
+def chosen(running: Sequence[int], race: Race) -> list[int]:
+    """Return the baseline and the finalists among the ``running`` arms."""
+    standing = {
+        str(arm): (
+            race.ratio(str(arm), "0", THROUGHPUT).estimate or 1.0,
+            race.ratio(str(arm), "0", MEMORY).estimate or 1.0,
+        )
+        for arm in running
+        if arm
+    }
+    return [0, *map(int, finalists(standing, Margins()))]
+
+
+def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN) -> list[int]:
+    """Return which of the fastest and the leanest arm was dropped, although none truly beats it.
+
+    ``truth``: logarithms of speeds and memories, [2, arms].
+    """
+    (speeds, memories), bound = truth, math.log1p(margin)
+    wrong = []
+    for best in {int(speeds.argmax()), int(memories.argmin())} - {0, *running}:
+        faster, leaner = speeds[best] - speeds, memories - memories[best]
+        gains_nothing = (faster <= bound) & (leaner <= bound)
+        truly = gains_nothing & ((faster < -bound) | (leaner < -bound) | (np.arange(len(speeds)) == 0))
+        if not truly.any():
+            wrong.append(best)
+    return wrong
+
+
+def record(name: str, minutes: float) -> dict[str, Any]:
+    """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
+    config, machine, started = params.load(), environment.machine(), time.monotonic()
+    baseline, left_out = config.compare.baseline, dict[str, str]()
+    alone = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
+    with served(alone, machine, server := Patient(60 * minutes * LONGEST)) as job:
+        found, _ = candidates.alone(config, machine, job.plans[baseline], (), PREPARED)
+        specs, samples = [job.arms[0]], {baseline: calibrate(job.arms[0])}
+        for candidate in found:
+            try:
+                planned = candidates.planned(config, machine, candidate.name, candidate.settings)
+                assert not isinstance(planned, str), planned
+                plan = server.plan(candidate.name, planned.requested.model_dump(mode="json"))
+                spec = ArmSpec(candidate.name, "variant", candidate.name, None, server, plan)
+                samples[spec.name] = calibrate(spec)
+            except BenchError as error:
+                left_out[candidate.name] = first_line(error)
+                server.restart()
+                continue
+            specs.append(spec)
+            say(f"races: first sample of {spec.name}: {samples[spec.name].opening_seconds:.1f} s to start")
+        samples[baseline] = calibrate(job.arms[0])
+        steps = window_steps(config.bench.window_seconds, samples[baseline].step_seconds, [*samples.values()])
+        seconds = sum(sample.seconds(steps) for sample in samples.values()) + samples[baseline].seconds(steps)
+        server.limit = 60 * minutes
+        variants = {spec.name: spec.plan["requested"] for spec in specs}
+
+        def failed(arm: str, error: BenchError) -> None:
+            left_out[arm] = first_line(error)
+            server.restart()
+
+        bench = side_by_side(
+            "races",
+            [*specs, job.arms[-1]],
+            config.bench.model_copy(
+                update={"max_minutes": minutes - (time.monotonic() - started) / 60, "max_rounds": None, "turns": 1}
+            ),
+            job.device,
+            steps=steps,
+            round_seconds=seconds,
+            session=begin_session(),
+            keep=lambda _: None,
+            fewest=2,
+            failed=failed,
+            **job.facts
+            | {
+                "keys": {spec.name: files.json_sha256(spec.plan) for spec in specs},
+                "config": job.facts["config"] | {"variants": variants},
+            },
+        )
+    costs = {arm: [round(sample.opening_seconds, 3), round(sample.step_seconds, 4)] for arm, sample in samples.items()}
+    apart = {candidate.name: candidate.apart for candidate in found if candidate.apart}
+    return pool_of(name, bench) | {"costs": costs, "apart": apart, "left_out": left_out}
+
+
+def pool_of(name: str, bench: Bench) -> dict[str, Any]:
+    """Return the figures of a bench's rounds that a race reads."""
+
+    def values(arm: Arm) -> dict[str, Any]:
+        speeds = [window.samples_per_second or window.disturbed_samples_per_second for window in arm.samples]
+        return {
+            "samples_per_second": [speed and round(speed, 2) for speed in speeds],
+            "rejected": sum(window.samples_per_second is None for window in arm.samples),
+            "peak_memory_bytes": [window.peak_memory_bytes for window in arm.samples],
+            "heap_share": round(verdicts.heap_share(arm), 4),
+        }
+
+    return {
+        "job": name,
+        "baseline": bench.baseline,
+        "rounds": bench.rounds,
+        "steps": bench.steps,
+        "seconds": round(bench.seconds),
+        "arms": {arm.name: values(arm) for arm in bench.arms},
+    }
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Recorded rounds of the candidates that leave the training as it is, complete ones only."""
+
+    names: Sequence[str]
+    """The baseline first."""
+    logs: Logs
+    """Logarithms of speeds and memories, [2, arms, rounds]."""
+    one: Logs
+    """As ``logs``, with a single window of the baseline in place of the mean of it and its control."""
+    doubts: Logs
+    """95% half-widths of memories that rounds do not show, [arms, arms]."""
+    seconds: Logs
+    """Of each arm in a round; the control counts as the baseline."""
+    first_seconds: Logs
+    """Of each arm's first sample."""
+
+    @classmethod
+    def of(cls, recorded: dict[str, Any]) -> Pool:
+        arms, rounds = recorded["arms"], recorded["rounds"]
+        names = [name for name in recorded["costs"] if name in arms and name not in recorded["apart"]]
+        control = next(name for name in arms if name not in recorded["costs"])
+
+        def logs(name: str) -> Logs:
+            rows = [arms[name]["samples_per_second"], arms[name]["peak_memory_bytes"]]
+            return np.log(np.array([[value or np.nan for value in row] for row in rows], dtype=np.float64))
+
+        names = [name for name in names if len(arms[name]["samples_per_second"]) == rounds]
+        one = np.stack([logs(name) for name in names], axis=1)
+        every = one.copy()
+        every[:, 0] = (one[:, 0] + logs(control)) / 2
+        complete = ~np.isnan(every).any(axis=(0, 1))
+        heaps = np.array([arms[name]["heap_share"] for name in names])
+        costs = np.array([recorded["costs"][name] for name in names])
+        seconds = costs[:, 0] + recorded["steps"] * costs[:, 1]
+        seconds[0] *= 2
+        doubts = np.log1p(np.maximum.outer(heaps, heaps) / 2)
+        first = costs[:, 0] + 6 * costs[:, 1]
+        return cls(names, every[..., complete], one[..., complete], doubts, seconds, first)
+
+    def scattered(self, factor: float) -> Pool:
+        """Return the pool with so many times the scatter about each arm's mean."""
+
+        def more(logs: Logs) -> Logs:
+            mean = logs.mean(axis=-1, keepdims=True)
+            return mean + factor * (logs - mean)
+
+        return Pool(self.names, more(self.logs), more(self.one), self.doubts, self.seconds, self.first_seconds)
+
+
+def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any]:
+    """Replay races of so many minutes.
+
+    Returns how often the fastest and the leanest arm was dropped although none truly beats it; how often, for each
+    memory of the true front, the baseline or a finalist needs no more and is at most the margin slower than the fastest
+    such arm (``front``); the same for the fastest and the leanest arm alone (``ends``); how often the final estimate of
+    a finalist's speed is within the margin of the truth; and how often the ``stopwatch``, one window of each candidate
+    in some order, names a fastest that is more than the margin slower than the true one.
+    """
+    random, bound = np.random.default_rng(0), math.log1p(MARGIN)
+    truth, count = pool.logs.mean(axis=-1), pool.logs.shape[-1]
+    total, size = 60 * minutes, len(pool.names)
+    sampled = [arm for arm in range(size) if pool.first_seconds[: arm + 1].sum() <= SAMPLED * total]
+    spent, allowed = float(pool.first_seconds[sampled].sum()), 0.0
+    allowed = (RACED_UNTIL * total - spent) / RACE_ROUNDS
+    kept = sorted(sampled[1:], key=lambda arm: pool.seconds[arm])
+    while len(kept) > 1 and pool.seconds[[0, *kept]].sum() > allowed:
+        kept.pop()
+    taking_part = [0, *sorted(kept)]
+    within = pool.logs[:, taking_part]
+    true, seconds = truth[:, taking_part], pool.seconds[taking_part]
+    doubts = pool.doubts[np.ix_(taking_part, taking_part)]
+    counts = dict.fromkeys(("dropped", "front", "ends", "stopwatch", "stopwatch_picks_baseline"), 0)
+    accurate, finals, rounds_used = 0, 0, []
+    for _ in range(trials):
+        running, race, rounds = raced(
+            lambda: within[..., random.integers(count)], seconds, RACED_UNTIL * total - spent, doubts
+        )
+        front = chosen(running, race)
+        rounds_used.append(rounds)
+        counts["dropped"] += bool(wrongly_dropped(true, running))
+        counts["front"] += all(
+            true[0, [arm for arm in front if true[1, arm] <= memory + bound]].max(initial=-np.inf)
+            >= true[0, true[1] <= memory].max() - bound
+            for memory in true[1]
+        )
+        counts["ends"] += bool(
+            true[0, front].max() >= true[0].max() - bound and true[1, front].min() <= true[1].min() + bound
+        )
+        drawn = within[0][:, random.integers(count, size=FINAL_ROUNDS)]
+        for arm in front[1:]:
+            finals += 1
+            accurate += bool(abs(np.median(drawn[arm] - drawn[0]) - (true[0, arm] - true[0, 0])) <= bound)
+        one = pool.one[0][np.arange(size), random.integers(count, size=size)]
+        named = int(one.argmax())
+        counts["stopwatch"] += bool(truth[0, named] < truth[0].max() - bound)
+        counts["stopwatch_picks_baseline"] += named == 0
+    return {
+        "minutes": minutes,
+        "candidates": size - 1,
+        "no_time_for": [name for arm, name in enumerate(pool.names) if arm not in taking_part],
+        "rounds": statistics.fmean(rounds_used),
+        **{name: count / trials for name, count in counts.items()},
+        "finals_within_margin": accurate / finals if finals else None,
+    }
+
+
+def replay() -> dict[str, Any]:
+    """Replay all recorded pools."""
+    figures: dict[str, Any] = {"margin": MARGIN, "most_finalists": MOST_FINALISTS, "jobs": {}}
+    for file in sorted(machines.FIGURES.glob("races-*.json")):
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+        pool = Pool.of(recorded)
+        deviation = (pool.logs[0] - pool.logs[0].mean(axis=0)).std(axis=-1, ddof=1)
+        figures["jobs"][recorded["job"]] = {
+            "pool": file.name,
+            "rounds_recorded": pool.logs.shape[-1],
+            "scatter": round(float(np.median(deviation)), 4),
+            "as_recorded": replayed(pool, 20.0),
+            "twice_the_scatter": replayed(pool.scattered(2.0), 20.0),
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.races", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("name")
+    recording.add_argument("--minutes", type=float, default=60.0)
+    commands.add_parser("replay")
+    arguments = parser.parse_args()
+    if arguments.command == "replay":
+        files.write_text(REPLAYED, json.dumps(replay(), indent=1) + "\n")
+        return
+    pool, fingerprint = record(arguments.name, arguments.minutes), environment.fingerprint()
+    machine = machines.name_of(fingerprint)
+    about = {"machine": machine, "environment": fingerprint["hash"], "measured_on": time.strftime("%Y-%m-%d")}
+    file = machines.FIGURES / f"races-{arguments.name}-{machines.stem(machine)}.json"
+    files.write_text(file, json.dumps(about | pool) + "\n")
+    say(f"races: {file}")
+
+
+if __name__ == "__main__":
+    main()
