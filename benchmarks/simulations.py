@@ -21,10 +21,10 @@ import numpy as np
 from scipy.special import stdtrit
 
 from benchmarks.machines import FIGURES
+from benchmarks.races import chosen, raced, wrongly_dropped
 from pipeline import files
 from pipeline.comparison.champion import choices, no_narrower
 from pipeline.comparison.planning import pairs_needed
-from pipeline.comparison.racing import Race, finalists
 from pipeline.comparison.sessions import FEWEST_LOOKED_AT
 from pipeline.comparison.stats import (
     FEWEST_SEEDS,
@@ -40,9 +40,7 @@ from pipeline.comparison.stats import (
     widened,
 )
 from pipeline.comparison.verdicts import SURE, of_rounds, side_of
-from pipeline.params import Margins
 from pipeline.results.bench_file import FEWEST_PAIRS
-from pipeline.results.figures import MEMORY, THROUGHPUT
 
 FILE = FIGURES / "simulations.json"
 AUTOCORRELATIONS = (0.0, 0.3, 0.6)
@@ -215,40 +213,20 @@ def racing(within: float, *, candidates: int = 20, trials: int = 1000) -> dict[s
     takes one window of each on a machine whose speed does not change meanwhile, names one that is more than 3% slower
     than the fastest. ``within``: of a round's ratio.
     """
-    random, margins, size = np.random.default_rng(0), {THROUGHPUT: MARGIN, MEMORY: MARGIN}, candidates + 1
-    doubts = dict.fromkeys(margins, np.zeros((size, size)))
+    random, size, bound = np.random.default_rng(0), candidates + 1, math.log1p(MARGIN)
     dropped = found = misled = total = 0
     for _ in range(trials):
         truth = np.array([np.r_[0, random.normal(0, 0.25, candidates)], np.r_[0, random.normal(-0.1, 0.3, candidates)]])
-        windows, running = np.full((2, size, 60), np.nan), [*range(size)]
-        rounds, budget, bound = 0, 6 * candidates, math.log1p(MARGIN)
-        race = Race([*map(str, range(size))], {}, margins, doubts)
-        while len(running) > 1 and budget >= 2 * len(running):
-            for number in (rounds, rounds + 1):
-                scatter = random.normal(0, within / math.sqrt(2), size)
-                scatter[0] /= math.sqrt(2)  # the baseline and its control
-                noise = np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
-                windows[:, running, number] = (truth + noise)[:, running]
-            rounds, budget = rounds + 2, budget - 2 * len(running)
-            logs = {THROUGHPUT: windows[0, :, :rounds], MEMORY: windows[1, :, :rounds]}
-            race = Race(race.names, logs, margins, doubts)
-            beaten = race.beaten([str(arm) for arm in running[1:]])
-            running = [arm for arm in running if str(arm) not in beaten]
-        speeds, memories = truth
-        for best in {int(speeds.argmax()), int(memories.argmin())} - {0, *running}:
-            faster, leaner = speeds[best] - speeds, memories - memories[best]
-            gains_nothing = (faster <= bound) & (leaner <= bound)
-            truly = gains_nothing & ((faster < -bound) | (leaner < -bound) | (np.arange(size) == 0))
-            dropped += not truly.any()
-        standing = {
-            str(arm): (
-                race.ratio(str(arm), "0", THROUGHPUT).estimate or 1,
-                race.ratio(str(arm), "0", MEMORY).estimate or 1,
-            )
-            for arm in running[1:]
-        }
-        chosen = [0, *map(int, finalists(standing, Margins()))]
-        near = speeds[chosen].max() >= speeds.max() - bound and memories[chosen].min() <= memories.min() + bound
+
+        def windows(truth: Logs = truth) -> Logs:
+            scatter = random.normal(0, within / math.sqrt(2), size)
+            scatter[0] /= math.sqrt(2)  # the baseline and its control
+            return truth + np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
+
+        running, race, rounds = raced(windows, np.ones(size), 6 * candidates, np.zeros((size, size)))
+        front, (speeds, memories) = chosen(running, race), truth
+        dropped += len(wrongly_dropped(truth, running))
+        near = speeds[front].max() >= speeds.max() - bound and memories[front].min() <= memories.min() + bound
         found += bool(near)
         total += rounds
         once = speeds + random.normal(0, within / math.sqrt(2), size)
