@@ -31,7 +31,8 @@ from pipeline.benchmark.rounds import calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.stage import begin_session, served, side_by_side
 from pipeline.comparison import verdicts
-from pipeline.comparison.racing import MOST_FINALISTS, Race, finalists
+from pipeline.comparison.racing import Race, finalists
+from pipeline.comparison.stats import paired_ratio
 from pipeline.errors import first_line, say
 from pipeline.files import PREPARED
 from pipeline.params import Margins
@@ -218,8 +219,8 @@ class Pool:
         """Return the pool with so many times the scatter about each arm's mean."""
 
         def more(logs: Logs) -> Logs:
-            mean = logs.mean(axis=-1, keepdims=True)
-            return mean + factor * (logs - mean)
+            mean: Logs = logs.mean(axis=-1, keepdims=True)
+            return factor * logs + (1 - factor) * mean
 
         return Pool(self.names, more(self.logs), more(self.one), self.doubts, self.seconds, self.first_seconds)
 
@@ -227,17 +228,18 @@ class Pool:
 def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any]:
     """Replay races of so many minutes.
 
-    Returns how often the fastest and the leanest arm was dropped although none truly beats it; how often, for each
-    memory of the true front, the baseline or a finalist needs no more and is at most the margin slower than the fastest
-    such arm (``front``); the same for the fastest and the leanest arm alone (``ends``); how often the final estimate of
-    a finalist's speed is within the margin of the truth; and how often the ``stopwatch``, one window of each candidate
-    in some order, names a fastest that is more than the margin slower than the true one.
+    Returns how often the fastest or the leanest arm was ``dropped`` although none truly beats it; how often, for each
+    memory, an arm that was not dropped needs no more and is at most the margin slower than the fastest such arm
+    (``front``); how often the finalists hold the largest speed and the least memory, up to the margin (``ends``); how
+    often the final interval of a finalist's speed holds the truth (``coverage``); and how often the ``stopwatch``, one
+    window of each candidate from different rounds, names a fastest that is more than the margin slower than the true
+    one.
     """
     random, bound = np.random.default_rng(0), math.log1p(MARGIN)
     truth, count = pool.logs.mean(axis=-1), pool.logs.shape[-1]
     total, size = 60 * minutes, len(pool.names)
     sampled = [arm for arm in range(size) if pool.first_seconds[: arm + 1].sum() <= SAMPLED * total]
-    spent, allowed = float(pool.first_seconds[sampled].sum()), 0.0
+    spent = float(pool.first_seconds[sampled].sum())
     allowed = (RACED_UNTIL * total - spent) / RACE_ROUNDS
     kept = sorted(sampled[1:], key=lambda arm: pool.seconds[arm])
     while len(kept) > 1 and pool.seconds[[0, *kept]].sum() > allowed:
@@ -246,8 +248,9 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
     within = pool.logs[:, taking_part]
     true, seconds = truth[:, taking_part], pool.seconds[taking_part]
     doubts = pool.doubts[np.ix_(taking_part, taking_part)]
-    counts = dict.fromkeys(("dropped", "front", "ends", "stopwatch", "stopwatch_picks_baseline"), 0)
-    accurate, finals, rounds_used = 0, 0, []
+    counts = dict.fromkeys(("dropped", "front", "ends", "stopwatch"), 0)
+    whole = [paired_ratio(*np.exp(within[0][[arm, 0]])) for arm in range(len(taking_part))]
+    covered, finals, rounds_used = 0, 0, []
     for _ in range(trials):
         running, race, rounds = raced(
             lambda: within[..., random.integers(count)], seconds, RACED_UNTIL * total - spent, doubts
@@ -256,7 +259,7 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
         rounds_used.append(rounds)
         counts["dropped"] += bool(wrongly_dropped(true, running))
         counts["front"] += all(
-            true[0, [arm for arm in front if true[1, arm] <= memory + bound]].max(initial=-np.inf)
+            true[0, [arm for arm in running if true[1, arm] <= memory + bound]].max(initial=-np.inf)
             >= true[0, true[1] <= memory].max() - bound
             for memory in true[1]
         )
@@ -266,24 +269,24 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
         drawn = within[0][:, random.integers(count, size=FINAL_ROUNDS)]
         for arm in front[1:]:
             finals += 1
-            accurate += bool(abs(np.median(drawn[arm] - drawn[0]) - (true[0, arm] - true[0, 0])) <= bound)
+            low, high = paired_ratio(np.exp(drawn[arm]), np.exp(drawn[0])).bounds
+            covered += low <= (whole[arm].estimate or 0.0) <= high
         one = pool.one[0][np.arange(size), random.integers(count, size=size)]
         named = int(one.argmax())
         counts["stopwatch"] += bool(truth[0, named] < truth[0].max() - bound)
-        counts["stopwatch_picks_baseline"] += named == 0
     return {
         "minutes": minutes,
         "candidates": size - 1,
         "no_time_for": [name for arm, name in enumerate(pool.names) if arm not in taking_part],
         "rounds": statistics.fmean(rounds_used),
         **{name: count / trials for name, count in counts.items()},
-        "finals_within_margin": accurate / finals if finals else None,
+        "coverage": round(covered / finals, 3) if finals else None,
     }
 
 
 def replay() -> dict[str, Any]:
     """Replay all recorded pools."""
-    figures: dict[str, Any] = {"margin": MARGIN, "most_finalists": MOST_FINALISTS, "jobs": {}}
+    figures: dict[str, Any] = {"margin": MARGIN, "jobs": {}}
     for file in sorted(machines.FIGURES.glob("races-*.json")):
         recorded = json.loads(file.read_text(encoding="utf-8"))
         pool = Pool.of(recorded)

@@ -221,7 +221,8 @@ def racing(within: float, *, candidates: int = 20, trials: int = 1000) -> dict[s
         def windows(truth: Logs = truth) -> Logs:
             scatter = random.normal(0, within / math.sqrt(2), size)
             scatter[0] /= math.sqrt(2)  # the baseline and its control
-            return truth + np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
+            drawn: Logs = truth + np.array([scatter + random.normal(0, 0.1), random.normal(0, 0.003, size)])
+            return drawn
 
         running, race, rounds = raced(windows, np.ones(size), 6 * candidates, np.zeros((size, size)))
         front, (speeds, memories) = chosen(running, race), truth

@@ -146,6 +146,19 @@ def racing() -> str:
     return markdown(heading, rows)
 
 
+def replays() -> str:
+    heading = ["job", "candidates", "scatter", "rounds", "the best dropped", "front kept", "finalists within 3%",
+               "intervals hold", "a stopwatch is wrong"]  # fmt: skip
+    rows = []
+    for job, of_job in figures("races")["jobs"].items():
+        for factor, key in ((1, "as_recorded"), (2, "twice_the_scatter")):
+            case = of_job[key]
+            shares = (f"{case[name]:.1%}" for name in ("dropped", "front", "ends", "coverage", "stopwatch"))
+            scatter = f"{factor * of_job['scatter']:.1%}"
+            rows.append([job, str(case["candidates"]), scatter, f"{case['rounds']:.0f}", *shares])
+    return markdown(heading, rows)
+
+
 def seeds() -> str:
     heading = ["true difference, points", "deviation over seeds", "decided by three seeds", "same", "worse", "better",
                "seeds"]  # fmt: skip
@@ -368,9 +381,9 @@ def projections() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (settled, aims, parts, openings, alive, many, drifting, sides, racing, seeds, bias, decided, kept,
-                  sessions, best, forecasts, levels, gate_trials, gate_simulated, gates, machines, distillation,
-                  projections)
+    for table in (settled, aims, parts, openings, alive, many, drifting, sides, racing, replays, seeds, bias,
+                  decided, kept, sessions, best, forecasts, levels, gate_trials, gate_simulated, gates, machines,
+                  distillation, projections)
 }  # fmt: skip
 
 
