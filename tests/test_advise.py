@@ -185,7 +185,7 @@ def test_an_interrupted_run_goes_on(advised: Callable[..., Advised]) -> None:
     then, now = kept.final.arms, advice.final.arms
     assert all(arm.samples[: len(was.samples)] == was.samples for arm, was in zip(now, then, strict=True))
     assert len(now[0].samples) > len(then[0].samples)
-    assert advice.called(advice.finalists[0]).techniques[0] == "channels_last"
+    assert advice.candidate(advice.finalists[0]).techniques[0] == "channels_last"
 
 
 def test_a_race_drops_what_another_beats() -> None:
@@ -235,7 +235,9 @@ def test_an_arm_that_fails_takes_no_other_with_it() -> None:
 def test_the_largest_batches_stand_apart(
     advised: Callable[..., Advised], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(candidates, "too_large", lambda *_: {"channels_last": 2**34})
+    monkeypatch.setattr(
+        candidates, "_too_large", lambda _, plan, *__: "too large" if plan.name == "channels_last" else ""
+    )
     monkeypatch.setattr(
         candidates, "largest_batches", lambda _, plans, *__: dict.fromkeys(plans, 1024) | {"baseline": 0}
     )
@@ -243,7 +245,7 @@ def test_the_largest_batches_stand_apart(
     assert advice.finalists == ("foreach_optimizer",)
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
     assert "- A larger batch: predicted to fit into 8GiB: baseline none, foreach_optimizer 1024." in said
-    assert "- `channels_last`: a step would need 16.0 GiB." in said
+    assert "- `channels_last: true`: too large." in said
 
 
 def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> None:
@@ -336,12 +338,13 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     params = {"fetch": {"dataset": "digits"}, "train": train, "bench": bench, "variants": variants}
     config = enter(tmp_path, monkeypatch, params)
     base = plan(config, "baseline", CPU_ONLY)
-    found, _ = candidates.alone(config, CPU_ONLY, base, ["memory"], PREPARED)
-    apart = {one.name for one in found if one.apart}
-    assert apart == {f"gradient_accumulation-{number}" for number in (2, 4, 8)}  # resnet9 has a BatchNorm
-    fitting, large = advise._fitting(config, CPU_ONLY, found, 175 * 2**20)
-    assert [one.setting for one in large] == ["gradient_accumulation-2"]
-    assert "chunked_loss-8" in {one.name for one in fitting}  # it cannot run, which its first sample shows
+    fitting, untried = candidates.alone(config, CPU_ONLY, base, ["memory"], PREPARED, 175 * 2**20)
+    apart = {candidate.name for candidate in fitting if candidate.apart}
+    assert apart == {f"gradient_accumulation-{number}" for number in (4, 8)}  # resnet9 has a BatchNorm
+    assert [left_out.setting for left_out in untried if "a step would need 1" in left_out.why] == [
+        "gradient_accumulation: 2"
+    ]
+    assert "chunked_loss-8" in {candidate.name for candidate in fitting}  # its first sample shows that it cannot run
     largest = candidates.largest_batches(config, {"baseline": base}, 175 * 2**20, PREPARED)
     assert 64 < largest["baseline"] < 128
     monkeypatch.setattr(advise, "FINAL_ROUNDS", 1)

@@ -351,12 +351,13 @@ def steps_of(
         sample = calibrate(arm, CALIBRATION_STEPS, ledgers=ledgers)
         window = Window.model_validate(sample.answer["window"])
         if window.step_p50_ms:
-            return window_steps(seconds, window.step_p50_ms / 1e3, (sample, *others)), sample
+            openings = [calibration.opening_seconds for calibration in (sample, *others)]
+            return window_steps(seconds, window.step_p50_ms / 1e3, openings), sample
     return CALIBRATION_STEPS, sample
 
 
-def window_steps(seconds: float, step_seconds: float, samples: Sequence[Calibration]) -> int:
-    """Return the steps of a window by the rule of ``steps_of``, if a step of the baseline takes ``step_seconds``."""
-    opening = statistics.fmean(sample.opening_seconds for sample in samples)
-    seconds *= max(1.0, math.sqrt(opening / OPENING_SECONDS))
+def window_steps(seconds: float, step_seconds: float, openings: Sequence[float]) -> int:
+    """Return the steps of a window by the rule of ``steps_of``, if a step of the baseline takes ``step_seconds`` and
+    the arms' starts take ``openings``, in seconds."""
+    seconds *= max(1.0, math.sqrt(statistics.fmean(openings) / OPENING_SECONDS))
     return max(FEWEST_STEPS, round(seconds / step_seconds))

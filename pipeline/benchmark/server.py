@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
-from pipeline.errors import PipelineError, printable, say
+from pipeline.errors import PipelineError, first_line, printable, say
 from pipeline.results import Arm, RunConditions, SameJob, Window
 
 LAST_WORDS_SECONDS = 2.0
@@ -33,6 +33,11 @@ class BenchError(PipelineError):
         super().__init__(message)
         self.arm = arm
         """The arm that could not be measured; None if it is none in particular."""
+
+    @property
+    def reason(self) -> str:
+        """The first line of the message, without the arm's name."""
+        return first_line(self).removeprefix(f"{self.arm} ").rstrip(".:")
 
 
 class ServerLost(BenchError):

@@ -12,27 +12,27 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 from pipeline import files
-from pipeline.benchmark.rounds import Calibration, Rounds, calibrate, window_steps
+from pipeline.benchmark.rounds import Rounds, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server, ServerLost
-from pipeline.benchmark.stage import BOOT_ID, Job, begin_session, served, side_by_side
+from pipeline.benchmark.stage import Job, begin_session, served, side_by_side
 from pipeline.comparison.racing import FEWEST_ROUNDS, RACED, Race, finalists
-from pipeline.errors import ConfigError, first_line, say
+from pipeline.errors import say
 from pipeline.files import PREPARED
-from pipeline.pages import percent, size
-from pipeline.params import COMPILER, PARAMS_FILE, Config, Machine, entry
-from pipeline.plans import Plan
+from pipeline.pages import percent
+from pipeline.params import PARAMS_FILE, Config, Machine, entry
 from pipeline.report import facts
 from pipeline.results import Bench, ResultError, Session, Window, profile_directory, read_document
 from pipeline.results.bench_file import ONE_SESSION
 from pipeline.results.figures import EXCHANGE, INPUT_WAIT, MEMORY, THROUGHPUT
 from pipeline.tools import candidates, choices
-from pipeline.tools.advised import FILE, Advice, Left, said, spoke_for, write
+from pipeline.tools.advised import FILE, Advice, LeftOut, in_words, relieving, write
 from pipeline.tools.beforehand import parse_bytes
-from pipeline.tools.candidates import Candidate, Untried
-from pipeline.tools.table import LiveTable
+from pipeline.tools.candidates import Candidate
+from pipeline.tools.sitting import Sitting, dearest
 
 SAMPLED, RACED_UNTIL, COMBINED_UNTIL = 0.3, 0.55, 0.7
 """The shares of the minutes after which first samples, the race and the combinations end. The finalists have the rest,
@@ -86,153 +86,104 @@ def run(
     techniques. ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError
     if the baseline cannot be measured, and KeyboardInterrupt after an interrupt, when all is written.
     """
-    if not minutes > 0:
-        raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0.")
-    memory_bytes, started = memory and parse_bytes(memory), time.monotonic() - age_seconds
-    baseline, session = config.compare.baseline, begin_session()
-    with served(
-        config.model_copy(update={"variants": {baseline: config.variants[baseline]}}),
-        machine,
-        server := Patient(60 * minutes),
-    ) as job:
-        base = job.plans[baseline]
-        found, untried = candidates.alone(config, machine, base, only, PREPARED)
-        if memory_bytes:
-            found, large = _fitting(config, machine, found, memory_bytes)
-            untried += large
+    sitting, memory_bytes = Sitting("advise", minutes, age_seconds), parse_bytes(memory) if memory else None
+    baseline, session, interrupted = config.compare.baseline, begin_session(), False
+    of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
+    with served(of_baseline, machine, server := Patient(sitting.seconds)) as job:
+        plan = job.plans[baseline]
+        tried, untried = candidates.alone(config, machine, plan, only, PREPARED, memory_bytes)
         about = [job.facts["keys"], job.facts["environment"], config.compare.model_dump(mode="json")]
-        about += [str(job.facts["dataset"]), [candidate.model_dump(mode="json") for candidate in found]]
-        boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else ""
-        fresh = Advice(
-            key=files.json_sha256(about), boot_id=boot, baseline=baseline, compare=config.compare,
-            candidates=tuple(found), untried=tuple(untried), costs={}, out={},
+        about += [str(job.facts["dataset"]), [candidate.model_dump(mode="json") for candidate in tried]]
+        empty = Advice(
+            key=files.json_sha256(about), boot_id=session().boot_id or "", baseline=baseline, compare=config.compare,
+            candidates=tuple(tried), untried=tuple(untried), costs={}, out={}, memory=memory,
         )  # fmt: skip
-        adviser = Adviser(config, machine, job, server, session, _earlier(fresh) or fresh, started, 60 * minutes)
-        interrupted = False
+        adviser = Adviser(config, machine, job, server, session, sitting, _continued(empty))
         try:
             adviser.measure()
+            if memory_bytes:
+                finalists = map(adviser.advice.candidate, adviser.advice.finalists)
+                plans = {baseline: plan} | candidates.plans_of(config, machine, finalists)
+                adviser.update(batches=candidates.largest_batches(config, plans, memory_bytes, PREPARED))
+            adviser.update(finished=True)
         except KeyboardInterrupt:
             interrupted = True
-    if memory_bytes and not interrupted:
-        plans = {
-            name: candidates.planned(config, machine, name, adviser.advice.called(name).settings)
-            for name in adviser.advice.finalists
-        }
-        known = {baseline: base} | {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
-        adviser.advice = adviser.advice.model_copy(
-            update={"memory": memory, "batches": candidates.largest_batches(config, known, memory_bytes, PREPARED)}
-        )
     write(adviser.advice)
-    if add and not interrupted:
-        _add(config, adviser.advice)
     if interrupted:
         raise KeyboardInterrupt(f"{FILE} keeps what is known; the same command within an hour goes on from it")
+    if add:
+        _add(config, adviser.advice)
 
 
-def _fitting(
-    config: Config, machine: Machine, found: Sequence[Candidate], memory_bytes: int
-) -> tuple[list[Candidate], list[Untried]]:
-    made = {one.name: candidates.planned(config, machine, one.name, one.settings) for one in found}
-    plans = {name: plan for name, plan in made.items() if isinstance(plan, Plan)}
-    peaks = candidates.too_large(config, plans, memory_bytes, PREPARED)
-    large = [
-        Untried(
-            technique=one.techniques[0], setting=one.name, why=f"a step would need {size(peaks[one.name])}", apart=False
-        )
-        for one in found
-        if one.name in peaks
-    ]
-    return [one for one in found if one.name not in peaks], large
-
-
-def _earlier(fresh: Advice) -> Advice | None:
-    """Return what an interrupted run of the same job left in this boot, within the hour."""
+def _continued(empty: Advice) -> Advice:
+    """Return what an interrupted run of the same job left in this boot, within the hour; else ``empty``."""
     with suppress(ResultError, OSError):
-        known = read_document(FILE, Advice, "it is left out")
+        kept = read_document(FILE, Advice, "it is left out")
         recent = time.time() - FILE.stat().st_mtime < ONE_SESSION
-        if (known.key, known.boot_id) == (fresh.key, fresh.boot_id) and recent and not known.finished:
+        if (kept.key, kept.boot_id) == (empty.key, empty.boot_id) and recent and not kept.finished:
             say(f"advise: goes on from {FILE}")
-            return known
-    return None
+            return kept
+    return empty
 
 
 def _add(config: Config, advice: Advice) -> None:
     judged = advice.judged()
     day = advice.final.session.start_utc[:10] if advice.final else ""
-    settings = {name: advice.called(name).settings for name in advice.best()}
-    comments = {name: f"advise, {day}: {said(judged[name])}" for name in settings}
+    settings = {name: advice.candidate(name).settings for name in advice.best()}
+    comments = {name: f"advise, {day}: {in_words(judged[name])}" for name in settings}
     added = choices.add_to(config, settings, comments)
     say(f"{PARAMS_FILE}: added {', '.join(added) or 'nothing'}")
 
 
 @dataclass
 class Adviser:
-    """A run of ``advise``."""
+    """A run of ``advise``. What it has measured is in ``advice``, which is written after each step."""
 
     config: Config
     machine: Machine
     job: Job
     server: Patient
     session: Callable[[], Session]
+    sitting: Sitting
     advice: Advice
-    started: float
-    """By ``time.monotonic``."""
-    seconds: float
-    """The time for all of it."""
-    table: LiveTable = field(default_factory=lambda: LiveTable("advise"))
     _specs: dict[str, ArmSpec] = field(default_factory=dict)
 
     def measure(self) -> None:
         """Go through all parts that are not complete yet."""
-        self._sample([self.advice.baseline], 1.0)
-        self.server.limit = max(LONGEST * self.seconds, SLOWER * self._seconds(self.advice.baseline))
+        baseline = self.advice.baseline
+        self._sample([baseline], 1.0)
+        self.server.limit = max(LONGEST * self.sitting.seconds, SLOWER * self._seconds(baseline))
         if not self.advice.steps:
-            first = spoke_for(self.advice)
-            slow = {
-                one.name
-                for one in self.advice.candidates
-                if any(COMPILER in entry(name).relies_on for name in one.techniques)
-            }
-            self._sample(sorted(self._names(), key=lambda name: (name not in first, name in slow)), SAMPLED)
+            first = relieving(self.advice)
+            order = sorted(self.advice.candidates, key=lambda single: (single.name not in first, single.compiles))
+            self._sample([candidate.name for candidate in order], SAMPLED)
             self._budget()
-        if not self.advice.complete and (running := self._running()):
+        if not self.advice.complete() and (running := self._running()):
             self._race(running, RACED_UNTIL)
         while not self.advice.finalists and (names := self._combinations()):
             self._race(names, COMBINED_UNTIL)
         if not self.advice.finalists:
-            self._update(finalists=tuple(self._front(self._estimates())))
+            self.update(finalists=tuple(self._front(self._estimates())))
         if self.advice.finalists:
             self._measure_again()
-        self._update(finished=True)
-
-    def left(self, until: float = 1.0) -> float:
-        """Return the seconds that are left until this share of the time is over."""
-        return self.started + until * self.seconds - time.monotonic()
-
-    def _names(self) -> list[str]:
-        return [candidate.name for candidate in self.advice.candidates]
 
     def _running(self) -> list[str]:
-        return [name for name in self._names() if name in self.advice.costs and name not in self.advice.out]
+        advice = self.advice
+        return [name for name in advice.names() if name in advice.costs and name not in advice.out]
 
-    def _update(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         self.advice = self.advice.model_copy(update=changes)
         files.write_text(FILE, self.advice.to_json())
 
     def _leave_out(self, name: str, kind: Literal["beaten", "failed", "time"], why: str) -> None:
-        self._update(out=self.advice.out | {name: Left(kind=kind, why=why)})
-        self.table.stay()
-        say(f"advise: {name}: {why}")
+        self.update(out=self.advice.out | {name: LeftOut(kind=kind, why=why)})
+        self.sitting.leave_out(name, why)
 
     def _failed(self, name: str, error: BenchError) -> None:
         """Leave out an arm that failed, unless it is the baseline's."""
-        if name not in self._names():
+        if name not in self.advice.names():
             raise error
-        self._leave_out(
-            name,
-            "time" if isinstance(error, OutOfTime) else "failed",
-            first_line(error).removeprefix(f"{name} ").rstrip(".:"),
-        )
+        self._leave_out(name, "time" if isinstance(error, OutOfTime) else "failed", error.reason)
         if isinstance(error, ServerLost) or name in self.advice.costs:  # in a round, other arms may be open
             self.server.restart()
 
@@ -241,38 +192,41 @@ class Adviser:
         if name == self.advice.baseline:
             return self.job.arms[0]
         if name not in self._specs:
-            asked = candidates.planned(self.config, self.machine, name, self.advice.called(name).settings)
-            if isinstance(asked, str):
-                raise BenchError(asked, name)
-            plan = self.job.server.plan(name, asked.requested.model_dump(mode="json"))
+            proposed = candidates.planned(self.config, self.machine, name, self.advice.candidate(name).settings)
+            if isinstance(proposed, str):
+                raise BenchError(proposed, name)
+            plan = self.job.server.plan(name, proposed.requested.model_dump(mode="json"))
             self._specs[name] = ArmSpec(name, "variant", name, None, self.job.server, plan)
         return self._specs[name]
 
     def _sample(self, names: Sequence[str], until: float) -> None:
-        """Take a first sample of each, and see that its steps take the samples with which they are credited."""
+        """Take a first sample of each that has none."""
         for name in names:
             if name in self.advice.costs or name in self.advice.out:
                 continue
-            if self.left(until) <= 0:
+            if self.sitting.left(until) <= 0:
                 self._leave_out(name, "time", "the time was over before its first sample (--minutes, --only)")
                 continue
             try:
-                sample = calibrate(self._spec(name))
+                self._first_sample(name)
             except BenchError as error:
                 self._failed(name, error)
-                continue
-            window = Window.model_validate(sample.answer["window"])
-            if wrong := [why.text for why in window.rejections if why.code.startswith("samples_")]:
-                self._failed(name, BenchError(wrong[0], name))
-                continue
-            self._update(costs=self.advice.costs | {name: (sample.opening_seconds, sample.step_seconds)})
-            if name == self.advice.baseline:
-                self._update(**self._bound(window))
-                placement = sample.answer["placement"]
-                for one in self.advice.candidates:
-                    if placement and {entry(technique).placement for technique in one.techniques} == {placement}:
-                        self._leave_out(one.name, "beaten", f"the baseline's data are {placement} already")
-            self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
+
+    def _first_sample(self, name: str) -> None:
+        """Take a first sample, and see that its steps take the samples with which they are credited."""
+        sample = calibrate(self._spec(name))
+        window = Window.model_validate(sample.answer["window"])
+        for rejection in window.rejections:
+            if rejection.code.startswith("samples_"):
+                raise BenchError(rejection.text, name)
+        self.update(costs=self.advice.costs | {name: (sample.opening_seconds, sample.step_seconds)})
+        if name == self.advice.baseline:
+            self.update(**self._bound(window))
+            placement = sample.answer["placement"]
+            for candidate in self.advice.candidates:
+                if placement and {entry(technique).placement for technique in candidate.techniques} == {placement}:
+                    self._leave_out(candidate.name, "beaten", f"the baseline's data are {placement} already")
+        self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
 
     def _bound(self, window: Window) -> dict[str, str]:
         """Return what binds the baseline's step, by its profile if there is one, or else by its first sample."""
@@ -291,33 +245,42 @@ class Adviser:
         """Return about how long an arm takes in a round."""
         opening, step = self.advice.costs[name]
         if name == self.advice.baseline:  # its first sample includes the start of the server that forks all arms
-            opening = statistics.median(of[0] for of in self.advice.costs.values())
+            opening = statistics.median(opening for opening, _ in self.advice.costs.values())
         return opening + self.advice.steps * step
+
+    def _round_seconds(self, names: Sequence[str]) -> float:
+        """Return about how long a round takes of the baseline, its control and these candidates."""
+        return 2 * self._seconds(self.advice.baseline) + sum(map(self._seconds, names))
 
     def _budget(self) -> None:
         """Choose the steps of a window, and leave out the dearest candidates, until the race has its rounds."""
-        costs = self.advice.costs
-        samples = [Calibration({}, *cost) for cost in costs.values()]
-        steps = window_steps(self.config.bench.window_seconds, costs[self.advice.baseline][1], samples)
-        self._update(steps=steps)
-        running = sorted(self._running(), key=self._seconds)
-        allowed = self.left(RACED_UNTIL) / RACE_ROUNDS - 2 * self._seconds(self.advice.baseline)
-        while len(running) > 1 and sum(map(self._seconds, running)) > allowed:
-            dear = running.pop()
-            seconds = f"{self._seconds(dear):.1f} s a round"
-            self._leave_out(dear, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
+        openings, (_, step) = (
+            [opening for opening, _ in self.advice.costs.values()],
+            self.advice.costs[self.advice.baseline],
+        )
+        self.update(steps=window_steps(self.config.bench.window_seconds, step, openings))
+        costs = {name: self._seconds(name) for name in self._running()}
+        for name in dearest(
+            costs, self.sitting.left(RACED_UNTIL) / RACE_ROUNDS - self._round_seconds(()), len(costs) - 1
+        ):
+            seconds = f"{costs[name]:.1f} s a round"
+            self._leave_out(name, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
 
     def _race(self, names: Sequence[str], until: float) -> None:
         """Measure rounds in which beaten candidates drop out, or go on with such rounds."""
-        before = self.advice.benches[: self.advice.complete]
-        (earlier,) = self.advice.benches[self.advice.complete :] or (None,)
+        complete = self.advice.complete()
+        (earlier,) = self.advice.benches[len(complete) :] or (None,)
         if earlier:
             names = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
         rules = {"settled": self._beaten, "first_look": FEWEST_ROUNDS, "fewest": FEWEST_ROUNDS}
         self._rounds(
-            names, self.left(until), {"turns": 1}, earlier, lambda bench: {"benches": (*before, bench)}, **rules
+            names,
+            self.sitting.left(until),
+            earlier,
+            lambda bench: self.update(benches=(*complete, bench)),
+            {"turns": 1},
+            **rules,
         )
-        self._update(complete=self.advice.complete + 1)
 
     def _beaten(self, rounds: Rounds) -> Collection[str]:
         advice = self.advice
@@ -325,86 +288,80 @@ class Adviser:
         running = [name for name in race.names[1:] if name not in advice.out]
         apart = [candidate.name for candidate in advice.candidates if candidate.apart]
         for name, rival in race.beaten(running, apart).items():
-            seen = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
-            self._leave_out(
-                name, "beaten", f"{'gains nothing over' if rival == advice.baseline else 'beaten by'} {rival}: {seen}"
-            )
+            ratios = ", ".join(f"{figure.word} {facts.brief(race.ratio(name, rival, figure))}" for figure in RACED)
+            how = "gains nothing over" if rival == advice.baseline else "beaten by"
+            self._leave_out(name, "beaten", f"{how} {rival}: {ratios}")
         return self.advice.out
 
     def _estimates(self) -> dict[str, tuple[float, float]]:
         """Return candidate -> its ratios so far, of speed and memory, if it trains as the baseline does and works."""
-        failed = {name for name, left in self.advice.out.items() if left.kind != "beaten"}
+        failed = {name for name, left_out in self.advice.out.items() if left_out.kind != "beaten"}
         return {
-            name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
-            for name, of in self.advice.standing().items()
-            if not self.advice.called(name).apart and name not in failed
+            name: (ratios[THROUGHPUT].estimate or 1.0, ratios[MEMORY].estimate or 1.0)
+            for name, ratios in self.advice.standing().items()
+            if not self.advice.candidate(name).apart and name not in failed
         }
 
     def _front(self, estimates: Mapping[str, tuple[float, float]]) -> list[str]:
-        running = {name: of for name, of in estimates.items() if name not in self.advice.out}
+        running = {name: ratios for name, ratios in estimates.items() if name not in self.advice.out}
         return finalists(running, self.config.compare.margins)
 
     def _combinations(self) -> list[str]:
         """Return the arms of the next combinations: the fastest and the leanest so far, and each of them with one more
         technique that gains something. Empty if there is none, or no time."""
-        advice, gaining, known = self.advice, self._estimates(), self._names()
-        if advice.complete < len(advice.benches):  # interrupted
+        advice, estimates = self.advice, self._estimates()
+        if len(advice.complete()) < len(advice.benches):  # interrupted
             return self._running()
-        leading = self._front(gaining)
-        if not leading or self.left(COMBINED_UNTIL) <= 0:
+        leading = self._front(estimates)
+        if not leading or self.sitting.left(COMBINED_UNTIL) <= 0:
             return []
         leaders = dict.fromkeys((leading[0], leading[-1]))
         least, most = 1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY))
-        singles = [
-            name for name, of in gaining.items() if (of[0] > least or of[1] < most) and not advice.called(name).made_of
-        ]
-        new = {
-            name: advice.called(name) for name in self._running() if advice.called(name).made_of and name not in gaining
-        }
-        for partner in sorted(singles, key=lambda name: -gaining[name][0] / gaining[name][1]):
-            for leader in leaders:
-                pair = advice.called(leader), advice.called(partner)
-                one = candidates.combined(self.config, self.machine, self.job.plans[advice.baseline].requested, *pair)
-                if one and one.name not in known and len(new) < AT_ONCE:
-                    new[one.name] = one
-        if not new:
+        gains = {name: speed / memory for name, (speed, memory) in estimates.items() if speed > least or memory < most}
+        singles = sorted((name for name in gains if not advice.candidate(name).made_of), key=lambda name: -gains[name])
+        unraced = {name for name in self._running() if advice.candidate(name).made_of and name not in estimates}
+        base, pairs = self.job.plans[advice.baseline].requested, dict[str, Candidate]()
+        for partner, leader in product(map(advice.candidate, singles), map(advice.candidate, leaders)):
+            pair = candidates.combined(self.config, self.machine, base, leader, partner)
+            if pair and pair.name not in advice.names() and len(unraced) + len(pairs) < AT_ONCE:
+                pairs[pair.name] = pair
+        if not unraced and not pairs:
             return []
-        self._update(candidates=(*advice.candidates, *(one for name, one in new.items() if name not in known)))
-        self._sample([*new], COMBINED_UNTIL)
-        sampled = [name for name in self._running() if name in new]
+        self.update(candidates=(*advice.candidates, *pairs.values()))
+        self._sample([*pairs], COMBINED_UNTIL)
+        sampled = [name for name in self._running() if name in unraced or name in pairs]
         return [*leaders, *sampled] if sampled else self._combinations()
 
     def _measure_again(self) -> None:
         """Measure the finalists in rounds of the bench."""
-        names, round_seconds = [*self.advice.finalists], 0.0
-        while True:
-            round_seconds = sum(map(self._seconds, [self.advice.baseline] * 2 + names))
-            if len(names) == 1 or self.advice.final or FINAL_ROUNDS * round_seconds <= self.left():
-                break
+        names = [*self.advice.finalists]
+        while (
+            len(names) > 1 and not self.advice.final and FINAL_ROUNDS * self._round_seconds(names) > self.sitting.left()
+        ):
             names.pop(-1 if len(names) == 2 else 1)
-        self._update(finalists=tuple(names))
-        seconds = max(self.left(), (FINAL_ROUNDS + 1) * round_seconds)
-        self._rounds(names, seconds, {}, self.advice.final, lambda bench: {"final": bench}, fewest=FINAL_ROUNDS)
+        self.update(finalists=tuple(names))
+        seconds = max(self.sitting.left(), (FINAL_ROUNDS + 1) * self._round_seconds(names))
+        self._rounds(names, seconds, self.advice.final, lambda bench: self.update(final=bench), {}, fewest=FINAL_ROUNDS)
 
     def _rounds(
         self,
         names: Sequence[str],
         seconds: float,
-        settings: Mapping[str, Any],
         earlier: Bench | None,
-        stored: Callable[[Bench], dict[str, Any]],
+        record: Callable[[Bench], None],
+        settings: Mapping[str, Any],
         **rules: Any,
     ) -> None:
-        """Measure rounds, and keep them where ``stored`` says. Raises KeyboardInterrupt if they are interrupted."""
+        """Measure rounds, and ``record`` them after each. Raises KeyboardInterrupt if they are interrupted."""
         baseline, control = self.job.arms
         specs = [self._spec(name) for name in names]
-        round_seconds = sum(map(self._seconds, [self.advice.baseline] * 2 + [*names]))
+        round_seconds = self._round_seconds(names)
         self.server.limit = max(self.server.limit, SLOWER * round_seconds)
         variants = {spec.name: spec.plan["requested"] for spec in (baseline, *specs)}
         minutes = (max(seconds, 1.0) + (earlier.seconds if earlier else 0.0)) / 60
 
         def keep(bench: Bench) -> None:
-            self._update(**stored(bench))
+            record(bench)
             self._show(f"round {bench.rounds}", names)
 
         about = self.job.facts | {
@@ -425,7 +382,7 @@ class Adviser:
             **rules,
             **about,
         )
-        self._update(**stored(bench))
+        record(bench)
         if bench.interrupted:
             raise KeyboardInterrupt
 
@@ -440,4 +397,4 @@ class Adviser:
             for name in measured
             if name in ratios and name not in out
         ]
-        self.table.show(news, self.left(), rows, line)
+        self.sitting.show(news, rows, line)

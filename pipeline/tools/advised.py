@@ -21,13 +21,14 @@ from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
 from pipeline.tools.candidates import Candidate, Untried
 
 FILE = REPORTS / "advice.json"
+DECIDED = "better", "same", "worse"
 MOST_NAMED = 3
 """Most undecided candidates that the sentence names."""
 Ratios = dict[str, dict[Figure, Difference]]
 """Candidate -> its ratios to the baseline."""
 
 
-class Left(Record):
+class LeftOut(Record):
     """Why a candidate is not measured any more."""
 
     kind: Literal["beaten", "failed", "time"]
@@ -49,12 +50,10 @@ class Advice(Document):
     costs: dict[str, tuple[float, float]]
     """Candidate -> the seconds of its start and of a step, by its first sample."""
     steps: int = 0
-    out: dict[str, Left]
+    out: dict[str, LeftOut]
     """Candidate that is not measured any more -> why."""
     benches: tuple[Bench, ...] = ()
     """The race, then the rounds of combinations."""
-    complete: int = 0
-    """How many of them are complete."""
     finalists: tuple[str, ...] = ()
     final: Bench | None = None
     bound: str = ""
@@ -67,7 +66,14 @@ class Advice(Document):
     """Baseline or finalist -> the largest batch that is predicted to fit into it."""
     finished: bool = False
 
-    def called(self, name: str) -> Candidate:
+    def complete(self) -> tuple[Bench, ...]:
+        """Return the benches that no interrupt ended."""
+        return tuple(bench for bench in self.benches if not bench.interrupted)
+
+    def names(self) -> list[str]:
+        return [candidate.name for candidate in self.candidates]
+
+    def candidate(self, name: str) -> Candidate:
         return next(candidate for candidate in self.candidates if candidate.name == name)
 
     def state(self, name: str) -> str:
@@ -134,7 +140,7 @@ class Advice(Document):
         """Yield each combination that is surely better or worse than the product of the two that it combines."""
         before = self.standing()
         for race in self.races()[1:]:
-            for candidate in map(self.called, race.names[1:]):
+            for candidate in map(self.candidate, race.names[1:]):
                 first, second = candidate.made_of or ("", "")
                 if first not in race.names or second not in before:
                     continue
@@ -149,18 +155,18 @@ class Advice(Document):
         fastest is as lean."""
         judged, chosen, rounds = self.judged(), dict[str, str](), self._final_rounds()
 
-        def first(figure: Figure, among: Iterable[str]) -> str:
+        def best(figure: Figure, among: Iterable[str]) -> str:
             sign = -1 if figure.higher_is_better else 1
             return min(among, key=lambda name: sign * (judged[name][figure].estimate or 1.0))
 
         faster, leaner = ([name for name in judged if judged[name][figure].decision == "better"] for figure in RACED)
         if faster:
-            chosen[first(THROUGHPUT, faster)] = ""
+            chosen[best(THROUGHPUT, faster)] = ""
         if leaner and rounds:
-            least = column(first(MEMORY, leaner))
+            least = column(best(MEMORY, leaner))
             ratios = {name: rounds.ratio(column(name), least, MEMORY, self.margin(MEMORY)) for name in leaner}
             as_lean = [name for name in leaner if column(name) == least or ratios[name].decision != "worse"]
-            chosen.setdefault(first(THROUGHPUT, as_lean), f" if {MEMORY.need}")
+            chosen.setdefault(best(THROUGHPUT, as_lean), f" if {MEMORY.need}")
         return chosen
 
     def sentence(self) -> str:
@@ -168,11 +174,12 @@ class Advice(Document):
         judged, chosen = self.judged(), self.best()
         begun = "" if self.finished else "not finished yet; so far: "
         if chosen:
-            return f"{begun}take {'; '.join(f'`{name}`{when}: {said(judged[name])}' for name, when in chosen.items())}."
-        alike = [candidate for candidate in self.candidates if not candidate.apart]
-        decided = {*judged, *(name for name, left in self.out.items() if left.kind != "time")}
-        is_open = [f"`{candidate.name}`" for candidate in alike if candidate.name not in decided]
-        is_open += [f"`{name}`" for name, of in judged.items() if any(map(undecided, of.values()))]
+            words = [f"`{name}`{when}: {in_words(judged[name])}" for name, when in chosen.items()]
+            return f"{begun}take {'; '.join(words)}."
+        alike = [candidate.name for candidate in self.candidates if not candidate.apart]
+        decided = {name for name, left_out in self.out.items() if left_out.kind != "time"}
+        decided |= {name for name in judged if {judged[name][figure].decision for figure in RACED} <= set(DECIDED)}
+        is_open = [f"`{name}`" for name in alike if name not in decided]
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
         if is_open:
             named = ", ".join(is_open) if len(is_open) <= MOST_NAMED else count(len(is_open), "candidate")
@@ -182,16 +189,10 @@ class Advice(Document):
         return f"{begun}keep `{self.baseline}`: nothing that was tried is surely better; {sure}."
 
 
-def undecided(ratio: Difference) -> bool:
-    return ratio.decision in ("undecided", "untrusted")
-
-
-def said(ratios: dict[Figure, Difference]) -> str:
+def in_words(ratios: dict[Figure, Difference]) -> str:
     """Say how a finalist differs from the baseline."""
-    words, order = [], ("better", "same", "worse")
-    for figure, ratio in sorted(
-        ratios.items(), key=lambda of: order.index(of[1].decision) if of[1].decision in order else 3
-    ):
+    words, order = [], (*DECIDED, "undecided", "untrusted")
+    for figure, ratio in sorted(ratios.items(), key=lambda item: order.index(item[1].decision)):
         if ratio.decision in ("better", "worse"):
             words.append(facts.change(figure.noun, ratio) + facts.uncertain(ratio))
         elif ratio.decision == "same":
@@ -214,7 +215,7 @@ def lines(advice: Advice, *, apart: bool) -> list[Line]:
     """Return the lines of all candidates, or of those that change the training, the fastest first."""
     standing = advice.standing()
     chosen = [candidate for candidate in advice.candidates if bool(candidate.apart) is apart]
-    speeds = {name: of[THROUGHPUT].estimate or 0.0 for name, of in standing.items()}
+    speeds = {name: ratios[THROUGHPUT].estimate or 0.0 for name, ratios in standing.items()}
     return [
         Line(
             candidate.name,
@@ -227,7 +228,7 @@ def lines(advice: Advice, *, apart: bool) -> list[Line]:
     ]
 
 
-def spoke_for(advice: Advice) -> list[str]:
+def relieving(advice: Advice) -> list[str]:
     """Return the candidates that relieve what binds the step."""
     return [
         candidate.name
@@ -236,37 +237,35 @@ def spoke_for(advice: Advice) -> list[str]:
     ]
 
 
-def _bare(ratio: Difference) -> Difference:
-    """Return a ratio without its interval, which would hide the others in the picture."""
-    return ratio.model_copy(update={"low": None, "high": None})
-
-
 def _by_reason(advice: Advice, apart: bool) -> dict[str, str]:
     """Return reason -> the settings that are not tried for it."""
     reasons: dict[str, list[str]] = {}
-    for one in advice.untried:
-        if one.apart is apart:
-            reasons.setdefault(one.why, []).append(
-                f"{one.technique} (`{one.setting}`)" if apart else f"`{one.setting}`"
-            )
+    for untried in advice.untried:
+        if untried.apart is apart:
+            technique = f"{untried.technique} (`{untried.setting}`)" if apart else f"`{untried.setting}`"
+            reasons.setdefault(untried.why, []).append(technique)
     return {why: ", ".join(settings) for why, settings in reasons.items()}
 
 
 def write(advice: Advice, directory: Path = REPORTS) -> None:
     """Write the advice as JSON, Markdown and a page, all or none; print the Markdown."""
     judged, standing = advice.judged(), advice.standing()
-    best, doubts = advice.best(), (ratio.why_untrusted for of in judged.values() for ratio in of.values())
-    alike = {name: of for name, of in (standing | judged).items() if not advice.called(name).apart}
-    drawn = {name: of if name in judged else {figure: _bare(of[figure]) for figure in of} for name, of in alike.items()}
+    best, doubts = advice.best(), (ratio.why_untrusted for ratios in judged.values() for ratio in ratios.values())
+    bare = {"low": None, "high": None}  # intervals of all would hide those of the finalists
+    drawn = {
+        name: {figure: ratio.model_copy(update=bare) for figure, ratio in ratios.items()}
+        for name, ratios in standing.items()
+        if not advice.candidate(name).apart
+    }
     spots = [
-        pictures.Spot(number, name, of[THROUGHPUT], of[MEMORY], name in best)
-        for number, (name, of) in enumerate(drawn.items(), 2)
+        pictures.Spot(number, name, ratios[THROUGHPUT], ratios[MEMORY], name in best)
+        for number, (name, ratios) in enumerate((drawn | judged).items(), 2)
     ]
     content: dict[str, Any] = {
         "advice": advice, "facts": facts, "raced": RACED, "judged": judged,
         "doubts": sorted(set(filter(None, doubts))),
         "untried": {apart: _by_reason(advice, apart) for apart in (False, True)},
-        "alike": lines(advice, apart=False), "apart": lines(advice, apart=True), "spoke_for": spoke_for(advice),
+        "alike": lines(advice, apart=False), "apart": lines(advice, apart=True), "relieving": relieving(advice),
         "forests": pictures.forests_of(judged, advice.noises(), advice.baseline, advice.compare.margins),
         "front": pictures.front_of([pictures.Spot(1, advice.baseline, None, None, False), *spots]),
         "hues": {spot.variant: f"v{spot.number % HUES}" for spot in spots} | {advice.baseline: "v0"},

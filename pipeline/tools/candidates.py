@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,10 @@ from typing import Any
 from pipeline import params, tasks
 from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line
+from pipeline.pages import size
 from pipeline.params import Config, Entry, Machine, Variant, VariantName
-from pipeline.plans import Plan, plan
+from pipeline.plans import Plan
+from pipeline.plans import plan as plan_of
 from pipeline.processes import randomness
 from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate
 from pipeline.results import Record
@@ -35,6 +37,10 @@ class Candidate(Record):
     apart: str = ""
     """How it changes the training; empty if it trains as the baseline does, up to rounding."""
 
+    @property
+    def compiles(self) -> bool:
+        return any(params.COMPILER in params.entry(name).relies_on for name in self.techniques)
+
 
 class Untried(Record):
     """A technique that is not tried."""
@@ -48,20 +54,21 @@ class Untried(Record):
 
 def groups(words: Sequence[str]) -> set[str]:
     """Return the groups of the catalogue that ``words`` name; without words, all. Raises ConfigError."""
-    known = {entry.group.lower().replace(" ", "-"): entry.group for entry in params.entries()}
-    if unknown := [word for word in words if word.lower() not in known]:
-        raise ConfigError(
-            f"--only: found {unknown[0]!r}; expected groups of techniques: {', '.join(known)}."
-            f"{did_you_mean(unknown[0].lower(), known)}"
-        )
-    return {known[word.lower()] for word in words} or set(known.values())
+    names = {entry.group.lower().replace(" ", "-"): entry.group for entry in params.entries()}
+    for word in words:
+        if word.lower() not in names:
+            raise ConfigError(
+                f"--only: found {word!r}; expected groups of techniques: {', '.join(names)}."
+                f"{did_you_mean(word.lower(), names)}"
+            )
+    return {names[word.lower()] for word in words} or set(names.values())
 
 
 def alone(
-    config: Config, machine: Machine, base: Plan, only: Sequence[str], prepared: Path
+    config: Config, machine: Machine, base: Plan, only: Sequence[str], prepared: Path, memory_bytes: int | None = None
 ) -> tuple[list[Candidate], list[Untried]]:
     """Return the candidates of one technique each, and the techniques that are not tried. ``base``: the baseline's
-    plan.
+    plan. ``memory_bytes``: the predicted peak of a candidate's step must fit into this; None: any.
 
     Processes that share one device's work are tried only if ``only`` names a group of them.
     """
@@ -73,7 +80,7 @@ def alone(
             continue
         values = (entry.value if entry.example is None else entry.example,) if entry.tries is None else entry.tries
         shared = entry.key == "parallelism" or bool(entry.needs)
-        why, statistics = "", entry.changes == "statistics"
+        why = ""
         if entry.requested_by(base.requested) and entry.example is None:
             why = "the baseline has it"
         elif not values:
@@ -82,10 +89,12 @@ def alone(
             why = "there is one device, so nothing is shared (--only parallelism tries it nevertheless)"
         for value in () if why else values:
             proposed = _planned(config, machine, base, entry, value)
+            if isinstance(proposed, Plan) and memory_bytes:
+                proposed = _too_large(config, proposed, memory_bytes, prepared) or proposed
             if isinstance(proposed, str):
                 untried.append(_left_out(entry, value, proposed))
                 continue
-            apart = CHANGES["statistics"] if statistics else ""
+            apart = CHANGES["statistics"] if entry.changes == "statistics" else ""
             if mixes and proposed.micro_batch_size < base.micro_batch_size:
                 apart = f"the model mixes samples (BatchNorm), and sees {proposed.micro_batch_size} at once"
             settings = proposed.requested.model_dump(mode="json", exclude_defaults=True)
@@ -122,7 +131,7 @@ def planned(config: Config, machine: Machine, name: str, settings: Mapping[str, 
     """Return the plan of a variant with these settings, or why it cannot run here."""
     try:
         asked = params.parse({"compare": {"baseline": name}, "variants": {name: dict(settings)}}).variants[name]
-        return plan(config.model_copy(update={"variants": {name: asked}}), name, machine)
+        return plan_of(config.model_copy(update={"variants": {name: asked}}), name, machine)
     except ConfigError as error:
         text = first_line(error)
         return (text.partition(", but ")[2] or text).rstrip(".").removesuffix("; take it out")
@@ -147,30 +156,33 @@ def combined(config: Config, machine: Machine, base: Variant, first: Candidate, 
     return Candidate(name=name, settings=settings, techniques=together, made_of=(first.name, second.name))
 
 
-def too_large(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
-    """Return variant -> its predicted peak, for those that do not fit into the memory. What cannot be predicted,
-    or cannot run at all, is left to the measurement."""
-    peaks = _predicted(
-        config, plans, prepared, lambda held, estimate: estimate.ledger(held.micro_batch_size).peak_bytes
-    )
-    limits = {name: memory_bytes * (1 - RESERVE_FRACTION[held.device]) for name, held in plans.items()}
-    return {name: peak for name, peak in peaks.items() if peak > limits[name]}
+def plans_of(config: Config, machine: Machine, tried: Iterable[Candidate]) -> dict[str, Plan]:
+    """Return candidate -> its plan, for those that can run here."""
+    proposed = {candidate.name: planned(config, machine, candidate.name, candidate.settings) for candidate in tried}
+    return {name: plan for name, plan in proposed.items() if isinstance(plan, Plan)}
+
+
+def _too_large(config: Config, plan: Plan, memory_bytes: int, prepared: Path) -> str:
+    """Return why a step does not fit into the memory. Empty if it fits, and if it cannot be predicted or cannot run,
+    which is left to the measurement."""
+    with suppress(PipelineError):
+        peak_bytes = _estimate(config, plan, prepared).ledger(plan.micro_batch_size).peak_bytes
+        if peak_bytes > memory_bytes * (1 - RESERVE_FRACTION[plan.device]):
+            return f"a step would need {size(peak_bytes)}"
+    return ""
 
 
 def largest_batches(config: Config, plans: Mapping[str, Plan], memory_bytes: int, prepared: Path) -> dict[str, int]:
     """Return variant -> the largest batch that is predicted to fit into the memory, where it can be predicted."""
-    return _predicted(config, plans, prepared, lambda _, estimate: estimate.largest_batch(memory_bytes) or 0)
-
-
-def _predicted(
-    config: Config, plans: Mapping[str, Plan], prepared: Path, asked: Callable[[Plan, Estimate], int]
-) -> dict[str, int]:
-    """Return variant -> what is ``asked`` of its estimate, where it can be predicted."""
-    task, answers = tasks.of_job(config.train, read_dataset(prepared)), {}
-    for name, of_name in plans.items():
+    largest = {}
+    for name, plan in plans.items():
         with suppress(PipelineError):
-            answers[name] = asked(of_name, Estimate(of_name, replace(task, train=of_name.train)))
-    return answers
+            largest[name] = _estimate(config, plan, prepared).largest_batch(memory_bytes) or 0
+    return largest
+
+
+def _estimate(config: Config, plan: Plan, prepared: Path) -> Estimate:
+    return Estimate(plan, replace(tasks.of_job(config.train, read_dataset(prepared)), train=plan.train))
 
 
 def _mixes_samples(config: Config, prepared: Path) -> bool:

@@ -21,12 +21,12 @@ from pipeline.comparison import sessions
 from pipeline.comparison.planning import RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.verdicts import SURE
-from pipeline.errors import ConfigError, count, did_you_mean, first_line, hanging, say
+from pipeline.errors import ConfigError, count, did_you_mean, hanging, say
 from pipeline.params import Config, Machine
 from pipeline.report import facts
 from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.figures import THROUGHPUT, Figure
-from pipeline.tools.table import LiveTable
+from pipeline.tools.sitting import Sitting, dearest
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
 """All first samples together, and each of them, may take these shares of the time that is left before them."""
@@ -45,23 +45,21 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
     ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError if not even
     the baseline can be measured, and KeyboardInterrupt after an interrupt, when the ranking is printed.
     """
-    if not minutes > 0:  # NaN is not above 0
-        raise ConfigError(f"--minutes: found {minutes:g}; expected a number above 0.")
-    if unknown := [name for name in names if name not in config.variants]:
-        known = did_you_mean(unknown[0], config.variants)
-        raise ConfigError(f"try: found {unknown[0]!r}, which is no variant of params.yaml.{known}")
-    baseline = config.compare.baseline
+    sitting, baseline = Sitting("try", minutes, age_seconds), config.compare.baseline
+    for name in names:
+        if name not in config.variants:
+            suggestion = did_you_mean(name, config.variants)
+            raise ConfigError(f"try: found {name!r}, which is no variant of params.yaml.{suggestion}")
     chosen = [name for name in config.variants if name == baseline or name in (names or config.variants)]
-    ends = 60 * minutes * (1 - ENDING[0]) - ENDING[1]
-    look = Look(config, chosen, minutes, time.monotonic() - age_seconds + ends)
     session, server, interrupted = begin_session(), Server(), False
-    server.deadline = look.ends
+    ends = time.monotonic() + sitting.left(1 - ENDING[0]) - ENDING[1]
+    look, server.deadline = Look(config, chosen, minutes, sitting, server, ends), ends
     say(f"try: {minutes:g} minutes for {', '.join(chosen)}, and {baseline} again as the control (A/A)")
     try:
         with served(config, machine, server) as job:
             look.measure(job, session)
     except OutOfTime as late:
-        say(f"try: {late}, and was cut: {60 * minutes - look.left():.0f} of {60 * minutes:.0f} s are over")
+        say(f"try: {late}, and was cut: {sitting.seconds - sitting.left():.0f} of {sitting.seconds:.0f} s are over")
     except BenchError as error:
         if baseline not in look.samples:
             raise
@@ -82,6 +80,8 @@ class Look:
     """The variants that are still measured, the baseline among them."""
     minutes: float
     """What the person allowed."""
+    sitting: Sitting
+    server: Server
     ends: float
     """By ``time.monotonic``."""
     samples: dict[str, Calibration] = field(default_factory=dict)
@@ -92,7 +92,6 @@ class Look:
     """All arms with their rounds; while there are none, with their first samples, without the control."""
     rounds: int = 0
     kept: str = ""
-    table: LiveTable = field(default_factory=lambda: LiveTable("try"))
     _keeps_all: bool = False
     """A person wants to drop no variant."""
 
@@ -100,31 +99,29 @@ class Look:
         """Take a first sample of each variant, then rounds until the time is over."""
         baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
         arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
-        self._sample(arms.pop(baseline), job.server, SAMPLE * self.left())
+        self._sample(arms.pop(baseline), SAMPLE * self.left())
         base = self.samples[baseline]
         until = time.monotonic() + SAMPLING * self.left()
         for name in arms:
             about = statistics.fmean(sample.seconds(FEWEST_STEPS) for sample in self.samples.values())
-            rest = [other for other in arms if other in self.chosen and other not in self.samples]
-            self._drop(dict.fromkeys(rest, about), until - time.monotonic(), "about ")
+            unsampled = [arm for arm in arms if arm in self.chosen and arm not in self.samples]
+            self._drop(dict.fromkeys(unsampled, about), until - time.monotonic(), "about ")
             if name in self.chosen:
-                self._sample(arms[name], job.server, max(SAMPLE * self.left(), 2 * about))
-        window_of = Window.model_validate(base.answer["window"])
-        step_seconds = (window_of.step_p50_ms or 1e3 * base.step_seconds) / 1e3
-        steps = window_steps(window, step_seconds, [*self.samples.values()])
+                self._sample(arms[name], max(SAMPLE * self.left(), 2 * about))
+        step_ms = Window.model_validate(base.answer["window"]).step_p50_ms or 1e3 * base.step_seconds
+        steps = window_steps(window, step_ms / 1e3, [sample.opening_seconds for sample in self.samples.values()])
         openings = sorted(sample.opening_seconds for name, sample in self.samples.items() if name != baseline)
         if openings:  # the baseline's first sample includes the start of the server that forks all arms
             base = base._replace(opening_seconds=min(base.opening_seconds, openings[len(openings) // 2]))
         costs = {name: sample.seconds(steps) for name, sample in (self.samples | {baseline: base}).items()}
-        of_base = 2 * costs.pop(baseline)
-        self._drop(costs, self.left() / ROUNDS - of_base, "")
-        round_seconds = of_base + sum(costs[name] for name in costs if name in self.chosen)
+        baseline_seconds = 2 * costs.pop(baseline)
+        self._drop(costs, self.left() / ROUNDS - baseline_seconds, "")
+        round_seconds = baseline_seconds + sum(costs[name] for name in costs if name in self.chosen)
         measured = [arm for arm in job.arms if arm.variant in self.chosen]
         if len(self.chosen) == 1 or round_seconds > self.left():
             return
         settings = {"max_minutes": self.left() / 60, "max_rounds": None, "hard_limit": True}
-        facts_of_job = job.facts | {"keys": {name: job.facts["keys"][name] for name in self.chosen}}
-        compare = self.config.compare
+        keys, compare = {name: job.facts["keys"][name] for name in self.chosen}, self.config.compare
         bench = side_by_side(
             "try",
             measured,
@@ -136,7 +133,7 @@ class Look:
             keep=self._keep,
             settled=lambda so_far: sessions.settled(so_far.arms, compare),
             memory_known=lambda so_far: sessions.memory_known(so_far.arms, compare),
-            **facts_of_job,
+            **job.facts | {"keys": keys},
         )
         files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
         if bench.interrupted:
@@ -146,43 +143,40 @@ class Look:
         """Return the seconds that are left for measuring."""
         return self.ends - time.monotonic()
 
-    def _sample(self, arm: ArmSpec, server: Server, seconds: float) -> None:
+    def _sample(self, arm: ArmSpec, seconds: float) -> None:
         """Take a first sample of ``arm``, unless it takes longer than ``seconds``."""
-        server.deadline, name = min(self.ends, time.monotonic() + seconds), arm.variant
+        self.server.deadline, name = min(self.ends, time.monotonic() + seconds), arm.variant
         try:
             sample = calibrate(arm)
         except OutOfTime:
             if self.left() <= 0 or not self.samples:
                 raise
             self._leave_out(name, f"cut, because its start and {FEWEST_STEPS} steps take more than {seconds:.0f} s")
-            server.deadline = self.ends
-            server.restart()
-            server.describe()  # the start of the server is not the next arm's
+            self.server.deadline = self.ends
+            self.server.restart()
+            self.server.describe()  # the start of the server is not the next arm's
         except BenchError as error:
             if not self.samples:
                 raise
-            self._leave_out(name, first_line(error).removeprefix(f"{name} ").rstrip(".:"))
+            self._leave_out(name, error.reason)
         else:
             self.samples[name] = sample
             window = Window.model_validate(sample.answer["window"])
             self.arms = [*self.arms, arm.measured([window], conditions_of(sample.answer))]
             self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
-        server.deadline = self.ends
+        self.server.deadline = self.ends
 
     def _drop(self, costs: Mapping[str, float], seconds: float, about: str) -> None:
         """Drop the variants that cost most until the others cost no more than ``seconds``; never the last variant. On
         a terminal, ask before. ``costs``: variant -> seconds."""
-        kept = sorted(costs, key=lambda name: costs[name])
-        dear: list[str] = []
-        while kept and len(self.chosen) - len(dear) > 2 and sum(costs[name] for name in kept) > seconds:
-            dear.append(kept.pop())
+        dear = dearest(costs, seconds, len(self.chosen) - 2)
         if not dear or self._keeps_all:
             return
-        said = ", ".join(f"{name} ({about}{costs[name]:.0f} s a round)" for name in dear)
-        question = f"try: {self.minutes:g} minutes do not suffice for all; drop {said}?"
+        listed = ", ".join(f"{name} ({about}{costs[name]:.0f} s a round)" for name in dear)
+        question = f"try: {self.minutes:g} minutes do not suffice for all; drop {listed}?"
         if sys.stdin.isatty() and sys.stdout.isatty():
             say(f"{question} [Y/n] ", end="")
-            self.table.stay()
+            self.sitting.stay()
             if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self.left())))[0]:
                 self._keeps_all = sys.stdin.readline().strip().lower() in ("n", "no")
                 if self._keeps_all:
@@ -196,8 +190,7 @@ class Look:
         seen = self._looked_at()[0].get(name)
         self.absent[name] = why = f"{why}; its first sample: {_cells(seen)}" if seen else why
         self.chosen.remove(name)
-        self.table.stay()
-        say(f"try: {name}: {why}")
+        self.sitting.leave_out(name, why)
 
     def _keep(self, bench: Bench) -> None:
         file = KEPT_BENCHES / file_name(bench)
@@ -210,7 +203,7 @@ class Look:
         rows = ratios | ({"A/A": noises} if noises else {})
         cells = {"variant": [figure.noun for figure in next(iter(rows.values()), {})]}
         cells |= {name: [facts.brief(ratio) for ratio in seen.values()] for name, seen in rows.items()}
-        self.table.show(news, self.left(), cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
+        self.sitting.show(news, cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
 
     def _looked_at(self) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
         arms, baseline = self.arms, self.config.compare.baseline
@@ -234,18 +227,18 @@ class Look:
     def ranking(self) -> list[str]:
         """Return the lines of the provisional ranking, the fastest variant first."""
         ratios, noises = self._looked_at()
-        speeds = {name: (of.get(THROUGHPUT) or Difference()).estimate or 0.0 for name, of in ratios.items()}
+        speeds = {name: (seen.get(THROUGHPUT) or Difference()).estimate or 0.0 for name, seen in ratios.items()}
         width, minutes = max(map(len, self.config.variants)), f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
-        seen = f"one look at {count(self.rounds, 'round')}, intervals of {100 * SURE:g}%"
-        lines = [f"\nProvisional, not a verdict ({seen}); accuracy was not measured:"]
+        basis = f"one look at {count(self.rounds, 'round')}, intervals of {100 * SURE:g}%"
+        lines = [f"\nProvisional, not a verdict ({basis}); accuracy was not measured:"]
         for name in sorted(ratios, key=lambda name: -speeds[name]):
             if name not in self.absent:
-                told = "; ".join(_told(figure, ratio, minutes) for figure, ratio in ratios[name].items())
-                lines.append(hanging(f"  {name:{width}}  ", told))
+                words = "; ".join(_in_words(figure, ratio, minutes) for figure, ratio in ratios[name].items())
+                lines.append(hanging(f"  {name:{width}}  ", words))
         lines += [hanging(f"  {name:{width}}  ", why) for name, why in self.absent.items()]
         unseen = [name for name in self.chosen if name not in ratios and name != self.config.compare.baseline]
         lines += [hanging(f"  {name:{width}}  ", f"cannot be told in {minutes}") for name in unseen]
-        doubts = {ratio.why_untrusted for of in ratios.values() for ratio in of.values() if ratio.why_untrusted}
+        doubts = {ratio.why_untrusted for seen in ratios.values() for ratio in seen.values() if ratio.why_untrusted}
         lines += facts.sentences(sorted(doubts)) if self.rounds else []
         if noises:
             lines.append(f"The baseline against itself: {_cells(noises)}.")
@@ -272,8 +265,8 @@ def _cells(ratios: Mapping[Figure, Difference]) -> str:
     return ", ".join(f"{figure.word} {facts.brief(ratio)}" for figure, ratio in ratios.items())
 
 
-def _told(figure: Figure, ratio: Difference, minutes: str) -> str:
-    """Return what is told of a variant's figure."""
+def _in_words(figure: Figure, ratio: Difference, minutes: str) -> str:
+    """Say what a look shows of a variant's figure."""
     if ratio.decision in ("better", "worse"):
         words = ("faster", "slower") if figure is THROUGHPUT else (f"less {figure.word}", f"more {figure.word}")
         return f"clearly {words[ratio.decision == 'worse']}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
