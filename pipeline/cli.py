@@ -32,21 +32,8 @@ Command = Callable[[argparse.Namespace], Callable[[], object] | None]
 
 COMMANDS = (
     *("environment", "fetch", "prepare", "train", "seeds", "bench", "profile", "infer", "compare", "publish"),
-    *(
-        "advise",
-        "try",
-        "gate",
-        "promote",
-        "plan",
-        "predict-memory",
-        "verify",
-        "probe",
-        "scale",
-        "evidence",
-        "doctor",
-        "submit",
-    ),
-    *("history", "techniques", "variants", "init", "script", "schema"),
+    *("advise", "try", "gate", "promote", "plan", "predict-memory", "verify", "probe", "scale", "evidence", "doctor"),
+    *("submit", "history", "techniques", "variants", "init", "script", "schema"),
 )
 """The commands, in the order of ``--help``; the stages are in the order of dvc.yaml."""
 STARTED_BY_OTHERS = ("follow", "arms", "host")
@@ -133,29 +120,86 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     parsers = {name: add(name) for name in (*COMMANDS, *STARTED_BY_OTHERS)}
+
+    def option(command: str, usage: str, about: str, default: Any = None, **more: Any) -> None:
+        """Add an argument. ``usage``: its name and, unless it is a switch, its placeholder, such as --minutes X."""
+        name, _, metavar = usage.partition(" ")
+        form: dict[str, Any] = {"action": "store_true"}
+        if metavar or "choices" in more:
+            form = {"metavar": metavar or None, "default": default, "type": str if default is None else type(default)}
+        parsers[command].add_argument(name, help=about, **form | more)
+
     variant = "an entry under variants: or students: in params.yaml"
     for name in ("train", "profile", "infer", "follow"):
-        parsers[name].add_argument("variant", metavar="VARIANT", help=variant)
-    parsers["plan"].add_argument("variant", nargs="?", metavar="VARIANT", help=f"{variant}; without a name: list all")
-    for name in ("predict-memory", "verify"):
-        parsers[name].add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
-    parsers["seeds"].add_argument("--most", type=int, default=12, metavar="N", help="add none to N seeds; default: 12")
-    again = "measure one more session, into a new file under sessions/"
-    parsers["bench"].add_argument("--again", action="store_true", help=again)
+        option(name, "variant VARIANT", variant)
+    option("plan", "variant VARIANT", f"{variant}; without a name: list all", nargs="?")
+    for name in ("predict-memory", "verify", "try"):
+        option(name, "variants VARIANT", "without a name: all of params.yaml", nargs="*")
+    option("verify", "--json", "print JSON for programs: each claim's measured difference and bound")
+    for name in ("probe", "techniques"):
+        option(name, "--json", "print JSON for programs")
+    option("seeds", "--most N", "add none to N seeds; default: 12", 12)
+    option("bench", "--again", "measure one more session, into a new file under sessions/")
     against = "a git revision, which is measured together with this work tree"
-    parsers["gate"].add_argument("--against", required=True, metavar="REVISION", help=against)
-    memory = parsers["predict-memory"]
+    option("gate", "--against REVISION", against, required=True)
     size = "the device's memory, such as 24GiB; also print which variants fit, and the largest batch that fits"
-    memory.add_argument("--memory", metavar="SIZE", help=size)
-    memory.add_argument("--device", choices=("cpu", "cuda"), help="replaces train.device; cuda works without a GPU")
-    as_json = "print JSON for programs: each claim's measured difference and bound"
-    parsers["verify"].add_argument("--json", action="store_true", help=as_json)
+    option("predict-memory", "--memory SIZE", size)
+    device = "replaces train.device; cuda works without a GPU"
+    option("predict-memory", "--device", device, choices=("cpu", "cuda"))
     quick = "end within two minutes if a training step takes a second; says what this leaves out"
-    parsers["verify"].add_argument("--quick", action="store_true", help=quick)
-    parsers["probe"].add_argument("--json", action="store_true", help="print JSON for programs")
-    evidence = parsers["evidence"]
-    evidence.add_argument("action", nargs="?", metavar="check", help="check the figures in FILE; do not write it")
-    evidence.add_argument("file", nargs="?", metavar="FILE", help="a zip archive")
+    option("verify", "--quick", quick)
+    option("evidence", "action check", "check the figures in FILE; do not write it", nargs="?")
+    option("evidence", "file FILE", "a zip archive", nargs="?")
+    option("host", "--listen ADDRESS", "be the agent that starts commands here (submit kubernetes)")
+    option("host", "--on HOST", "run the words on HOST, where an agent listens")
+    option("host", "words WORD", "the command", nargs=argparse.REMAINDER)
+    option("techniques", "words WORD", "a name, or a topic such as AMP or ZeRO; without a word: all names", nargs="*")
+    option("techniques", "--markdown", "print docs/techniques.md; `make docs` uses this")
+    option("variants", "set SET", "a file under variants/; print which of its variants can run here", nargs="?")
+    option("variants", "--add", "add the variants that can run here to params.yaml")
+    option("advise", "--minutes X", "the time for all of it (20)", 20.0)
+    option("advise", "--memory SIZE", "try nothing whose predicted step needs more than this memory, such as 16GiB")
+    option("advise", "--add", "add what is advised to params.yaml")
+    groups = "try only these groups of techniques, such as precision or data-loading"
+    option("advise", "--only GROUP", groups, nargs="+", default=(), type=str)
+    option("try", "--minutes X", "the time for all of it (5)", 5.0)
+    base = "a variant whose processes share the batch, or ddp, zero1 or fsdp; without a name: all of params.yaml"
+    option("scale", "variants VARIANT", base, nargs="*")
+    devices = "project the curves to so many devices; default: four times those that there are"
+    option("scale", "--up-to N", devices, type=int)
+    price = "what an hour of a GPU costs or, without GPUs, of a host; default: compare.price_per_device_hour"
+    option("scale", "--price X", price, type=float)
+    option("scale", "--minutes X", "longest time for the rounds (5)", 5.0)
+    option("scale", "--link NAME", "what links hosts that are not here, such as ib400 or eth100")
+    mode = "measure only the curves with this scaling: the global batch stays, or each process's batch"
+    option("scale", "--mode", mode, choices=("strong", "weak"))
+    data = parsers["init"].add_mutually_exclusive_group()
+    for flag, place, about in (
+        ("--images", "DIR", "train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"),
+        ("--arrays", "PATH", "train on an .npz, .safetensors or .parquet file, or a folder of .npy files"),
+        ("--text", "DIR", "train a language model on UTF-8 files"),
+    ):
+        data.add_argument(flag, metavar=place, help=about)
+    option("init", "--model NAME", "your own model as module:factory, or a model of torchvision")
+    option("init", "--minimal", "write only params.yaml, dvc.yaml and .gitignore")
+    several = "variants of the new params.yaml, shipped or ready-made, such as memory,bf16; default: what can run here"
+    option("init", "--variants A,B,C", several, type=lambda names: names.split(","), default=())
+    option("init", "--yes", "change existing files without asking")
+    option("script", "--base COMMAND", "the command, such as 'python train.py'", required=True)
+    arms: dict[str, Any] = {"action": "append", "default": [], "dest": "arms"}
+    arm = "the command with further arguments, after variables such as OMP_NUM_THREADS=2"
+    option("script", "--arm NAME=ARGUMENTS", arm, type=partial(_arm, False), **arms)
+    option("script", "--command NAME=COMMAND", "an arm with another command", type=partial(_arm, True), **arms)
+    setting = "a setting of params.yaml, such as bench.max_rounds=6 or compare.margins.throughput=0.02"
+    option("script", "--set KEY=VALUE", setting, action="append", default=[], dest="settings", type=str)
+    option("script", "--minutes X", "longest time for the rounds (10.0)", 10.0)
+    option("script", "--timeout X", "longest silence of an arm, in seconds (600.0)", 600.0)
+    optimizer = "the number of the optimizer whose steps count, as they are made; 0: the first to step (0)"
+    option("script", "--optimizer X", optimizer, 0)
+    option("script", "--output X", "the report's directory (script-report)", Path("script-report"), type=Path)
+    option("script", "--in-place", "run in this directory instead of copies of it")
+    option("script", "--batch-differs", "batches differ on purpose: compare samples/s")
+    option("schema", "--check", "write nothing; fail if the file is outdated")
     places = parsers["submit"].add_subparsers(metavar="PLACE", required=True, dest="place")
     for place, about in (
         ("slurm", "submit a job, or find the active one; print what it prints; exit with its code"),
@@ -167,70 +211,6 @@ def _parser() -> argparse.ArgumentParser:
         if place != "here":
             only = place == "kubernetes"
             added.add_argument("--dry-run", action="store_true", required=only, help="print the job; submit nothing")
-    host = parsers["host"]
-    host.add_argument("--listen", metavar="ADDRESS", help="be the agent that starts commands here (submit kubernetes)")
-    host.add_argument("--on", metavar="HOST", help="run the words on HOST, where an agent listens")
-    host.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="the command")
-    techniques, word = parsers["techniques"], "a name, or a topic such as AMP or ZeRO; without a word: all names"
-    techniques.add_argument("words", nargs="*", metavar="WORD", help=word)
-    techniques.add_argument("--json", action="store_true", help="print JSON for programs")
-    techniques.add_argument("--markdown", action="store_true", help="print docs/techniques.md; `make docs` uses this")
-    variants, of_variants = parsers["variants"], "a file under variants/; print which of its variants can run here"
-    variants.add_argument("set", nargs="?", metavar="SET", help=of_variants)
-    variants.add_argument("--add", action="store_true", help="add the variants that can run here to params.yaml")
-    advised = parsers["advise"]
-    advised.add_argument("--minutes", type=float, default=20.0, metavar="X", help="the time for all of it (20)")
-    size = "try nothing whose predicted step needs more than this memory, such as 16GiB"
-    advised.add_argument("--memory", metavar="SIZE", help=size)
-    advised.add_argument("--add", action="store_true", help="add what is advised to params.yaml")
-    several = "try only these groups of techniques, such as precision or data-loading"
-    advised.add_argument("--only", nargs="+", default=(), metavar="GROUP", help=several)
-    tried = parsers["try"]
-    tried.add_argument("variants", nargs="*", metavar="VARIANT", help="without a name: all of params.yaml")
-    tried.add_argument("--minutes", type=float, default=5.0, metavar="X", help="the time for all of it (5)")
-    scale, base = parsers["scale"], "a variant whose processes share the batch, or ddp, zero1 or fsdp"
-    scale.add_argument("variants", nargs="*", metavar="VARIANT", help=f"{base}; without a name: all of params.yaml")
-    further = "project the curves to so many devices; default: four times those that there are"
-    scale.add_argument("--up-to", type=int, metavar="N", help=further)
-    price = "what an hour of a GPU costs or, without GPUs, of a host; default: compare.price_per_device_hour"
-    scale.add_argument("--price", type=float, metavar="X", help=price)
-    scale.add_argument("--minutes", type=float, default=5.0, metavar="X", help="longest time for the rounds (5)")
-    scale.add_argument("--link", metavar="NAME", help="what links hosts that are not here, such as ib400 or eth100")
-    kind = "measure only the curves with this scaling: the global batch stays, or each process's batch"
-    scale.add_argument("--mode", choices=("strong", "weak"), help=kind)
-    init = parsers["init"]
-    data = init.add_mutually_exclusive_group()
-    for option, place, about in (
-        ("--images", "DIR", "train on images: DIR/train/CLASS/* and, optionally, DIR/test/CLASS/*"),
-        ("--arrays", "PATH", "train on an .npz, .safetensors or .parquet file, or a folder of .npy files"),
-        ("--text", "DIR", "train a language model on UTF-8 files"),
-    ):
-        data.add_argument(option, metavar=place, help=about)
-    init.add_argument("--model", metavar="NAME", help="your own model as module:factory, or a model of torchvision")
-    init.add_argument("--minimal", action="store_true", help="write only params.yaml, dvc.yaml and .gitignore")
-    several = "variants of the new params.yaml, shipped or ready-made, such as memory,bf16; default: what can run here"
-    init.add_argument("--variants", metavar="A,B,C", type=lambda names: names.split(","), default=(), help=several)
-    init.add_argument("--yes", action="store_true", help="change existing files without asking")
-    script = parsers["script"]
-    script.add_argument("--base", required=True, metavar="COMMAND", help="the command, such as 'python train.py'")
-    for option, stored, form, read, about in (
-        ("--arm", "arms", "NAME=ARGUMENTS", partial(_arm, False), "the command with further arguments, after variables "
-         "such as OMP_NUM_THREADS=2"),
-        ("--command", "arms", "NAME=COMMAND", partial(_arm, True), "an arm with another command"),
-        ("--set", "settings", "KEY=VALUE", str, "a setting of params.yaml, such as bench.max_rounds=6 or "
-         "compare.margins.throughput=0.02"),
-    ):  # fmt: skip
-        script.add_argument(option, dest=stored, metavar=form, type=read, action="append", default=[], help=about)
-    for option, default, about in (
-        ("--minutes", 10.0, "longest time for the rounds"),
-        ("--timeout", 600.0, "longest silence of an arm, in seconds"),
-        ("--optimizer", 0, "the number of the optimizer whose steps count, as they are made; 0: the first to step"),
-        ("--output", Path("script-report"), "the report's directory"),
-    ):
-        script.add_argument(option, type=type(default), default=default, metavar="X", help=f"{about} ({default})")
-    script.add_argument("--in-place", action="store_true", help="run in this directory instead of copies of it")
-    script.add_argument("--batch-differs", action="store_true", help="batches differ on purpose: compare samples/s")
-    parsers["schema"].add_argument("--check", action="store_true", help="write nothing; fail if the file is outdated")
     return parser
 
 
@@ -280,6 +260,14 @@ def _script_seen(config: Config, before: dict[str, Any]) -> dict[str, Any] | Non
     return inputs.examined(config)
 
 
+def _configured() -> tuple[Config, Machine]:
+    """Return the configuration from params.yaml, and this machine."""
+    from pipeline import environment, params
+
+    config = params.load()
+    return config, environment.machine(config.launch)
+
+
 def _ready() -> tuple[Config, Machine]:
     """Return the configuration from params.yaml, and this machine. Write environment.json if the file is missing, or
     describes another number or link of hosts.
@@ -287,10 +275,9 @@ def _ready() -> tuple[Config, Machine]:
     A worker of a launcher does not write the file, because the launcher changes environment variables that the file
     records.
     """
-    from pipeline import environment, hosts, params
+    from pipeline import environment, hosts
 
-    config = params.load()
-    machine = environment.machine(config.launch)
+    config, machine = _configured()
     if processes.launched_size() is None:
         links = environment.last_written().get("hardware", {}).get("hosts", [])
         if not environment.ENVIRONMENT_FILE.exists() or not hosts.linked_as(links):
@@ -548,19 +535,15 @@ def _scale(parsed: argparse.Namespace) -> Callable[[], object]:
 
 def _plan(parsed: argparse.Namespace) -> Callable[[], object]:
     """Print how a variant's step is composed on this machine: techniques, their order, and what is skipped."""
-    from pipeline import environment, params
+    config, machine = _configured()
     from pipeline.tools import beforehand
 
-    config = params.load()
-    return partial(beforehand.show_plan, config, parsed.variant, environment.machine(config.launch), PREPARED)
+    return partial(beforehand.show_plan, config, parsed.variant, machine, PREPARED)
 
 
 def _predict_memory(parsed: argparse.Namespace) -> Callable[[], object]:
     """Predict the peak memory of variants without running them."""
-    from pipeline import environment, params
-
-    config = params.load()
-    machine = environment.machine(config.launch)
+    config, machine = _configured()
     from pipeline.tools import beforehand
 
     asked = {"memory": parsed.memory, "device": parsed.device}
@@ -572,10 +555,7 @@ def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
 
     Exit code: 1 if a claim does not hold, or if none of a variant's claims could be decided; else 0.
     """
-    from pipeline import environment, params
-
-    config = params.load()
-    machine = environment.machine(config.launch)
+    config, machine = _configured()
     from pipeline.tools import verification
 
     options = {"as_json": parsed.json, "quick": parsed.quick}
@@ -584,10 +564,7 @@ def _verify(parsed: argparse.Namespace) -> Callable[[], object]:
 
 def _probe(parsed: argparse.Namespace) -> Callable[[], object]:
     """Time the collectives between the devices, beside what the links state; write reports/probe.*."""
-    from pipeline import environment, params
-
-    config = params.load()
-    machine = environment.machine(config.launch)
+    config, machine = _configured()
     from pipeline.scaling import probe
 
     return partial(probe.run, config, machine, as_json=parsed.json)
