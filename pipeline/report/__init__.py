@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from markupsafe import escape
@@ -27,7 +27,17 @@ from pipeline.report.pictures import Histories
 from pipeline.results import REPORTS, figures
 from pipeline.results.figures import FIGURES, Figure
 
-__all__ = ["REPORTS", "history_csv", "html", "markdown", "metrics", "ratios_csv", "write", "write_history"]
+__all__ = [
+    "REPORTS",
+    "history_csv",
+    "html",
+    "markdown",
+    "metrics",
+    "ratios_csv",
+    "write",
+    "write_history",
+    "write_pages",
+]
 
 LIMIT = 65_536
 """Maximum number of characters of a comment on GitHub."""
@@ -67,10 +77,24 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
 def write_history(trends: Sequence[Trend], directory: Path = REPORTS) -> None:
     """Write ``history.html`` and ``history.md``, and print the Markdown."""
     content = {"trends": trends, "pictures": pictures, "facts": facts, "fewest": 2 * FEWEST_SESSIONS}
-    page = spelled(render("history.html", escape="html", **content))
-    text = spelled(render("history.md", escape="markdown", **content))
-    write_texts({directory / "history.html": page, directory / "history.md": text})
-    say(text, end="")
+    say(write_pages("history", directory, escape="markdown", **content), end="")
+
+
+def write_pages(
+    name: str,
+    directory: Path,
+    as_json: str = "",
+    *,
+    escape: Literal["markdown"] | None = None,
+    **content: Any,
+) -> str:
+    """Write ``<name>.md`` and ``<name>.html`` from the templates of these names and, if it is given, ``<name>.json``:
+    all files, or none if the disk has no room for all. Return the Markdown, whose values ``render`` escapes as
+    ``escape`` says."""
+    markdown = spelled(render(f"{name}.md", escape=escape, **content))
+    texts = {"json": as_json, "md": markdown, "html": spelled(render(f"{name}.html", escape="html", **content))}
+    write_texts({directory / f"{name}.{ending}": text for ending, text in texts.items() if text})
+    return markdown
 
 
 def markdown(comparison: Comparison) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.comparison.stats import Difference
-from pipeline.errors import ConfigError, say, spelled
-from pipeline.files import read_json, write_texts
-from pipeline.pages import render
+from pipeline.errors import ConfigError, say
+from pipeline.files import read_json
 from pipeline.params import Config, Machine
+from pipeline.report import write_pages
 from pipeline.report.pictures import Chart, loglog
 from pipeline.results import REPORTS, Document, ResultError, read_document, session_files
 from pipeline.scaling import points, probe
@@ -116,14 +116,7 @@ def write(report: Report, directory: Path = REPORTS) -> None:
     """Write the report as JSON, Markdown and a page, all or none; print the Markdown."""
     charts = [_speedups(curve) for curve in report.curves]
     content: dict[str, Any] = {"report": report, "parts": Parts._fields, "charts": charts}
-    markdown = spelled(render("scaling.md", **content))
-    texts = {
-        "json": report.to_json(),
-        "md": markdown,
-        "html": spelled(render("scaling.html", escape="html", **content)),
-    }
-    write_texts({directory / f"scaling.{ending}": text for ending, text in texts.items()})
-    say(markdown, end="")
+    say(write_pages("scaling", directory, report.to_json(), **content), end="")
 
 
 def _speedups(curve: Curve) -> Chart | None:

@@ -19,11 +19,11 @@ from pipeline.distributed import forked, launched_size, world
 from pipeline.distributed.collectives import Operation, seconds_of
 from pipeline.environment import cores, hardware
 from pipeline.errors import ConfigError, PipelineError, count, say
-from pipeline.files import write_texts
 from pipeline.measurement.windows import handle_of
 from pipeline.params import Config, Machine, Variant
 from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
+from pipeline.report import write_pages
 from pipeline.report.pictures import Chart, loglog
 from pipeline.results import REPORTS, Document, Record
 
@@ -306,8 +306,5 @@ def run(config: Config, machine: Machine, *, as_json: bool) -> None:
     counts = [2**power for power in range(1, most.bit_length()) if 2**power < most]
     probe = measured(config, machine, [*counts, most])
     charts = [_chart(probe, answer) for answer in probe.answers]
-    markdown = pages.render("probe.md", probe=probe)
-    html = pages.render("probe.html", escape="html", probe=probe, charts=charts)
-    texts = {"probe.json": probe.to_json(), "probe.md": markdown, "probe.html": html}
-    write_texts({REPORTS / name: text for name, text in texts.items()})
+    markdown = write_pages("probe", REPORTS, probe.to_json(), probe=probe, charts=charts)
     say(probe.to_json() if as_json else markdown, end="")

@@ -11,11 +11,10 @@ from pipeline.comparison import planning, sessions, stats
 from pipeline.comparison.racing import RACED, Race, interaction
 from pipeline.comparison.sessions import column
 from pipeline.comparison.stats import Difference
-from pipeline.errors import count, say, spelled
-from pipeline.files import write_texts
+from pipeline.errors import count, say
 from pipeline.pages import render
 from pipeline.params import Compare, entry
-from pipeline.report import HUES, facts, pictures
+from pipeline.report import HUES, facts, pictures, write_pages
 from pipeline.results import REPORTS, Bench, Document, Record
 from pipeline.results.figures import MEMORY, THROUGHPUT, Figure
 from pipeline.tools.candidates import Candidate, Untried
@@ -270,11 +269,5 @@ def write(advice: Advice, directory: Path = REPORTS) -> None:
         "front": pictures.front_of([pictures.Spot(1, advice.baseline, None, None, False), *spots]),
         "hues": {spot.variant: f"v{spot.number % HUES}" for spot in spots} | {advice.baseline: "v0"},
     }  # fmt: skip
-    markdown = spelled(render("advice.md", escape="markdown", **content))
-    texts = {
-        "json": advice.to_json(),
-        "md": markdown,
-        "html": spelled(render("advice.html", escape="html", **content)),
-    }
-    write_texts({directory / f"{FILE.stem}.{ending}": text for ending, text in texts.items()})
+    write_pages(FILE.stem, directory, advice.to_json(), escape="markdown", **content)
     say(render("advice.md", **content), end="")
