@@ -531,31 +531,13 @@ def test_a_server_s_output_is_printed_above_the_bar(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_every_sample_comes_from_a_fresh_process(workspace: Path) -> None:
-    (workspace / "noted.py").write_text(
-        "import os\nfrom torch import nn\n\n"
-        "def net(*, channels, height, width, classes):\n"
-        "    with open('pids', 'a') as file:\n"
-        "        print(os.getpid(), file=file)\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))\n",
-        encoding="utf-8",
-    )
-    params = PARAMS | {"train": PARAMS["train"] | {"model": "noted:net"}}
-    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    with Server() as server:
-        measure(arms(server, "a", "b"), seconds=600, max_rounds=2, steps=4, turns=2)
-        pids = set(map(int, Path("pids").read_text(encoding="utf-8").split()))
-        assert len(pids - {server._process.pid}) == 4
-
-
-@pytest.mark.slow
-def test_warm_up_steps_are_before_the_window(workspace: Path) -> None:
+def test_each_sample_s_fresh_process_warms_up_before_its_window(workspace: Path) -> None:
     (workspace / "counted.py").write_text(
-        "from torch import nn\n\n"
+        "import os\n\nfrom torch import nn\n\n"
         "class Counted(nn.Flatten):\n"
         "    def forward(self, images):\n"
         "        with open('passes', 'a') as file:\n"
-        "            file.write('.')\n"
+        "            print(os.getpid(), file=file)\n"
         "        return super().forward(images)\n\n"
         "def net(*, channels, height, width, classes):\n"
         "    return nn.Sequential(Counted(), nn.Linear(channels * height * width, classes))\n",
@@ -564,14 +546,21 @@ def test_warm_up_steps_are_before_the_window(workspace: Path) -> None:
     # With 64 samples a step, no epoch ends within the arm. The evaluation at an epoch's end would add passes.
     params = PARAMS | {"train": PARAMS["train"] | {"model": "counted:net", "batch_size": 64}}
     Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    passes, counts, peaks = Path("passes"), [], []
+    counts, peaks, processes = [], [], set[str]()
+
+    def passes() -> list[str]:
+        return Path("passes").read_text(encoding="utf-8").split() if Path("passes").exists() else []
+
     with Server() as server:
         plan = server.plan("baseline", Variant().model_dump(mode="json"))
         for steps, memory in ((2, True), (5, True), (6, True), (9, True), (2, False), (9, False)):
             plan["train"]["warmup_steps"] = steps
-            before = passes.stat().st_size if passes.exists() else 0
+            before = len(passes())
             server.open("baseline", plan, 4, memory=memory)
-            counts.append(passes.stat().st_size - before)
+            (process,) = set(passes()[before:])
+            counts.append(len(passes()) - before)
+            assert process not in processes
+            processes.add(process)
             server.turn("baseline", 4)
             window = Window.model_validate(server.close("baseline")["window"])
             peaks.append((bool(window.peak_memory_bytes), len(window.peak_memory_rank_bytes)))

@@ -233,6 +233,8 @@ def test_a_metric_s_digest_covers_its_listed_files(checkout: Path) -> None:
             file.write_text("longer" if file == changed else "0", encoding="utf-8")
         digests.append(code.of_function("own_scores:mine", files))
     assert [digest == digests[0] for digest in digests] == [True, False, True]
+    config = parse({"train": {"metric": "own_scores:mine", "files": ["tables"]}, "variants": {"baseline": {}}})
+    assert stages.described(config, {})["rulers"] == {"metric": digests[-1]}, "the gate compares it"
 
 
 @pytest.mark.parametrize(

@@ -248,10 +248,12 @@ def test_a_rank_takes_the_steps_it_is_asked_for(bed: Bed) -> None:
 
 
 def test_samples_are_counted_at_the_first_trained_module(bed: Bed) -> None:
+    """Not at a transform that runs in the training's own process: a module that gets the samples one by one."""
     serving = bed.requests(4, examine=True)
-    model = torch.nn.Sequential(net(), torch.nn.Linear(2, 2))
+    transform, model = torch.nn.Dropout(), torch.nn.Sequential(net(), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for samples in (5, 6, 7, 8, 9):
+        transform(torch.ones(3, 4))
         model.eval()(torch.ones(100, 4))
         with torch.no_grad():
             model.train()(torch.ones(100, 4))
@@ -259,19 +261,6 @@ def test_samples_are_counted_at_the_first_trained_module(bed: Bed) -> None:
         step(model, optimizer, samples=samples)
     serving.join()
     assert bed.answers[1]["samples"] == [12, 14, 16]
-
-
-def test_a_transform_is_not_taken_for_the_model(bed: Bed) -> None:
-    """A transform that runs in the training's own process is a module that gets the samples one by one."""
-    serving = bed.requests(3, examine=True)
-    transform, model = torch.nn.Dropout(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(4):
-        for _ in range(8):
-            transform(torch.ones(3, 4))
-        step(model, optimizer, samples=8)
-    serving.join()
-    assert bed.answers[1]["samples"] == [8, 8]
 
 
 @pytest.mark.parametrize("evaluations", [1, 5])
@@ -618,9 +607,12 @@ def test_an_interrupt_keeps_whole_rounds(play: Callable[..., int], monkeypatch: 
     assert (bench["interrupted"], [len(arm["samples"]) for arm in bench["arms"]]) == (True, [3] * 4)
 
 
-def test_other_batches_that_are_meant_compare_by_samples(play: Callable[..., int]) -> None:
+def test_other_batches_that_are_meant_compare_by_samples(
+    play: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     half = ["--arm", "half=--batch 32"]
     assert play(*half) == 2
+    assert "half: found 32 samples a step, but base takes 64" in capsys.readouterr().err
     assert not Path("script-report").exists()
     assert play(*half, "--batch-differs") == 0
     half_batch = compared_now()["variants"][3]
@@ -647,13 +639,6 @@ def test_known_answers_of_a_script_alone(work: Path) -> None:
     }  # fmt: skip
     base, slower, nothing, again = (arm["samples"][0]["peak_memory_bytes"] / MIB for arm in bench["arms"])
     assert (slower - base, nothing - base, again - base) == tuple(pytest.approx(held, abs=2) for held in (100, 0, 0))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("work")
-def test_an_arm_on_half_of_the_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["script", "--base", f"{sys.executable} train.py", "--arm", "half=--batch 32"]) == 2
-    assert "half: found 32 samples a step, but base takes 64" in capsys.readouterr().err
 
 
 @pytest.mark.slow

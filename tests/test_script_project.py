@@ -292,11 +292,9 @@ def test_an_edited_config_changes_variants_a_comment_none() -> None:
 
 def test_first_steps_say_which_files_are_inputs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "big.json").write_text(FILES["config.json"], encoding="utf-8")
-    (project / "train.py").write_text(SCRIPT.replace('"config.json"', "options.config"), encoding="utf-8")
-    with (project / "train.py").open("r+", encoding="utf-8") as file:
-        text = file.read().replace("options =", "parser.add_argument('--config', default='config.json')\noptions =", 1)
-        file.seek(0)
-        file.write(text)
+    option = "parser.add_argument('--config', default='config.json')\noptions ="
+    text = SCRIPT.replace('"config.json"', "options.config").replace("options =", option, 1)
+    (project / "train.py").write_text(text, encoding="utf-8")
     variants: dict[str, Any] = {"baseline": {}, "same": {}, "big": {"arguments": "--config big.json"}}
     config = parse(PARAMS | {"variants": variants})
     seen = inputs.examined(config)
@@ -401,7 +399,10 @@ def test_each_seed_trains_and_finished_seeds_stay(
     project: Path, trained: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     percent = OWN | {"metric": {"pattern": "accuracy=(.*)", "scale": 100.0}}
-    config = trained({"script": percent, "train": {"seeds": [0]}})
+    params: dict[str, Any] = {"script": percent, "variants": {"baseline": {}, "baseline-seed-x": {}}}
+    trained(params | {"train": {"seeds": [0]}}, "baseline-seed-x")
+    capsys.readouterr()
+    config = trained(params | {"train": {"seeds": [0]}})
     said = capsys.readouterr().out
     assert re.search(r"accuracy=\d\d\.\d\d\nbaseline seed 0: accuracy \d", said), "the output is shown"
     result = results.read(results.result_file("baseline"), config)
@@ -417,8 +418,10 @@ def test_each_seed_trains_and_finished_seeds_stay(
     assert "accuracy=" in (project / "models/baseline/seed-0/output.txt").read_text("utf-8")
     assert not (project / "out").exists(), "the script ran in a copy"
     assert (project / "results/baseline/system.csv").exists()
-    config = trained({"script": percent, "train": {"seeds": [0, 1]}})
+    config = trained(params | {"train": {"seeds": [0, 1]}})
     assert "baseline seed 0: complete in" in capsys.readouterr().out
+    trained(params | {"train": {"seeds": [0]}}, "baseline-seed-x")
+    assert [path.name for path in (inputs.KEPT / "baseline-seed-x").iterdir()] == ["seed-0"]
     again = results.read(results.result_file("baseline"), config)
     assert again.runs[0] == run
     assert again.runs[1].model_sha256 != run.model_sha256
@@ -463,17 +466,6 @@ def test_seeds_that_make_no_difference_are_refused_and_kept(trained: Callable[..
         trained({"script": ignoring})
     assert len([*inputs.KEPT.rglob("metrics.json")]) == 2
     trained({"script": ignoring, "train": {"seeds": [0]}})
-
-
-def test_variants_with_similar_names_keep_their_own_seeds(
-    trained: Callable[..., Config], capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes: dict[str, Any] = {"variants": {"baseline": {}, "baseline-seed-x": {}}}
-    for name in ("baseline-seed-x", "baseline"):
-        trained(changes | {"train": {"seeds": [0]}}, name)
-    capsys.readouterr()
-    trained(changes | {"train": {"seeds": [0, 1]}}, "baseline-seed-x")
-    assert "baseline-seed-x seed 0: complete in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("in_place", [True, False])
