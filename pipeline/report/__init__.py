@@ -81,12 +81,7 @@ def write_history(trends: Sequence[Trend], directory: Path = REPORTS) -> None:
 
 
 def write_pages(
-    name: str,
-    directory: Path,
-    as_json: str = "",
-    *,
-    escape: Literal["markdown"] | None = None,
-    **content: Any,
+    name: str, directory: Path, as_json: str = "", *, escape: Literal["markdown"] | None = None, **content: Any
 ) -> str:
     """Write ``<name>.md`` and ``<name>.html`` from the templates of these names and, if it is given, ``<name>.json``:
     all files, or none if the disk has no room for all. Return the Markdown, whose values ``render`` escapes as

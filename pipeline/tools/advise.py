@@ -254,15 +254,13 @@ class Adviser:
 
     def _budget(self) -> None:
         """Choose the steps of a window, and leave out the dearest candidates, until the race has its rounds."""
-        openings, (_, step) = (
-            [opening for opening, _ in self.advice.costs.values()],
-            self.advice.costs[self.advice.baseline],
-        )
-        self.update(steps=window_steps(self.config.bench.window_seconds, step, openings))
+        samples = self.advice.costs
+        openings = [opening for opening, _ in samples.values()]
+        step_seconds = samples[self.advice.baseline][1]
+        self.update(steps=window_steps(self.config.bench.window_seconds, step_seconds, openings))
         costs = {name: self._seconds(name) for name in self._running()}
-        for name in dearest(
-            costs, self.sitting.left(RACED_UNTIL) / RACE_ROUNDS - self._round_seconds(()), len(costs) - 1
-        ):
+        allowed = self.sitting.left(RACED_UNTIL) / RACE_ROUNDS - self._round_seconds(())
+        for name in dearest(costs, allowed, len(costs) - 1):
             seconds = f"{costs[name]:.1f} s a round"
             self._leave_out(name, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
 
