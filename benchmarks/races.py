@@ -120,7 +120,8 @@ def record(name: str, minutes: float) -> dict[str, Any]:
             specs.append(spec)
             say(f"races: first sample of {spec.name}: {samples[spec.name].opening_seconds:.1f} s to start")
         samples[baseline] = calibrate(job.arms[0])
-        steps = window_steps(config.bench.window_seconds, samples[baseline].step_seconds, [*samples.values()])
+        openings = [sample.opening_seconds for sample in samples.values()]
+        steps = window_steps(config.bench.window_seconds, samples[baseline].step_seconds, openings)
         seconds = sum(sample.seconds(steps) for sample in samples.values()) + samples[baseline].seconds(steps)
         server.limit = 60 * minutes
         variants = {spec.name: spec.plan["requested"] for spec in specs}
