@@ -76,7 +76,7 @@ def write(comparison: Comparison, histories: Histories, directory: Path = REPORT
 
 def write_history(trends: Sequence[Trend], directory: Path = REPORTS) -> None:
     """Write ``history.html`` and ``history.md``, and print the Markdown."""
-    content = {"trends": trends, "pictures": pictures, "facts": facts, "fewest": 2 * FEWEST_SESSIONS}
+    content: dict[str, Any] = {"trends": trends, "pictures": pictures, "facts": facts, "fewest": 2 * FEWEST_SESSIONS}
     say(write_pages("history", directory, escape="markdown", **content), end="")
 
 
