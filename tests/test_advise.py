@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from benchmarks.races import Pool, replayed
 from benchmarks.simulations import racing
 from pipeline.benchmark import rounds
 from pipeline.benchmark.server import ArmSpec, BenchError
@@ -355,3 +357,25 @@ def test_real_arms_are_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names >= {"streamed_data", "dataloader"}
     assert advice.out["resident_data"].kind == "beaten"
     assert names <= {*advice.costs, *advice.out}
+
+
+def recorded(scatter: float) -> dict[str, Any]:
+    """Return made-up rounds of four candidates: one is faster, one leaner, one worse in both, one takes minutes."""
+    random = np.random.default_rng(0)
+
+    def arm(speed: float, memory: int) -> dict[str, Any]:
+        speeds = [*(speed * np.exp(random.normal(0, scatter, 12)))]
+        return {"samples_per_second": speeds, "peak_memory_bytes": [memory] * 12, "heap_share": 0.0}
+
+    arms = {"base": arm(100, 100), "fast": arm(150, 100), "lean": arm(90, 50), "bad": arm(80, 120), "dear": arm(99, 99)}
+    costs = {name: [1.0, 0.1] for name in arms} | {"dear": [500.0, 0.1]}
+    return {"arms": arms | {"base, A/A control": arm(100, 100)}, "costs": costs, "rounds": 12, "steps": 5, "apart": {}}
+
+
+def test_a_replay_knows_what_it_planted() -> None:
+    exact = replayed(Pool.of(recorded(0.0)), 20.0, trials=20)
+    assert exact["no_time_for"] == ["dear"]
+    assert (exact["dropped"], exact["front"], exact["ends"], exact["stopwatch"]) == (0, 1, 1, 0)
+    noisy = replayed(Pool.of(recorded(0.3)), 20.0, trials=100)
+    assert noisy["stopwatch"] > 0.1
+    assert noisy["dropped"] < 0.05
