@@ -91,7 +91,8 @@ hosts-check: .venv/installed-dev  # trains over two network namespaces as two ho
 	$(BIN)/python -m tests.hosts_kills $(ARGS)
 
 slurm-check: .venv/installed-dev  # submits jobs to a real Slurm, started here for the check; needs root: tests/slurm/check
-	tests/slurm/check
+	tests/slurm/check $(BIN)/python -m pytest -q -p no:cacheprovider tests/slurm
+	tests/slurm/check $(BIN)/python -m tests.slurm.kills $(ARGS)
 
 packages: .venv/installed  # builds a wheel and an sdist in dist/
 	rm -rf build dist pipeline.egg-info

@@ -13,15 +13,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from pipeline import results
@@ -30,7 +32,8 @@ from pipeline.scaling.probe import Probe, fitted
 from tests.workspaces import furnish
 
 ROOT = Path(__file__).parent.parent
-FIRST, SECOND = HOSTS = [f"hosts-check-{os.getpid()}-{number}" for number in (1, 2)]
+PREFIX = "hosts-check-"
+FIRST, SECOND = HOSTS = [f"{PREFIX}{os.getpid()}-{number}" for number in (1, 2)]
 PARAMS: dict[str, Any] = {
     "fetch": {"dataset": "digits"},
     "train": {"device": "cpu", "seeds": [0], "epochs": 4, "batch_size": 32, "learning_rate": 0.05},
@@ -48,9 +51,23 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
+def clear(host: str) -> None:
+    """End all processes of a namespace, and remove it, if there is one."""
+    while pids := subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", host], stderr=subprocess.DEVNULL)
+
+
 @contextmanager
 def namespaces() -> Iterator[None]:
-    """Make both namespaces and the link between them, while the block runs."""
+    """Make both namespaces and the link between them, while the block runs. SIGINT and SIGTERM end it, too; what a
+    check that was killed has left is removed first."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for left in Path("/var/run/netns").glob(f"{PREFIX}*-[12]"):
+        if not psutil.pid_exists(int(left.name.split("-")[2])):
+            clear(left.name)
     try:
         for host in HOSTS:
             ip("netns", "add", host)
@@ -61,8 +78,10 @@ def namespaces() -> Iterator[None]:
             ip("-n", host, "link", "set", f"hv{number}", "up")
         yield
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not interrupt this
+            signal.signal(number, signal.SIG_IGN)
         for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], stderr=subprocess.DEVNULL)
+            clear(host)
 
 
 def shape(rate: str) -> None:
@@ -93,8 +112,7 @@ def trained(**changes: Any) -> results.Run:
 
 
 def compared() -> dict[str, Any]:
-    """Train and measure both variants, in a bench of its own; return what the report holds of ddp."""
-    shutil.rmtree(results.KEPT_BENCHES, ignore_errors=True)
+    """Train and measure both variants; return what the report holds of ddp."""
     for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
         _, process = begun(*words)
         output, _ = process.communicate(timeout=1200)
@@ -121,15 +139,21 @@ def probe(megabit_per_second: int) -> None:
 
 def check() -> None:
     fast, near = trained(), compared()
-    busy = [subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"]) for _ in range(2)]
+    shutil.rmtree(results.KEPT_BENCHES)  # a bench beside other work would go on from it
+    busy = [subprocess.Popen(["taskset", "-c", "1", "sh", "-c", "while :; do :; done"]) for _ in range(3)]
     try:
         compared()
         report = (results.REPORTS / "comparison.md").read_text(encoding="utf-8")
     finally:
         for neighbour in busy:
             neighbour.kill()
+    earlier = results.read_bench()
     shape("20mbit")
     slow, far = trained(), compared()
+    later = results.read_bench()
+    speeds = [8e-6 * (bench.session.link_bytes_per_second or 0.0) for bench in (earlier, later)]
+    print("what the link carried when a bench began, in Mbit/s:", *(f"{speed:,.1f}" for speed in speeds))
+    assert later.session.start_utc > earlier.session.start_utc, "a bench went on over rounds of the faster link"
     launch, PARAMS["launch"] = PARAMS["launch"], {}
     alone = trained()
     PARAMS["launch"] = launch
@@ -174,7 +198,7 @@ def between_hosts(check: Callable[[], object]) -> int:
         print(f"hosts-check cannot make network namespaces here: {allowed.stderr.strip()}")
         return 2
     ip("netns", "del", FIRST)
-    with namespaces(), tempfile.TemporaryDirectory() as folder, chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), namespaces():
         furnish(parse(PARAMS))
         check()
     return 0

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 from threading import Thread
@@ -98,7 +99,9 @@ def test_a_silent_stranger_delays_no_sign_of_life() -> None:
     server, key, lost = socket.create_server(("127.0.0.1", 0)), b"key", list[str]()
     here = server.getsockname()
     with socket.create_connection(here):
-        Thread(target=link.accept, args=(server, key, {"two": lost.append}), daemon=True).start()
+        Thread(
+            target=link.accept, args=(server, key, {"two": partial(link.watch, lose=lost.append)}), daemon=True
+        ).start()
 
         def connect() -> None:
             with Client(here, authkey=key) as connection:

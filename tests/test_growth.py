@@ -29,6 +29,7 @@ def collectives(joined: World, folder: Path, parallelism: str) -> dict[str, Coun
     training.advance(5)
     return {
         "five steps": counted(lambda: training.advance(5)),
+        "evaluation": counted(training.evaluate),
         "checkpoint": counted(lambda: joined.wholes_on_main(training.state())),
         "values of all ranks": counted(lambda: joined.gather("x")),
     }
@@ -42,6 +43,7 @@ def test_only_a_checkpoint_s_broadcasts_grow_with_ranks(parallelism: str, digits
     assert four["checkpoint"].pop("gloo:broadcast") - two["checkpoint"].pop("gloo:broadcast") == 2
     assert two == four
     assert two["five steps"].total() > 5
+    assert two["evaluation"].total() > 0
     assert two["values of all ranks"] == {"gloo:all_gather": 2}
 
 

@@ -8,9 +8,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from pipeline.hosts import agreement, allocation, link
 from pipeline.params import Config, Launch, parse
 from pipeline.training import job
 from tests.commands import Command, executable
+from tests.conftest import ROOT
 from tests.workspaces import CPU_ONLY, PREPARED, enter, variables
 
 T = TypeVar("T")
@@ -189,23 +192,57 @@ def test_a_helper_that_is_lost_ends_all(
     assert ended(*ranks)
 
 
-def test_two_hosts_train_as_one_host_does(config: Config) -> None:
+@pytest.mark.usefixtures("two_hosts")
+def test_a_link_s_speed_is_measured_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (hosts.slowest_link() or 0.0) > 0
+
+    def slow(connection: Connection) -> None:
+        for _ in range(link.BURSTS):
+            connection.recv_bytes(link.BURST_BYTES)
+            time.sleep(0.2)
+            connection.send_bytes(b"")
+
+    monkeypatch.setattr(agreement, "acknowledge", slow)
+    assert 0 < (hosts.slowest_link() or 0.0) <= link.BURST_BYTES / 0.2
+
+
+SHARDS: dict[str, Any] = {"parallelism": "fsdp", "processes": 4}
+
+
+@pytest.mark.parametrize(
+    ("divided", "alike"),
+    [
+        ({"parallelism": "ddp"}, {"parallelism": "ddp"}),
+        pytest.param(SHARDS | {"replicas": "hosts"}, SHARDS | {"replicas": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "fsdp within a host"],
+)
+@pytest.mark.usefixtures("config")
+def test_two_hosts_train_as_one_host_does(divided: dict[str, Any], alike: dict[str, Any]) -> None:
+    config = settings(variants={"baseline": {}, "ddp": divided})
     apart = Command("train", "ddp", variables=variables())
     output = apart.communicate(100)
     assert apart.returncode == 0, output
     result = results.read(results.result_file("ddp"), config)
-    assert (result.hosts, result.world_size) == (2, 2)
+    processes = divided.get("processes", 2)
+    assert (result.hosts, result.world_size) == (2, processes)
+    config = settings(variants={"baseline": {}, "ddp": alike})
     job.run(config, "ddp", CPU_ONLY, PREPARED)
     alone = results.read(results.result_file("ddp"), config)
-    assert (alone.hosts, alone.world_size) == (1, 2)
+    assert (alone.hosts, alone.world_size) == (1, processes)
     assert alone.runs[0].model_sha256 == result.runs[0].model_sha256
+
+
+def settings(**sections: Any) -> Config:
+    """Write and return the settings ``PARAMS`` with other ``sections``."""
+    params = PARAMS | sections
+    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    return parse(params)
 
 
 def longer(**changes: Any) -> Config:
     """Let trainings last until they are stopped."""
-    params = PARAMS | {"train": PARAMS["train"] | {"epochs": 2000} | changes}
-    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-    return parse(params)
+    return settings(train=PARAMS["train"] | {"epochs": 2000} | changes)
 
 
 @pytest.mark.usefixtures("config")
@@ -328,7 +365,7 @@ def test_the_doctor_tries_the_hosts() -> None:
 
 @pytest.mark.usefixtures("config")
 def test_a_prefix_that_fails_names_the_host() -> None:
-    Path("params.yaml").write_text(yaml.safe_dump(PARAMS | {"launch": LAUNCH | {"on_host": "false"}}), encoding="utf-8")
+    settings(launch=LAUNCH | {"on_host": "false"})
     command = Command("train", "ddp", variables=variables())
     assert "error: host two: its helper has ended with exit code 1" in command.communicate(100)
     assert command.returncode == 2
@@ -344,8 +381,7 @@ def test_the_bench_gives_a_verdict_and_names_the_slow_host() -> None:
         "    model.register_forward_pre_hook(lambda *_: time.sleep(seconds))\n    return model\n",
         encoding="utf-8",
     )
-    params = PARAMS | {"train": PARAMS["train"] | {"model": "own:net"}}
-    Path("params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
+    settings(train=PARAMS["train"] | {"model": "own:net"})
     for words in (["environment"], ["train", "baseline"], ["train", "ddp"], ["bench"], ["compare"]):
         command = Command(*words, variables=variables())
         output = command.communicate(300)
@@ -362,3 +398,23 @@ def test_the_bench_gives_a_verdict_and_names_the_slow_host() -> None:
     assert "The other processes wait for process 1 on two" in text
     assert re.search(r"\*\*ddp\*\*<br>on one \| [0-9.]+\sMiB \| [0-9.]+\sms \|", text)
     assert re.search(r"\*\*ddp\*\*<br>on two \| [0-9.]+\sMiB \| [0-9.]+\sms \|", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_an_ended_hosts_check_leaves_no_namespace(number: int, code: int) -> None:
+    earlier = subprocess.Popen(["true"])
+    earlier.wait()
+    namespaces = Path("/var/run/netns")
+    left = namespaces / f"hosts-check-{earlier.pid}-1"
+    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", left.name], capture_output=True).returncode:
+        pytest.skip("needs network namespaces")
+    check = subprocess.Popen([sys.executable, "-m", "tests.hosts_kills", "--kills", "1"], cwd=ROOT)
+    inside = ["ip", "netns", "pids", f"hosts-check-{check.pid}-2"]
+    pids = until(lambda: subprocess.run(inside, capture_output=True, text=True).stdout.split())
+    processes = [psutil.Process(int(pid)) for pid in pids]
+    assert not left.exists()
+    check.send_signal(number)
+    assert check.wait(60) == code
+    assert ended(*processes)
+    assert not list(namespaces.glob(f"hosts-check-{check.pid}-*"))

@@ -9,7 +9,8 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +19,7 @@ from pipeline.errors import PipelineError, count
 from pipeline.files import PREPARED
 from pipeline.hosts.allocation import address, in_use, link_to, names, on_host
 from pipeline.hosts.helper import Host
-from pipeline.hosts.link import accept, beat_to
+from pipeline.hosts.link import accept, acknowledge, beat_to, timed_to, watch
 
 MOST_DIFFERENCES = 8
 """Number of differing fields that a message names."""
@@ -45,7 +46,17 @@ def others() -> list[Host]:
                 "that all hosts see, or correct launch.on_host."
             )
     refuse_differences([*zip(names(), [_arrays(), *_answers(started, _arrays)], strict=True)])
-    key, by_name = secrets.token_bytes(32), {host.name: host.lose for host in started}
+    here, key = _listening({host.name: partial(watch, lose=host.lose) for host in started})
+    for host in started:
+        host.ask(beat_to, here, key, host.name)
+    for host in started:
+        host.value()
+    return started
+
+
+def _listening(greet: dict[str, Callable[[Connection], object]]) -> tuple[tuple[str, int], bytes]:
+    """Listen until each host that ``accept`` shall greet has connected. Return this host's address, and the secret."""
+    key = secrets.token_bytes(32)
     try:
         server = socket.create_server((address(), 0))
     except OSError as error:
@@ -53,13 +64,18 @@ def others() -> list[Host]:
             f"launch.address: {address()} is no address of this host ({error}); set the one at which the other hosts "
             "reach it."
         ) from None
-    here = server.getsockname()
-    Thread(target=accept, args=(server, key, by_name), daemon=True).start()
-    for host in started:
-        host.ask(beat_to, here, key, host.name)
-    for host in started:
-        host.value()
-    return started
+    here: tuple[str, int] = server.getsockname()
+    Thread(target=accept, args=(server, key, greet), daemon=True).start()
+    return here, key
+
+
+def slowest_link() -> float | None:
+    """Return the bytes per second that the slowest link to this host carries now; None if this host is alone."""
+    speeds = []
+    for host in others() if len(names()) > 1 else []:  # one after the other, since they share this host's link
+        host.ask(timed_to, *_listening({host.name: acknowledge}), host.name)
+        speeds.append(host.value())
+    return min(speeds, default=None)
 
 
 def _answers(asked: Sequence[Host], function: Callable[..., Any], *arguments: Any) -> list[Any]:

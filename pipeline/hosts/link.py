@@ -1,7 +1,7 @@
 """The link between the first host's process and a helper: messages, and signs of life.
 
 Both ends hear from each other every few seconds, through the pipes of the messages and over the network that the ranks
-use (``_watch``). So a lost link or a stopped host is noticed, and ends the ranks at both ends.
+use (``watch``). So a lost link or a stopped host is noticed, and ends the ranks at both ends.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ START_SECONDS = 120.0
 """How long a helper may take to say its first word: the prefix may wait, and Python's first start may be slow."""
 LOOK_SECONDS = 0.2
 """How often a thread that accepts connections looks whether all have come."""
+BURST_BYTES = 1 << 20
+BURSTS = 5
+"""How often a link is timed. The fastest burst counts, because other work can only delay it."""
 _MARK = b"\x1epipeline:"
 """How a line of a helper begins; a prefix may print lines of its own."""
 
@@ -91,20 +94,20 @@ class Link:
         raise TimeoutError(f"{patience:.0f} s")
 
 
-def accept(server: socket.socket, key: bytes, lose: dict[str, Callable[[str], object]]) -> None:
-    """Accept one connection of each host that knows the key. ``lose``: what to call when it is silent."""
+def accept(server: socket.socket, key: bytes, greet: dict[str, Callable[[Connection], object]]) -> None:
+    """Accept one connection of each host that knows the key. ``greet``: what to call with a host's connection."""
     with server:
-        while lose:
+        while greet:
             if wait([server], LOOK_SECONDS):
                 connection = Connection(server.accept()[0].detach())
-                Thread(target=_accept, args=(connection, key, lose), daemon=True).start()
+                Thread(target=_accept, args=(connection, key, greet), daemon=True).start()
 
 
-def _accept(connection: Connection, key: bytes, lose: dict[str, Callable[[str], object]]) -> None:
-    """Watch a connection if it is a host's. A stranger may be silent, so no other connection waits for it."""
+def _accept(connection: Connection, key: bytes, greet: dict[str, Callable[[Connection], object]]) -> None:
+    """Greet a connection if it is a host's. A stranger may be silent, so no other connection waits for it."""
     with connection, suppress(AuthenticationError, OSError, EOFError, KeyError):
         prove(connection, key)
-        _watch(connection, lose.pop(connection.recv_bytes(256).decode(errors="replace")))
+        greet.pop(connection.recv_bytes(256).decode(errors="replace"))(connection)
 
 
 def prove(connection: Connection, key: bytes) -> None:
@@ -114,20 +117,44 @@ def prove(connection: Connection, key: bytes) -> None:
     answer_challenge(connection, key)
 
 
-def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:
-    """In a helper: connect to the first host, and end when the connection is lost."""
+def _connected(here: tuple[str, int], key: bytes, name: str) -> Connection:
+    """In a helper: connect to the first host, which ``accept`` lets listen. Raises PipelineError."""
     try:
-        connection = Client(here, authkey=key)
+        connection: Connection = Client(here, authkey=key)
     except OSError as error:
         raise PipelineError(
             f"{here[0]}, where the first host listens, cannot be reached ({error}); set launch.address to an address "
             "that can, or open the network between the hosts."
         ) from None
     connection.send_bytes(name.encode())
-    Thread(target=_watch, args=(connection, lambda _: os._exit(1)), daemon=True).start()
+    return connection
 
 
-def _watch(connection: Connection, lose: Callable[[str], object]) -> None:
+def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:
+    """In a helper: connect to the first host, and end when the connection is lost."""
+    Thread(target=watch, args=(_connected(here, key, name), lambda _: os._exit(1)), daemon=True).start()
+
+
+def timed_to(here: tuple[str, int], key: bytes, name: str) -> float:
+    """In a helper: return the bytes per second that the link to the first host carries, up to the speed of Python."""
+    seconds = []
+    with _connected(here, key, name) as connection:
+        for _ in range(BURSTS):
+            began = time.monotonic()
+            connection.send_bytes(bytes(BURST_BYTES))
+            connection.recv_bytes(0)
+            seconds.append(time.monotonic() - began)
+    return BURST_BYTES / min(seconds)
+
+
+def acknowledge(connection: Connection) -> None:
+    """Answer each burst of ``timed_to`` at once."""
+    for _ in range(BURSTS):
+        connection.recv_bytes(BURST_BYTES)
+        connection.send_bytes(b"")
+
+
+def watch(connection: Connection, lose: Callable[[str], object]) -> None:
     """Let the other end of a connection know that this end is alive. Call ``lose`` if the other end is silent."""
 
     def beat() -> None:

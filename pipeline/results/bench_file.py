@@ -151,6 +151,9 @@ class Session(Record):
     """None in a file of an older version, which did not record the end, nor ``spins``."""
     hosts: tuple[str, ...] = Field((), exclude_if=operator.not_)
     """The names of the hosts, the one that ran the bench first. Empty if it was alone."""
+    link_bytes_per_second: float | None = Field(None, exclude_if=operator.not_)
+    """What the slowest link between hosts carried when the session started (``hosts.slowest_link``). None if there was
+    no link, and in a file of an older version."""
     spins: int | None = None
     """How often a waiting OpenMP thread looked for work before it slept (``processes.set_openmp_spins``)."""
 
@@ -160,6 +163,10 @@ ONE_SESSION = 3600.0
 bench's end. Such benches are not independent, because they share the host's other guests and the time of day."""
 CLOCKS_AGREE = 60.0
 """Within one boot, wall clock and uptime show the same duration up to this many seconds, unless the clock was set."""
+
+OTHER_LINK = 4.0
+"""Benches between whose links' speeds lies at least this factor belong to different sessions. Links that carry more
+than Python differ by less, and so does one link under other work."""
 
 
 class Bench(Document):
@@ -228,8 +235,9 @@ class Bench(Document):
     def goes_on_in(self, later: Session) -> bool:
         """Return True if the bench with the session record ``later`` belongs to the same session as this bench.
 
-        Both have the same hosts. In one boot, both the wall clock and the uptime must show that the session is over. An
-        uptime that goes on shows that there was no boot in between, whatever the ids of the boots say.
+        Both have the same hosts, and links of about the same speed. In one boot, both the wall clock and the uptime
+        must show that the session is over. An uptime that goes on shows that there was no boot in between, whatever the
+        ids of the boots say.
         """
         by_wall = by_uptime = _between(self.session.start_utc, later.start_utc)
         one_boot = later.boot_id == self.session.boot_id
@@ -237,8 +245,10 @@ class Bench(Document):
             by_uptime = later.uptime_seconds - self.session.uptime_seconds
             one_boot &= later.boot_id is not None  # two unknown boots are not one boot
             one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
+        speeds = self.session.link_bytes_per_second, later.link_bytes_per_second
+        same_links = not (speeds[0] and speeds[1]) or 1 / OTHER_LINK < speeds[0] / speeds[1] < OTHER_LINK
         same_hosts = later.hosts == self.session.hosts
-        return same_hosts and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
+        return same_hosts and same_links and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
     def problems(self) -> list[str]:
         problems = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline import results
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.skipif("SLURM_CHECK" not in os.environ, reason="needs Slurm: make slurm-check")
@@ -25,10 +25,14 @@ pytestmark = pytest.mark.skipif("SLURM_CHECK" not in os.environ, reason="needs S
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a clone of the project with a short job."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "checkout")], check=True)
-    monkeypatch.chdir(tmp_path / "checkout")
+    monkeypatch.chdir(clone(tmp_path))
     change(launch={"slurm": {"cpus": 1}})
     return Path.cwd()
+
+
+def clone(folder: Path) -> Path:
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "checkout")], check=True)
+    return folder / "checkout"
 
 
 def change(**sections: Any) -> None:
@@ -119,22 +123,26 @@ def test_a_job_whose_time_is_nearly_over_starts_again() -> None:
 
 
 @pytest.mark.usefixtures("checkout")
-def test_a_training_goes_on_after_a_requeue() -> None:
+def test_a_training_and_a_bench_go_on_after_requeues() -> None:
     change(
+        launch={"slurm": {"cpus": 1, "nodes": 2}},
         fetch={"dataset": "digits"},
         train={"seeds": [0], "epochs": 40, "batch_size": 32, "device": "cpu", "checkpoint_every_steps": 1000},
-        variants={"baseline": {}},
+        bench={"max_minutes": 0.1, "window_seconds": 0.2, "max_foreign_load": 1.0},
+        variants={"baseline": {}, "ddp": {"parallelism": "ddp"}},
         profile={"variants": []},
     )
-    submitted = Submitted("dvc", "repro", "train@baseline")
+    submitted = Submitted("dvc", "repro")
     job = submitted.job()
-    until(Path("checkpoints/baseline/seed-0.pt").exists)
-    subprocess.run(["scontrol", "requeue", job], check=True)
-    assert submitted.process.wait() == 0
+    for begun in (Path("checkpoints/ddp/seed-0.pt").exists, lambda: list(results.KEPT_BENCHES.glob("*.json"))):
+        until(begun)
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    assert submitted.process.wait() == 0, submitted.printed
     assert "resuming after step" in submitted.printed
-    resumed = json.loads(Path("results/baseline.json").read_text())["runs"][0]
-    shutil.rmtree("checkpoints")
-    assert Submitted("dvc", "repro", "--force", "--single-item", "train@baseline").process.wait() == 0
-    whole = json.loads(Path("results/baseline.json").read_text())["runs"][0]
+    assert re.search(r"bench: adds to the \d+ rounds? of ", submitted.printed)
+    assert results.read_bench().session.hosts == ("n1", "n2")
+    resumed = json.loads(Path("results/ddp.json").read_text())["runs"][0]
+    assert Submitted("dvc", "repro", "--force", "--single-item", "train@ddp").process.wait() == 0
+    whole = json.loads(Path("results/ddp.json").read_text())["runs"][0]
     assert (resumed["resumes"], whole["resumes"]) == (1, 0)
     assert resumed["model_sha256"] == whole["model_sha256"]
