@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command: Command = parsed.command
     try:
+        if command in STARTS_RANKS and processes.launched_size() is not None:
+            raise ConfigError(
+                "this command starts its own processes, but a launcher has set RANK and WORLD_SIZE: run it once, "
+                "without the launcher, on the first host (docs/several-hosts.md)."
+            )
         if command in NEEDS_OUR_LOOP:
             _refuse_script(NEEDS_OUR_LOOP[command])
         with processes.importing():
@@ -681,3 +686,5 @@ NEEDS_OUR_LOOP: dict[Command, str] = {
     _promote: "register a file under models/ with MLflow's own commands",
 }
 """Command that a script does not have -> what to do instead."""
+STARTS_RANKS: Collection[Command] = (_seeds, _bench, _advise, _try, _gate, _plan, _verify, _probe, _scale)
+"""Commands that cannot be a rank of a launcher, as ``train`` and ``profile`` can."""

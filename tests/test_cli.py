@@ -187,6 +187,19 @@ def test_without_dvc_a_command_describes_the_machine_itself(monkeypatch: pytest.
     assert environment.ENVIRONMENT_FILE.stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize(
+    "words", [["bench"], ["gate", "--against=HEAD"], ["plan"], ["verify"], ["probe"], ["scale"]], ids=" ".join
+)
+@pytest.mark.usefixtures("checkout")
+def test_what_starts_ranks_is_no_rank(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert cli.main(words) == 2
+    assert "without the launcher, on the first host" in capsys.readouterr().err
+
+
 def test_code_of_the_user_that_exits_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

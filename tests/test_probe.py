@@ -128,12 +128,6 @@ def test_one_gpu_has_no_link() -> None:
         probe.run(config_on("cuda"), FOUR_GPUS.model_copy(update={"gpus": 1}), as_json=True)
 
 
-def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "launched_size", lambda: 2)
-    with pytest.raises(PipelineError, match="run it without a launcher"):
-        measured(config_on("cpu"), CPU_ONLY, [2])
-
-
 @pytest.mark.parametrize(
     ("machine", "device", "counts"),
     [

@@ -666,13 +666,6 @@ def test_the_remaining_time_is_estimated_by_variant() -> None:
     assert verification.cost(quick, quick=True) == costs[1]
 
 
-def test_under_a_launcher_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Exception, match="run it without a launcher"):
-        verification.run(job({}), MACHINE, [], tmp_path, as_json=False)
-
-
 def test_a_decided_claim_of_each_variant_must_hold() -> None:
     true, false = Claim("a", "one", 0.0, 1e-4, True), Claim("a", "two", 12, 0, False)
     undecidable = Claim("b", "three", 1e-3, 0.3, None, undecided=UNMEASURABLE)

@@ -15,7 +15,7 @@ import pynvml
 import torch
 
 from pipeline import hosts, pages
-from pipeline.distributed import forked, launched_size, world
+from pipeline.distributed import forked, world
 from pipeline.distributed.collectives import Operation, seconds_of
 from pipeline.environment import cores, hardware
 from pipeline.errors import ConfigError, PipelineError, count, say
@@ -210,9 +210,6 @@ def measured(
     turns within a repetition, and every other repetition goes from the largest size to the smallest. Raises ConfigError
     if the machine does not have as many devices, and WorkerError if a process fails.
     """
-    if launched_size() is not None:
-        raise PipelineError("probe: found a launcher's environment, but probe starts the processes itself; run it "
-                            "without a launcher on one host.")  # fmt: skip
     if min(counts, default=0) < 2 or min(sizes, default=0) < 1:
         raise PipelineError(
             f"probe: found counts {[*counts]} and sizes {[*sizes]}; expected two processes or more, and a byte or more."

@@ -16,8 +16,8 @@ from pydantic import ByteSize, TypeAdapter
 from pipeline import pages, tasks
 from pipeline.data.prepared import DESCRIPTION
 from pipeline.data.prepared import read as read_dataset
-from pipeline.distributed import forked, launched_size
-from pipeline.errors import ConfigError, PipelineError, count, say
+from pipeline.distributed import forked
+from pipeline.errors import ConfigError, count, say
 from pipeline.params import Config, Machine
 from pipeline.params.catalogue import in_effect, requested
 from pipeline.plans import Plan
@@ -41,7 +41,7 @@ def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path
     list the variants.
 
     If ``prepared`` holds a data set, set up the training in the processes that the variant needs, and print which parts
-    of the training each technique changes. Raises PipelineError under a launcher, or if the variant cannot train here.
+    of the training each technique changes. Raises PipelineError if the variant cannot train here.
     """
     if name is None:
         for variant_name, variant in config.variants.items():
@@ -49,11 +49,6 @@ def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path
             say(f"{variant_name}: {named or 'no technique'}")
         say("To see the plan of one variant, run: python -m pipeline plan VARIANT")
         return
-    if launched_size() is not None:
-        raise PipelineError(
-            "plan: found a launcher's environment, but plan starts the processes itself; run it without a launcher on "
-            "one host."
-        )
     plan = planned(config, name, machine, prepared)
     train = plan.train
     samples = f"{count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} samples a process"

@@ -19,8 +19,7 @@ from typing import Any
 from pipeline import params, tasks
 from pipeline.data.prepared import check_batch
 from pipeline.data.prepared import read as read_dataset
-from pipeline.distributed import launched_size
-from pipeline.errors import PipelineError, count, own_place, say
+from pipeline.errors import count, own_place, say
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
 from pipeline.tools.verification.claims import LEFT_OUT, UNTRIED, Claim, Verifier, said
@@ -42,11 +41,6 @@ def run(
     ``quick``: leave out what takes long (``claims.LEFT_OUT``), and end within two minutes if a training step takes a
     second. Raises PipelineError.
     """
-    if launched_size() is not None:
-        raise PipelineError(
-            "verify: found a launcher's environment, but verify starts the processes itself; run it without a launcher "
-            "on one host."
-        )
     names = list(variants) or list(config.variants)
     plans = [planned(config, name, machine, prepared) for name in names]
     started = time.monotonic()
