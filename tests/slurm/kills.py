@@ -73,6 +73,7 @@ def main(kills: int, seed: int) -> None:
             train={"seeds": [0], "epochs": 12, "batch_size": 32, "device": "cpu", "checkpoint_every_steps": 20},
             bench={"max_minutes": 0.1, "window_seconds": 0.2, "max_foreign_load": 1.0},
             profile={"variants": []},
+            publish={"live": False},
             variants={"baseline": {}, "ddp": {"parallelism": "ddp"}},
         )
         check_verdict()

@@ -131,6 +131,7 @@ def test_a_training_and_a_bench_go_on_after_requeues() -> None:
         bench={"max_minutes": 0.1, "window_seconds": 0.2, "max_foreign_load": 1.0},
         variants={"baseline": {}, "ddp": {"parallelism": "ddp"}},
         profile={"variants": []},
+        publish={"live": False},
     )
     submitted = Submitted("dvc", "repro")
     job = submitted.job()
