@@ -34,6 +34,13 @@ def test_help_lists_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> N
     assert "follow" not in words, "it is internal"
 
 
+def test_an_option_s_value_has_the_type_of_its_default() -> None:
+    parsed = cli._parser().parse_args(["advise", "--only", "speed", "precision", "--minutes", "3"])
+    assert (parsed.only, parsed.minutes, parsed.add, parsed.memory) == (["speed", "precision"], 3.0, False, None)
+    parsed = cli._parser().parse_args(["script", "--base", "x", "--arm", "a=--b", "--command", "c=d", "--output", "o"])
+    assert (parsed.arms, parsed.settings, parsed.output) == ([("a", "--b", False), ("c", "d", True)], [], Path("o"))
+
+
 def test_an_error_shows_no_secret_of_an_address(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = yaml.safe_load((checkout / "params.yaml").read_text(encoding="utf-8"))
     params["fetch"]["mirror"] = "https://t0ken@host/data?sig=t0ken"
