@@ -44,14 +44,7 @@ from pipeline.plans import plans
 from pipeline.results import Arm, DatasetFacts, ScoreName, Unit
 from pipeline.results.rejections import rejection
 from tests.conftest import Clone
-from tests.factories import (
-    ENVIRONMENT,
-    known,
-    make_accuracy,
-    make_arm,
-    make_window,
-    write_wheel,
-)
+from tests.factories import ENVIRONMENT, known, make_accuracy, make_arm, make_window, write_wheel
 
 SPEED, PEAK = 20_000.0, 200 * 2**20
 COST = RoundCost("gate.max_minutes", 14, 600.0)

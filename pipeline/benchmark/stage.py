@@ -18,16 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from pipeline import environment, files, hosts
-from pipeline.benchmark.rounds import (
-    Rounds,
-    calibrate,
-    fewest_rounds,
-    measure,
-    outlook,
-    raised,
-    steps_of,
-    turns_on,
-)
+from pipeline.benchmark.rounds import Rounds, calibrate, fewest_rounds, measure, outlook, raised, steps_of, turns_on
 from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.environment import stages
 from pipeline.errors import count, say

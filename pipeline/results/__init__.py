@@ -4,16 +4,7 @@
 figures that cannot have been measured.
 """
 
-from pipeline.results.bench_file import (
-    Arm,
-    Bench,
-    Flops,
-    Ledger,
-    Ledgers,
-    SameJob,
-    Session,
-    sessions_of,
-)
+from pipeline.results.bench_file import Arm, Bench, Flops, Ledger, Ledgers, SameJob, Session, sessions_of
 from pipeline.results.files import (
     BENCH_FILE,
     INFERENCE,
