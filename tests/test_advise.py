@@ -160,7 +160,7 @@ def test_without_a_gain_the_baseline_is_kept(advised: Callable[..., Advised]) ->
     advice = job.run("speed", "precision")
     assert advice.finalists == ()
     assert not advice.final
-    assert "keep `baseline`: nothing that was tried is surely better; each of 5 candidates was beaten, failed or" in (
+    assert "keep `baseline`: nothing that was tried is surely better; each of 6 candidates was beaten, failed or" in (
         advice.sentence()
     )
     assert "an error in at most 5% of such races" in advice.sentence()
@@ -263,7 +263,7 @@ def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> 
 def test_what_there_was_no_time_for_is_not_decided(advised: Callable[..., Advised]) -> None:
     advice = advised(baseline=Known(opening=10.0), channels_last=Known(opening=60.0)).run("speed", minutes=2)
     assert {advice.out[name].kind for name in ("channels_last", "compile")} == {"time"}
-    assert "not decided: 5 candidates (more minutes" in advice.sentence()
+    assert "not decided: 6 candidates (more minutes" in advice.sentence()
 
 
 def test_finalists_are_ends_and_middle_of_the_front() -> None:

@@ -49,7 +49,7 @@ def after(technique: Entry) -> tuple[Entry, ...]:
 
 
 def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str = "auto") -> Config:
-    adamw = "optimizer_state" in asked  # the technique replaces AdamW
+    adamw = asked.keys() & {"optimizer", "optimizer_state"}  # the technique replaces AdamW
     job = JOB | {"optimizer": "adamw" if adamw else "sgd", "device": device}
     if "sync_batchnorm" in asked:
         job |= {"model": "tests.nets:normed_net"}
@@ -59,6 +59,8 @@ def configured(asked: dict[str, Any], device: str = "cpu", processes: int | str 
         "lora" in asked
     ):  # with the first block, since a frozen block keeps no activations, which checkpointing would save
         asked = asked | {"lora": asked["lora"] | {"train": ["0.*"]}}
+    if asked.get("attention") == "flex":
+        asked = {"compile": "blocks"} | asked
     if "model" in asked:
         asked = asked | {"model": job["model"]}
     if asked.get("parallelism", "data_parallel") != "data_parallel":  # data_parallel uses one process

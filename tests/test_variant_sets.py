@@ -37,7 +37,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_set_s_server_applies_all_of_it(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    train = {"optimizer": "adamw"} if path.stem == "memory" else {}
+    train = {"optimizer": "adamw"} if path.stem in ("memory", "speed") else {}
     config = parse({"train": train, "compare": {"baseline": next(iter(values))}, "variants": values})
     assert not any(made.skipped for made in plans(config, SERVER).values())
 

@@ -128,12 +128,14 @@ NAMES = {
     "refuses_to_train": "rounding",
     "clips_alone": "rounding",
     "thaws": "rounding",
+    "loses_muon": "rounding",
 }
 """Faulty technique -> what it promises to change."""
 
 FAULTS = """
 import os
 
+from pipeline.models import optimizers
 from pipeline.params import Entry
 from pipeline.techniques import Technique
 
@@ -191,6 +193,12 @@ class Thaws(Technique):
 
     def change_model(self, setup):
         setup.model.train().requires_grad_(True)
+
+class LosesMuon(Technique):
+    name = "loses_muon"
+
+    def change_optimizer(self, setup):
+        setup.optimizer_choice = optimizers.of_job(self.plan.train)
 
 class ClipsAlone(Technique):
     name = "clips_alone"
@@ -299,7 +307,7 @@ def test_without_a_deterministic_form_no_bit_is_promised(claimed: Claimed) -> No
 
 def test_planted_faults_are_found(claimed: Claimed) -> None:
     variants: dict[str, Any] = {name.replace("_", "-"): {"extra": {name: {}}} for name in NAMES}
-    del variants["clips-alone"], variants["thaws"]
+    del variants["clips-alone"], variants["thaws"], variants["loses-muon"]
     variants["loses-a-rank"]["parallelism"] = "ddp"
     variants["skips-a-micro-batch"]["gradient_accumulation"] = 2
     claims = claimed(variants, model="own_nets:noisy")
@@ -341,6 +349,16 @@ def test_what_is_frozen_stays_or_is_found(claimed: Claimed) -> None:
     claims = claimed({"sound": adapted, "thawed": thaws | adapted}, model="own_nets:noisy")
     for claim in ("8 frozen tensors", "the changes of 1 layer have rank 2"):
         assert [of(claims, name, claim).holds for name in ("sound", "thawed")] == [True, False]
+
+
+def test_muon_s_updates_are_orthogonal_or_it_is_found(claimed: Claimed) -> None:
+    lost: dict[str, Any] = {"extra": {"loses_muon": {}}}
+    recipe: dict[str, Any] = {"weight_decay": 0.1, "ema_decay": 0.5, "lr_factors": {"2.*": 2.0}}
+    train = {"model": "tests.nets:normed_net", "optimizer": "adamw", "learning_rate": 0.003} | recipe
+    claims = claimed({"sound": {"optimizer": "muon"}, "lost": {"optimizer": "muon"} | lost}, **train)
+    sound, without = (of(claims, name, "the first updates of") for name in ("sound", "lost"))
+    assert (sound.holds, without.holds) == (True, False)
+    assert (without.measured or 0.0) > 1, "AdamW's first update, of signs, is far larger in some direction"
 
 
 def test_a_bound_without_a_fault_beyond_answers_nothing(claimed: Claimed) -> None:
@@ -592,7 +610,7 @@ def test_what_a_technique_leaves_behind_goes_with_it() -> None:
 def test_plain_sgd_shows_gradients_but_for_other_optimizers() -> None:
     plain = Train().model_copy(update=PLAIN_SGD)
     refused = {technique.name for technique in params.CATALOGUE if technique.why_not_with(plain)}
-    assert refused == {"low_bit_optimizer", "factored_optimizer"}
+    assert refused == {"low_bit_optimizer", "factored_optimizer", "muon"}
 
 
 def test_the_command_s_exit_code_is_the_answer(

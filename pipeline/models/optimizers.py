@@ -43,15 +43,17 @@ def grouped(train: Train, named: Iterable[tuple[str, torch.Tensor]]) -> list[dic
     )
     for name, parameter in named:
         if parameter.requires_grad:
-            factor = math.prod(
-                train.lr_factors[pattern] for pattern in sorted(train.lr_factors) if fnmatchcase(name, pattern)
-            )
             decays = not (matches(name, train.no_decay) or ("vectors" in train.no_decay and parameter.dim() < 2))
-            groups.setdefault((factor, decays), []).extend([] if parameter.is_meta else [parameter])
+            groups.setdefault((lr_factor(train, name), decays), []).extend([] if parameter.is_meta else [parameter])
     return [
         {"params": parameters, "lr_factor": factor} | ({} if decays else {"weight_decay": 0.0})
         for (factor, decays), parameters in sorted(groups.items(), key=lambda group: group[0])
     ]
+
+
+def lr_factor(train: Train, name: str) -> float:
+    """Return the factor of the learning rate of the parameter ``name``."""
+    return math.prod(train.lr_factors[pattern] for pattern in sorted(train.lr_factors) if fnmatchcase(name, pattern))
 
 
 def optimizer_of(train: Train, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -112,9 +112,11 @@ class Variant(Section):
     communication_hook: Literal["none", "fp16", "bf16", "powersgd", "post_local_sgd"] = "none"
 
     # speed
-    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = "auto"
+    optimizer: Literal["muon"] | None = Field(None, exclude_if=operator.not_)
+    """null: train.optimizer. muon replaces adamw, so it needs train.optimizer: adamw."""
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn", "flex"] = "auto"
     channels_last: bool = False
-    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    compile: Literal["none", "default", "blocks", "reduce-overhead", "max-autotune"] = "none"
     cuda_graph: bool = False
     cudnn_benchmark: bool = False
     optimizer_kernel: Literal["fused", "foreach", "for_loop"] = "fused"

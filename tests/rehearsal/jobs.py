@@ -69,7 +69,7 @@ class Step:
 def job_of(variant: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of ``train`` that a variant needs: another optimizer, or a model with BatchNorm."""
     changes: dict[str, Any] = {}
-    if "optimizer_state" in variant:
+    if variant.keys() & {"optimizer", "optimizer_state"}:
         changes |= {"optimizer": "adamw", "learning_rate": 0.003}
     if "sync_batchnorm" in variant:
         changes |= {"model": "tests.nets:normed_net"}

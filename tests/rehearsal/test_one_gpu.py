@@ -95,8 +95,9 @@ def test_attention_trains_and_waits_for_nothing(folder: Path, variant: dict[str,
         {},
         {"precision": "bf16", "attention": "flash", "loss_chunks": 4, "activation_checkpointing": "selective"},
         {"precision": "float8"},
+        {"precision": "bf16", "attention": "flex", "compile": "blocks", "optimizer": "muon"},
     ],
-    ids=["baseline", "stack", "float8"],
+    ids=["baseline", "stack", "float8", "flex"],
 )
 def test_a_language_model_trains_and_waits_for_nothing(folder: Path, variant: dict[str, Any]) -> None:
     (folder / "texts").mkdir(exist_ok=True)

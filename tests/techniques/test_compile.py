@@ -46,6 +46,45 @@ def test_the_model_runs_as_one_graph_and_learns(digits: Dataset) -> None:
     assert list(compiled.model_state.read()) == list(plain.model_state.read())
 
 
+def deep_net() -> nn.Sequential:
+    """Return a net with four equal blocks."""
+    torch.manual_seed(0)
+    equal = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), *equal, nn.Linear(64, 10))
+
+
+def _blocks_compiled(joined: World, dataset: Dataset, applied: dict[str, Any]) -> tuple[float, dict[str, int]]:
+    """Return the sum of three steps' losses after an evaluation, and how many graphs were captured and generated."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    training = make_training(dataset, joined, model=deep_net(), compile="blocks", **applied)
+    training.advance(1)
+    training.evaluate()
+    training.advance(2)
+    assert not training.techniques[-1].why_idle()
+    assert not counters["graph_break"]
+    made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
+    return training.losses.read_and_reset(), {"captured": counters["stats"]["unique_graphs"], "generated": made}
+
+
+@builds
+@pytest.mark.parametrize("kept", [False, True, "selective"])
+def test_equal_blocks_share_one_graph(digits: Dataset, kept: bool | str) -> None:
+    loss, graphs = _blocks_compiled(ALONE, digits, {"activation_checkpointing": kept})
+    assert loss == pytest.approx(_losses(digits, model=deep_net(), steps=3), rel=1e-4)
+    assert graphs == {"captured": 1, "generated": 2}, "one for the forward and one for the backward pass"
+
+
+@pytest.mark.slow
+@builds
+@pytest.mark.parametrize(("parallelism", "captured"), [("ddp", 1), ("tensor", 2)])
+def test_ranks_compile_equal_blocks_once(digits: Dataset, parallelism: str, captured: int) -> None:
+    expected = _losses(digits, model=deep_net(), steps=3)
+    for loss, graphs in run_ranks(_blocks_compiled, digits, {"parallelism": parallelism}):
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert graphs["captured"] == captured
+
+
 def test_max_autotune_does_without_cuda_graphs_on_a_cpu() -> None:
     assert Compile(make_plan(compile="max-autotune"), ALONE).mode == "max-autotune-no-cudagraphs"
     assert Compile(make_plan(compile="max-autotune"), GPU).mode == "max-autotune"
@@ -147,9 +186,11 @@ def test_compiling_after_the_warm_up_is_a_rejection(digits: Dataset) -> None:
 
 
 @builds
-def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset) -> None:
-    training = make_training(digits, model=LooksAtValues(), compile="default")
-    with pytest.raises(PipelineError, match=r"variants\.tried\.compile: found 'default', but the model does not"):
+@pytest.mark.parametrize(("how", "part"), [("default", "the model"), ("blocks", "a block")])
+def test_a_model_that_is_not_one_graph_is_refused(digits: Dataset, how: str, part: str) -> None:
+    model = nn.Sequential(LooksAtValues(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))))
+    training = make_training(digits, model=model, compile=how)
+    with pytest.raises(PipelineError, match=rf"variants\.tried\.compile: found '{how}', but {part} does not"):
         training.advance(1)
 
 

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.utils import fresh_cache
+from torch.nn.attention import flex_attention as flex_module
 
 from pipeline import environment
 from pipeline.data.prepared import Dataset
@@ -23,7 +26,7 @@ from pipeline.plans import plan
 from pipeline.profiling import prediction
 from pipeline.profiling.ledger import measured
 from pipeline.techniques import Technique
-from pipeline.techniques.attention import Attention
+from pipeline.techniques.attention import Attention, _is_earlier, flexible
 from pipeline.techniques.cuda_graph import CudaGraph
 from pipeline.techniques.cudnn_benchmark import CudnnBenchmark
 from pipeline.techniques.precision import BFloat16, Float8, Float16
@@ -467,3 +470,52 @@ def test_products_are_rounded_to_ten_bits(product: Callable[[torch.Tensor, torch
     step(None)
     take_within(TF32(make_plan(precision="tf32"), ALONE), step)
     assert errors[0] < 1e-3 < errors[1] < 1.0
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "boolean", "bias", "grouped"])
+def test_flex_attention_computes_the_model_s_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operations have gradients on a CPU, but no kernel, so PyTorch refuses CPUs; here the refusal is lifted."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 4, 24, 16)
+    query, key, value = (torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3))
+    bias = torch.randn(4, 1, 24, generator=generator, requires_grad=kind == "bias")
+    options: dict[str, dict[str, Any]] = {
+        "plain": {"scale": 0.5},
+        "causal": {"is_causal": True},
+        "boolean": {"attn_mask": bias > -1},
+        "bias": {"attn_mask": bias},
+        "grouped": {"enable_gqa": True},
+    }
+    if kind == "grouped":
+        key, value = (heads[:, :2].detach().requires_grad_() for heads in (key, value))
+    inputs = [query, key, value, *[bias] * (kind == "bias")]
+    causal = {(24, 24): flex_module.create_block_mask(_is_earlier, None, None, 24, 24, device="cpu")}
+    usual = Mock(wraps=F.scaled_dot_product_attention)
+    attend = torch.compile(flexible(usual, causal), backend="eager", fullgraph=True)
+    seen = []
+    for function in (attend, F.scaled_dot_product_attention):
+        outputs = function(query, key, value, **options[kind])
+        slope = torch.linspace(0, 1, outputs.numel()).view_as(outputs)
+        seen.append([outputs, *torch.autograd.grad(outputs, inputs, slope)])
+    assert not usual.called
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_is_in_the_compiled_step_alone(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    graphs, compiled = list[str](), torch.compile
+
+    def noted(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled(model, **options | {"backend": noted}))
+    plain, flex = (training_of(digits, how, compile="default") for how in ("auto", "flex"))
+    for training in (plain, flex):
+        training.advance(3)
+    assert flex.losses.read_and_reset() == pytest.approx(plain.losses.read_and_reset(), rel=1e-5)
+    assert ["flex_attention" in graph for graph in graphs] == [False, True]
+    with Kernels() as evaluation:
+        flex.evaluate()
+    assert FLASH in evaluation.seen

@@ -25,6 +25,7 @@ from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
 from pipeline.processes import randomness
 from pipeline.techniques.lora import targets
+from pipeline.techniques.muon import RMS, hidden_matrices
 from pipeline.tools.verification import observing
 from pipeline.tools.verification.observing import Nature, Observed, Trial
 from pipeline.training.assembly import planned
@@ -46,6 +47,9 @@ causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
 bound."""
+FAR_FROM_ONE = 0.5
+"""Largest distance from 1 of a singular value after Muon's iteration, which ends between 0.68 and 1.13 (Jordan, 2024);
+the rest is for its bfloat16."""
 RUNS: tuple[dict[str, Any], ...] = ({}, {"rate": 2.0**-3, "steps": 3}, {"rate": 2.0**-6, "steps": 3})
 """Settings of a ``Trial``, tried one after the other: all steps at the job's learning rate, then few steps at smaller
 rates. Rounding errors grow from step to step, in some trainings beyond every meaningful bound."""
@@ -189,7 +193,7 @@ class Verifier:
         changes = {entry.changes for entry in params.requested(plan.applied)}
         idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
         of_frozen = bool(self._kept(plan))
-        always = len(plan.skipped) + of_frozen + bool(plan.applied.lora) + 2
+        always = len(plan.skipped) + of_frozen + bool(plan.applied.lora) + bool(plan.applied.optimizer) + 2
         if self.quick:
             return always + ("rounding" in changes)
         return always + 3 * ("rounding" in changes) + ("nothing" in changes) + idle + 1
@@ -227,6 +231,7 @@ class Verifier:
             yield from self._unchanged(plan, entries)
         yield from self._frozen(plan, moved)
         yield from self._low_rank(plan, first, moved)
+        yield from self._orthogonal(plan)
         if not self.quick:
             yield self._bit_by_bit(plan, entries, "the same seed in new processes: the same weights", first, again)
         yield self._worked(plan, entries, first)
@@ -365,6 +370,33 @@ class Verifier:
                 worst, bound = max((worst, bound), (found, allowed), key=lambda pair: pair[0] - pair[1])
         claim = f"the changes of {count(len(self._adapted(plan)), 'layer')} have rank {settings.rank}"
         yield Claim(plan.name, claim, worst, bound, worst <= bound, "relative")
+
+    def _orthogonal(self, plan: Plan) -> Iterator[Claim]:
+        """Yield the claim that the first update of each hidden matrix is nearly orthogonal: the largest singular
+        value has the size that learning rate and sides give it. Smaller ones may be rounding."""
+        if plan.applied.optimizer != "muon":
+            return
+        train, claim = plan.train, "the first updates of hidden matrices are nearly orthogonal"
+        try:
+            (step,) = self._observe(plan, [replace(self._run, steps=1)])
+        except WorkerError as error:
+            yield _failed(plan.name, claim, error)
+            return
+        moved, after, model = _weights(step.way), _weights(step.file), self._plain(plan)
+        inputs = observing.first_inputs(replace(self._small, train=train))[0]
+        with randomness.kept(), torch.no_grad():
+            names = hidden_matrices(model, lambda: model(inputs))
+        distances = []
+        for name in (name for name in names if moved[name].any()):
+            rate = step.rates[0] * optimizers.lr_factor(train, name)
+            decay = 0.0 if optimizers.matches(name, train.no_decay) else train.weight_decay
+            update = moved[name] / (1 - (train.ema_decay or 0.0)) + rate * decay * (after[name] - moved[name])
+            size = torch.linalg.matrix_norm(update, 2).item() / (rate * RMS * max(update.shape) ** 0.5)
+            distances.append(abs(size - 1))
+        if not distances:
+            yield Claim(plan.name, claim, note="no hidden matrix changed in the first step", undecided=UNTRIED)
+            return
+        yield Claim(plan.name, claim, max(distances), FAR_FROM_ONE, max(distances) <= FAR_FROM_ONE, "relative")
 
     def _adapted(self, plan: Plan) -> list[str]:
         """Return the names of the weights that the variant changes by adapters."""

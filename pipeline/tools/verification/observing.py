@@ -114,6 +114,8 @@ class Observed:
     """File with the state dict after the training; its tensors are on the CPU."""
     losses: tuple[float, ...] = ()
     """Loss of each step of a run."""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each step of a run."""
     not_finite: str = ""
     """Why the training ended early, with no usable state; empty if it did not."""
     overflowed: bool = False
@@ -175,20 +177,22 @@ def observe(trial: Trial, file: Path, assembly: Assembly) -> Observed:
         before, scales = _copied(training), _loss_scales(training)
         training.counted_steps.update(range(training.total_steps))
         losses: tuple[float, ...] = ()
+        rates: tuple[float, ...] = ()
         not_finite = ""
         if trial.what == "step":
             training.step(training.batches.epoch(0))  # without evaluation, because RATE may ruin the weights
         else:
             try:
-                rows = islice(training.run(), trial.steps or None)
-                losses = tuple(row.train_loss for row in rows if row and row.train_loss is not None)
+                rows = [row for row in islice(training.run(), trial.steps or None) if row]
+                losses = tuple(row.train_loss for row in rows if row.train_loss is not None)
+                rates = tuple(row.learning_rate for row in rows)
             except NonFiniteLoss as error:
                 # Without the name, because variants that train in the same way share this training.
                 not_finite = str(error).removeprefix(f"variant {training.plan.name}, ")
         after = _copied(training)
         overflowed = any(now < then for then, now in zip(scales, _loss_scales(training), strict=True))
         unsteady = training.plan.decided.get(DETERMINISTIC, "")
-        seen = Observed(file, losses, not_finite, overflowed, unsteady, work=training.work())
+        seen = Observed(file, losses, rates, not_finite, overflowed, unsteady, work=training.work())
         if training.world.is_main:
             torch.save(after, file)
             moved = {
