@@ -232,7 +232,7 @@ def test_a_session_ends_after_an_hour_or_boot(starts: list[tuple[str, str]], siz
 
 @pytest.mark.parametrize(
     ("before", "after", "goes_on"),
-    [(1e8, 3e7, True), (1e8, 2e7, False), (2e7, 1e8, False), (None, 1e8, True), (1e8, None, True)],
+    [(1e8, 3e7, True), (1e8, 2e7, False), (2e7, 1e8, False), (None, 1e8, True), (1e8, None, True), (5e9, 3e8, True)],
 )
 def test_a_session_ends_with_its_link_s_speed(before: float | None, after: float | None, goes_on: bool) -> None:
     speeds = {"08:00": before, "08:20": after}

@@ -31,8 +31,8 @@ START_SECONDS = 120.0
 LOOK_SECONDS = 0.2
 """How often a thread that accepts connections looks whether all have come."""
 BURST_BYTES = 1 << 20
-BURSTS = 5
-"""How often a link is timed. The fastest burst counts, because other work can only delay it."""
+BURSTS_SECONDS = 0.5
+"""How long a link is timed. The fastest burst counts, because other work can only delay it."""
 _MARK = b"\x1epipeline:"
 """How a line of a helper begins; a prefix may print lines of its own."""
 
@@ -137,9 +137,9 @@ def beat_to(here: tuple[str, int], key: bytes, name: str) -> None:
 
 def timed_to(here: tuple[str, int], key: bytes, name: str) -> float:
     """In a helper: return the bytes per second that the link to the first host carries, up to the speed of Python."""
-    seconds = []
+    seconds, end = list[float](), time.monotonic() + BURSTS_SECONDS
     with _connected(here, key, name) as connection:
-        for _ in range(BURSTS):
+        while not seconds or time.monotonic() < end:
             began = time.monotonic()
             connection.send_bytes(bytes(BURST_BYTES))
             connection.recv_bytes(0)
@@ -148,8 +148,8 @@ def timed_to(here: tuple[str, int], key: bytes, name: str) -> float:
 
 
 def acknowledge(connection: Connection) -> None:
-    """Answer each burst of ``timed_to`` at once."""
-    for _ in range(BURSTS):
+    """Answer each burst of ``timed_to`` at once. Raises EOFError after the last one."""
+    while True:
         connection.recv_bytes(BURST_BYTES)
         connection.send_bytes(b"")
 

@@ -165,8 +165,9 @@ CLOCKS_AGREE = 60.0
 """Within one boot, wall clock and uptime show the same duration up to this many seconds, unless the clock was set."""
 
 OTHER_LINK = 4.0
-"""Benches between whose links' speeds lies at least this factor belong to different sessions. Links that carry more
-than Python differ by less, and so does one link under other work."""
+"""Benches between whose links' speeds lies at least this factor belong to different sessions."""
+FAST_LINK = 1e9
+"""Links of more bytes per second than this are alike, because other work disturbs what Python measures there."""
 
 
 class Bench(Document):
@@ -245,8 +246,8 @@ class Bench(Document):
             by_uptime = later.uptime_seconds - self.session.uptime_seconds
             one_boot &= later.boot_id is not None  # two unknown boots are not one boot
             one_boot |= abs(by_wall - by_uptime) < CLOCKS_AGREE
-        speeds = self.session.link_bytes_per_second, later.link_bytes_per_second
-        same_links = not (speeds[0] and speeds[1]) or 1 / OTHER_LINK < speeds[0] / speeds[1] < OTHER_LINK
+        before, now = (min(session.link_bytes_per_second or 0.0, FAST_LINK) for session in (self.session, later))
+        same_links = not (before and now) or 1 / OTHER_LINK < before / now < OTHER_LINK
         same_hosts = later.hosts == self.session.hosts
         return same_hosts and same_links and one_boot and min(by_wall, by_uptime) - self.lasted_seconds < ONE_SESSION
 
