@@ -99,8 +99,9 @@ class Compile(Technique):
 class CompiledBlocks(Compile):
     """Compiles each block of the model (``blocks``) alone, as one graph; what lies between blocks is not compiled.
 
-    Blocks of the same class and sizes share one graph, so a deep model compiles as fast as one of its blocks. Source:
-    PyTorch recipe, "Reducing torch.compile cold start compilation time with regional compilation".
+    Blocks of the same class and sizes share one graph, so a deep model compiles as fast as one of its blocks. With
+    fsdp, a block's hooks, which gather its parameters, run outside of its graph. Source: PyTorch recipe, "Reducing
+    torch.compile cold start compilation time with regional compilation".
     """
 
     name = "compiled_blocks"

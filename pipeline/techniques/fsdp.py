@@ -60,8 +60,9 @@ class FSDP(Technique):
         where, self._evaluated = self.where("parallelism"), list[str]()
         keep_in_step(model, FSDPModule, self.world, where, [])
         setup.shard_group = self._mesh().get_group("shares")
-        for name, part in model.named_modules():
-            keep_parameters(part, partial(part.named_parameters, name), where)
+        names = {part: name for name, part in model.named_modules()}
+        for whole in (*units, model):  # a hook inside of a block could not be compiled
+            keep_parameters(whole, partial(whole.named_parameters, names[whole]), where)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` like the trained model, but gather parameters in float32; reshard each part after its run."""

@@ -77,7 +77,7 @@ def test_equal_blocks_share_one_graph(digits: Dataset, kept: bool | str) -> None
 
 @pytest.mark.slow
 @builds
-@pytest.mark.parametrize(("parallelism", "captured"), [("ddp", 1), ("tensor", 2)])
+@pytest.mark.parametrize(("parallelism", "captured"), [("ddp", 1), ("fsdp", 1), ("tensor", 2)])
 def test_ranks_compile_equal_blocks_once(digits: Dataset, parallelism: str, captured: int) -> None:
     expected = _losses(digits, model=deep_net(), steps=3)
     for loss, graphs in run_ranks(_blocks_compiled, digits, {"parallelism": parallelism}):
