@@ -127,7 +127,7 @@ def test_a_training_and_a_bench_go_on_after_requeues() -> None:
     change(
         launch={"slurm": {"cpus": 1, "nodes": 2}},
         fetch={"dataset": "digits"},
-        train={"seeds": [0], "epochs": 40, "batch_size": 32, "device": "cpu", "checkpoint_every_steps": 1000},
+        train={"seeds": [0], "epochs": 20, "batch_size": 32, "device": "cpu", "checkpoint_every_steps": 1000},
         bench={"max_minutes": 0.1, "window_seconds": 0.2, "max_foreign_load": 1.0},
         variants={"baseline": {}, "ddp": {"parallelism": "ddp"}},
         profile={"variants": []},
