@@ -32,7 +32,7 @@ from pipeline.script import command, hook, jobs
 from pipeline.script.arms import OpenArm, Scripts
 from pipeline.script.command import config_of
 from pipeline.script.jobs import Job, scratch_copy
-from pipeline.script.sameness import credits_of
+from pipeline.script.sameness import credits_of, same_jobs
 from tests.commands import printed
 from tests.factories import make_arm, make_window
 from tests.hooked import Bed, hooked
@@ -336,6 +336,46 @@ def test_digests_and_updates_tell_equal_trainings_from_others(bed: Bed) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(updates, expected, strict=True))
 
 
+def examined_training(
+    optimizer: type[torch.optim.Optimizer], *, seed: int = 0, lr: float = 1e-3, batch: int = 32, change: str = ""
+) -> dict[str, Any]:
+    """Train convolutions with biases in front of BatchNorm for four steps, as an arm, and return its answer."""
+    torch.manual_seed(seed)
+    memory = torch.channels_last if change == "channels_last" else torch.contiguous_format
+    layers = [torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3)]
+    layers += [torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16 * 8 * 8, 10)]
+    model = torch.nn.Sequential(*layers).to(memory_format=memory)
+    with hooked() as bed:
+        serving = bed.requests(4, examine=True)
+        steps = optimizer(model.parameters(), lr=lr)  # type: ignore[call-arg]
+        for _ in range(4):
+            inputs, labels = torch.randn(32, 3, 12, 12)[:batch], torch.randint(10, (32,))[:batch]
+            order = range(batch)[:: -1 if change == "reversed" else 1]  # sums in another order
+            steps.zero_grad()
+            outputs = model(inputs[order].contiguous(memory_format=memory))
+            torch.nn.functional.cross_entropy(outputs, labels[order]).backward()
+            if change == "frozen":
+                model[0].weight.grad = None
+            steps.step()
+        serving.join()
+        return {"examined": [bed.answers[1] | {"update": torch.load(bed.answers[1]["update"], weights_only=True)}]}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD], ids=["adamw", "sgd"])
+def test_a_gradient_of_rounding_errors_makes_no_other_job(optimizer: type[torch.optim.Optimizer]) -> None:
+    changes: dict[str, dict[str, Any]] = {"base": {}, "again": {}, "last": {"change": "channels_last"},
+        "reversed": {"change": "reversed"}, "half": {"batch": 16}, "seed": {"seed": 1}, "rate": {"lr": 1.05e-3},
+        "frozen": {"change": "frozen"}}  # fmt: skip
+    jobs = same_jobs(
+        {name: examined_training(optimizer, **change) for name, change in changes.items()}, "base", "again"
+    )
+    assert jobs["base"].equal_bits
+    assert not jobs["reversed"].equal_bits
+    judged = {name: job.difference is not None and job.difference <= job.rounding for name, job in jobs.items()}
+    assert [name for name, rounding in judged.items() if rounding] == ["base", "last", "reversed"]
+    assert "(most in 0.weight), more than rounding explains" in jobs["frozen"].in_words
+
+
 def test_a_training_is_answered_as_its_process_exits(bed: Bed) -> None:
     serving = bed.requests(None, examine=True)
     model, optimizer = net_and_optimizer()
@@ -525,6 +565,7 @@ class Played(AbstractContextManager["Played"]):
         conditions = make_arm("base", changed=plan["changed"], placement=None, batch_size=credited, rounds=1).conditions
         rank = {"python": "3.12", "torch": "2.11.0", "gpu": None}
         examined = {"started": "s", "ended": str(update), "update": [torch.full((8,), update)],
+                    "trained": [("layer.weight", 1.0)],
                     "samples": [samples] * 3, "optimizers": 2, "sources": {"train.py": "0"}}  # fmt: skip
         values = conditions.model_dump(mode="json") | {"window": window.model_dump(mode="json")}
         return values | {"ranks": [rank], "examined": [examined], "workers": False}
@@ -576,8 +617,8 @@ def test_the_report_has_what_is_known_of_a_script(play: Callable[..., int]) -> N
         assert not re.search(r"\bNone\b|Time to 85|Every training run", shown)
         assert not re.search("Input wait|Cold start|Memory and arithmetic|Achieved", shown)
         assert "python train.py: 3 variants compared" in shown
-        differs = "differ from the baseline's by 36% of their update, more than rounding explains: a lower precision"
-        for said in (differs, "differ from the baseline's by 100% of their update", "Outside of steps"):
+        differs = "by 36% of their update (most in layer.weight), more than rounding explains: a lower precision"
+        for said in (differs, "differ from the baseline's by 100% of their update (most", "Outside of steps"):
             assert said in shown
         assert "Accuracy: unknown" in shown
 

@@ -71,8 +71,11 @@ class SameJob(Record):
     steps: int
     equal_bits: bool
     difference: float | None
-    """The largest difference of a parameter's update, relative to the baseline's update; None if a value is not finite
+    """The largest difference of a parameter's update, relative to the baseline's update, among the parameters whose
+    gradients are more than rounding errors; None if a value is not finite
     or the parameters have other shapes."""
+    parameter: str = Field("", exclude_if=operator.not_)
+    """The parameter with the largest difference."""
     rounding: float
     """A difference up to this one can come from rounding, or from what the baseline itself does not repeat."""
     samples_per_step: int | None
@@ -85,7 +88,8 @@ class SameJob(Record):
             return "equal the baseline's to the bit"
         if self.difference is None:
             return "cannot be compared with the baseline's"
-        size = f"by {float(f'{100 * self.difference:.2g}'):g}% of their update"
+        most = f" (most in {self.parameter})" if self.parameter else ""
+        size = f"by {float(f'{100 * self.difference:.2g}'):g}% of their update{most}"
         if self.difference <= self.rounding:
             return f"differ from the baseline's {size}, which rounding can explain"
         causes = "a lower precision, other data or random numbers, or another method"

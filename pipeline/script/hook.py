@@ -103,6 +103,7 @@ class Rank:
     def meet(self, optimizer: Any) -> None:
         """Connect, say what this process is, and wait for the first request."""
         self.owner, own, cuda = optimizer, self.parameters(optimizer), self.torch.cuda
+        self.names: dict[int, str] = {}
         self.owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.gpu = own[0].device if own and own[0].device.type == "cuda" else None
         about = cuda.get_device_properties(self.gpu) if self.gpu else None
@@ -206,6 +207,7 @@ class Rank:
             facts |= {"started": started, "ended": ended, "optimizers": len(self.stepping)}
             if not self.whole:  # to its end, a training can have got further parameters
                 facts["update"] = str(self.folder / f"update-{os.getpid()}")
+                facts["trained"] = [*self.trained()]
                 self.torch.save([now - then for then, now in zip(before, after, strict=True)], facts["update"])
             facts["sources"] = dict(self.sources())
             facts["samples"] = self.samples[1:]  # the request began after the forward pass of the first step
@@ -244,6 +246,7 @@ class Rank:
             return
         if self.first is None and any(id(parameter) in self.owned for parameter in module.parameters()):
             self.first = module
+            self.names = self.names or {id(parameter): name for name, parameter in module.named_parameters()}
         if module is self.first and not self.evaluated:
             self.entered += len(tensors[0])
             self.evaluated = self.stepping_now
@@ -258,6 +261,17 @@ class Rank:
             for part in flat.split(1 << 24):
                 whole.update(memoryview(part.cpu().contiguous().view(self.torch.uint8).numpy()))
         return whole.hexdigest(), some
+
+    def trained(self) -> Iterator[tuple[str, float | None]]:
+        """Yield each parameter's name, if a module got samples, and the root mean square of its gradient, if it has
+        one."""
+        parameters = [parameter for group in self.owner.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(parameters, 1):
+            gradient = parameter.grad
+            if gradient is not None:
+                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                gradient = float(own.detach().float().norm()) / max(1, own.numel()) ** 0.5
+            yield self.names.get(id(parameter), f"parameter {place}"), gradient
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """Yield the script's own modules, as files below the working directory, and digests of them."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.errors import ConfigError
-from pipeline.measurement.updates import relative_difference
+from pipeline.measurement.updates import relative_differences
 from pipeline.results import SameJob
 from pipeline.script.arms import EXAMINED_STEPS, samples_of
 
-ROUNDING = 2.0**-4
+ROUNDING = 2.0**-5
 """Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
 of 16 bits can differ by more: Adam turns the sign of a small gradient into a whole step."""
+NOISE = 2.0**-13
+"""A gradient up to this share of the root mean square over all parameters consists of rounding errors. A bias before
+BatchNorm has such a gradient, about 1e-6 of the others' in float32: its true gradient is zero. Adam makes whole steps
+of it, which say nothing about the method."""
 OWN_FACTOR = 2.0
 """A difference up to this many times the base's from itself is no difference."""
 LARGEST_OWN = 0.25
@@ -33,16 +38,41 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
             (rank, place): update for rank, own in enumerate(of(name, "update")) for place, update in enumerate(own)
         }
 
-    own = relative_difference(updates(control), updates(base))
+    def noise(name: str) -> set[Any]:
+        gradients = {
+            (rank, place): gradient
+            for rank, own in enumerate(of(name, "trained"))
+            for place, (_, gradient) in enumerate(own)
+            if gradient and math.isfinite(gradient)  # a gradient of exactly zero is no rounding error
+        }
+        sizes = {key: update.numel() for key, update in updates(name).items() if key in gradients}
+        squares = sum(gradients[key] ** 2 * size for key, size in sizes.items())
+        usual = math.sqrt(squares / max(1, sum(sizes.values())))
+        return {key for key, gradient in gradients.items() if gradient <= NOISE * usual}
+
+    def apart(name: str) -> tuple[float, str]:
+        left_out = noise(name) & noise(base)
+        ours, theirs = (
+            {key: update for key, update in updates(arm).items() if key not in left_out} for arm in (name, base)
+        )
+        differences = relative_differences(ours, theirs)
+        if not any(differences.values()):
+            return 0.0, ""
+        rank, place = most = max(differences, key=differences.__getitem__)
+        return differences[most], of(name if most in ours else base, "trained")[rank][place][0]
+
+    own, _ = apart(control)
     repeats = own < LARGEST_OWN and of(control, "started") == of(base, "started")
     jobs = {}
     for name in (name for name in answers if name != control):
         beside = control if name == base else name
-        difference = relative_difference(updates(beside), updates(base))
+        difference, parameter = apart(beside)
+        known = repeats and difference < float("inf")
         jobs[name] = SameJob(
             steps=EXAMINED_STEPS,
             equal_bits=of(beside, "ended") == of(base, "ended"),
-            difference=difference if repeats and difference < float("inf") else None,
+            difference=difference if known else None,
+            parameter=parameter if known else "",
             rounding=max(ROUNDING, OWN_FACTOR * own) if repeats else 0.0,
             samples_per_step=samples_of(answers[name]["examined"]),
         )
