@@ -39,6 +39,8 @@ SAMPLED, RACED_UNTIL, COMBINED_UNTIL = 0.3, 0.55, 0.7
 and more if they need it."""
 LONGEST = 1 / 8
 """The share of the minutes that an arm may take in a round."""
+FIRST_SECONDS = 300.0
+"""However few the minutes are, the baseline may take so long for its first sample."""
 SLOWER = 3
 """However few the minutes are, an arm may take so many times as long as the baseline."""
 RACE_ROUNDS, FINAL_ROUNDS = 4, 8
@@ -89,7 +91,7 @@ def run(
     sitting, memory_bytes = Sitting("advise", minutes, age_seconds), parse_bytes(memory) if memory else None
     baseline, session, interrupted = config.compare.baseline, begin_session(), False
     of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
-    with served(of_baseline, machine, server := Patient(sitting.seconds)) as job:
+    with served(of_baseline, machine, server := Patient(max(FIRST_SECONDS, sitting.seconds))) as job:
         plan = job.plans[baseline]
         tried, untried = candidates.alone(config, machine, plan, only, PREPARED, memory_bytes)
         about = [job.facts["keys"], job.facts["environment"], config.compare.model_dump(mode="json")]
