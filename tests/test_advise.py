@@ -166,6 +166,23 @@ def test_without_a_gain_the_baseline_is_kept(advised: Callable[..., Advised]) ->
     assert "an error in at most 5% of such races" in advice.sentence()
 
 
+def test_late_candidates_have_the_time_of_missing_finalists(advised: Callable[..., Advised]) -> None:
+    names = ("activation_checkpointing", "selective_checkpointing", "checkpointing_budget__0__5")
+    job = advised(**dict.fromkeys(names, Known(opening=40.0)), channels_last=Known(step=0.02))
+    advice = job.run(minutes=6)
+    raced = {arm.variant for arm in advice.benches[0].arms}
+    assert "channels_last" not in raced  # there was no time for it before the race
+    assert (advice.finalists, len(advice.benches)) == ((), 2)
+    assert advice.standing()["channels_last"][THROUGHPUT].estimate == pytest.approx(2.5, rel=0.05)
+    assert "channels_last" not in advice.out
+    assert "2 could be raced; ahead: `channels_last` (more minutes" in advice.sentence()
+
+
+def test_without_candidates_there_is_no_advice(advised: Callable[..., Advised]) -> None:
+    advice = advised(activation_checkpointing=Known(opening=10.0)).run(minutes=1)
+    assert "no advice: of 17 candidates, 1 could be raced (more minutes" in advice.sentence()
+
+
 def test_an_interrupted_run_goes_on(advised: Callable[..., Advised]) -> None:
     fast = {"channels_last": Known(step=0.03), "activation_checkpointing": Known(step=0.07, memory=0.5)}
     job = advised(**fast)
@@ -206,6 +223,10 @@ def test_a_race_drops_what_another_beats() -> None:
     assert set(race.beaten(among)) == {"both", "slower", "leaner", "alike"}
     one = Race.of([arm.model_copy(update={"samples": arm.samples[:1]}) for arm in arms], "baseline", Margins())
     assert one.beaten(among) == {}  # a single round shows no scatter
+    two = Race.of(
+        [arm.model_copy(update={"samples": arm.samples[:2]}) for arm in (*arms[:2], arms[-1])], "baseline", Margins()
+    )
+    assert two.ratio("both", "baseline", THROUGHPUT).bounds == (0.0, math.inf)  # two rounds of two arms show little
     assert race.ratio("both", "slower", THROUGHPUT).estimate == pytest.approx(1.25, rel=0.02)
 
 
@@ -263,7 +284,7 @@ def test_of_two_as_lean_the_faster_is_taken(advised: Callable[..., Advised]) -> 
 def test_what_there_was_no_time_for_is_not_decided(advised: Callable[..., Advised]) -> None:
     advice = advised(baseline=Known(opening=10.0), channels_last=Known(opening=60.0)).run("speed", minutes=2)
     assert {advice.out[name].kind for name in ("channels_last", "compile")} == {"time"}
-    assert "not decided: 6 candidates (more minutes" in advice.sentence()
+    assert "no advice: of 6 candidates, 1 could be raced (more minutes" in advice.sentence()
 
 
 def test_finalists_are_ends_and_middle_of_the_front() -> None:

@@ -149,7 +149,8 @@ def measure(
                     over = f"{limit / 60:g} minutes are over after {count(len(rounds), 'round')}"
                     least = f"{fewest} rounds without a rejected sample, or {2 * fewest} in all"
                     why = "bench.hard_limit: true would prevent this"
-                    bar.write(f"bench: {over}; the bench goes on until it has {least}; {why}", sys.stdout)
+                    more = f"at least {missing * longest / 60:.1f} minutes more"
+                    bar.write(f"bench: {over}; the bench goes on until it has {least}: {more}; {why}", sys.stdout)
                 order = order_of(running, len(rounds))
                 options = {} if measures_memory else {"memory": False}
                 answers = _round(order, steps, turns, show, options, leave_out)

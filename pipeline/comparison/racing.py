@@ -27,6 +27,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 RACED = (THROUGHPUT, MEMORY)
 FEWEST_ROUNDS = 2
 """A race looks after every second round, whose order is the reverse of the round before."""
+FEWEST_FREEDOM = 3
+"""With fewer degrees of freedom, such as two rounds of two arms, the interval at 99.9% spans orders of magnitude."""
 MOST_FINALISTS = 3
 
 
@@ -61,7 +63,8 @@ class Race:
         )
 
     def ratio(self, above: str, below: str, figure: Figure, confidence: float = verdicts.SURE) -> Difference:
-        """Return the ratio of two arms with its interval; without an interval if fewer than two rounds have both."""
+        """Return the ratio of two arms with its interval; without an interval if fewer than two rounds have both, or if
+        the race is too small to know the scatter."""
         first, second = list(self.names).index(above), list(self.names).index(below)
         estimates, errors, counts, freedom = self._of[figure]
         estimate, pairs = estimates[first, second], int(counts[first, second])
@@ -69,7 +72,7 @@ class Race:
             return Difference(margin=self.margins[figure])
         known = Difference(estimate=math.exp(estimate), pairs=pairs, margin=self.margins[figure], confidence=confidence)
         half = float(errors[first, second] * stdtrit(freedom, (1 + confidence) / 2))
-        if not math.isfinite(half):
+        if not math.isfinite(half) or freedom < FEWEST_FREEDOM:
             return known
         return known.model_copy(update={"low": math.exp(estimate - half), "high": math.exp(estimate + half)})
 

@@ -60,6 +60,9 @@ def advice(comparison: Comparison) -> str:
     take, best = [], comparison.champion
     if best:
         gain = f": {change(best.quantity, best.ratio)}" if best.quantity and best.ratio else ""
+        later = next(compared.time_to_target_ratio for compared in others if compared.variant == best.variant)
+        if later and later.bounds[0] > 1:  # such as after weak scaling
+            gain += f", but {interval(later)} times the time to {percent(comparison.target_accuracy_fraction, 0)}"
         take.append(f"`{best.variant}`{gain}")
     saving = {compared.variant: said for compared in judged if compared.on_front and (said := _saving(compared))}
     take += saving.values()

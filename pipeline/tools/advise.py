@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ from pipeline.tools.sitting import Sitting, dearest
 SAMPLED, RACED_UNTIL, COMBINED_UNTIL = 0.3, 0.55, 0.7
 """The shares of the minutes after which first samples, the race and the combinations end. The finalists have the rest,
 and more if they need it."""
+LATE_SAMPLED, LATE_UNTIL = 0.8, 0.95
+"""If there is no finalist: the same shares for first samples and a race of those that had no first sample before. There
+is no time to measure the best of them again, so they are not advised."""
 LONGEST = 1 / 8
 """The share of the minutes that an arm may take in a round."""
 FIRST_SECONDS = 300.0
@@ -156,10 +160,9 @@ class Adviser:
         self._sample([baseline], 1.0)
         self.server.limit = max(LONGEST * self.sitting.seconds, SLOWER * self._seconds(baseline))
         if not self.advice.steps:
-            first = relieving(self.advice)
-            order = sorted(self.advice.candidates, key=lambda single: (single.name not in first, single.compiles))
-            self._sample([candidate.name for candidate in order], SAMPLED)
-            self._budget()
+            self._sample(self._order(), SAMPLED)
+            self._choose_steps()
+            self._budget(RACED_UNTIL, RACE_ROUNDS)
         if not self.advice.complete() and (running := self._running()):
             self._race(running, RACED_UNTIL)
         while not self.advice.finalists and (names := self._combinations()):
@@ -168,6 +171,29 @@ class Adviser:
             self.update(finalists=tuple(self._front(self._estimates())))
         if self.advice.finalists:
             self._measure_again()
+        elif late := self._unsampled():
+            self.update(out={name: why for name, why in self.advice.out.items() if name not in late})
+            self._sample(late, LATE_SAMPLED)
+            self._budget(LATE_UNTIL, FEWEST_ROUNDS)
+            if self.advice.costs.keys() & set(late) & set(running := self._running()):
+                self._race(running, LATE_UNTIL)
+
+    def _order(self) -> list[str]:
+        """Return the candidates in the order of their first samples: first what relieves what binds the step, then one
+        value of each technique before further values, and last what compiles."""
+        first, values = relieving(self.advice), Counter[tuple[str, ...]]()
+        rank: dict[str, tuple[bool, int, bool]] = {}
+        for candidate in self.advice.candidates:
+            rank[candidate.name] = candidate.name not in first, values[candidate.techniques], candidate.compiles
+            values[candidate.techniques] += 1
+        return sorted(rank, key=lambda name: rank[name])
+
+    def _unsampled(self) -> list[str]:
+        """Return the candidates for whose first sample there was no time."""
+        out = self.advice.out
+        return [
+            name for name in self._order() if name in out and out[name].kind == "time" and name not in self.advice.costs
+        ]
 
     def _running(self) -> list[str]:
         advice = self.advice
@@ -254,14 +280,15 @@ class Adviser:
         """Return about how long a round takes of the baseline, its control and these candidates."""
         return 2 * self._seconds(self.advice.baseline) + sum(map(self._seconds, names))
 
-    def _budget(self) -> None:
-        """Choose the steps of a window, and leave out the dearest candidates, until the race has its rounds."""
-        samples = self.advice.costs
-        openings = [opening for opening, _ in samples.values()]
-        step_seconds = samples[self.advice.baseline][1]
+    def _choose_steps(self) -> None:
+        openings = [opening for opening, _ in self.advice.costs.values()]
+        step_seconds = self.advice.costs[self.advice.baseline][1]
         self.update(steps=window_steps(self.config.bench.window_seconds, step_seconds, openings))
+
+    def _budget(self, until: float, rounds: int) -> None:
+        """Leave out the dearest candidates, until the race has so many rounds."""
         costs = {name: self._seconds(name) for name in self._running()}
-        allowed = self.sitting.left(RACED_UNTIL) / RACE_ROUNDS - self._round_seconds(())
+        allowed = self.sitting.left(until) / rounds - self._round_seconds(())
         for name in dearest(costs, allowed, len(costs) - 1):
             seconds = f"{costs[name]:.1f} s a round"
             self._leave_out(name, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeline.comparison import planning, sessions, stats
-from pipeline.comparison.racing import RACED, Race, interaction
+from pipeline.comparison.racing import RACED, Race, finalists, interaction
 from pipeline.comparison.sessions import column
 from pipeline.comparison.stats import Difference
 from pipeline.errors import count, say
@@ -79,7 +79,7 @@ class Advice(Document):
         """Say whether a candidate is still measured, and why not."""
         if name in self.out:
             return self.out[name].why
-        return "finalist" if name in self.finalists else "not beaten"
+        return "finalist" if name in self.finalists else "not decided" if self.finished else "not beaten"
 
     def races(self) -> list[Race]:
         return [Race.of(bench.arms, self.baseline, self.compare.margins) for bench in self.benches]
@@ -179,6 +179,17 @@ class Advice(Document):
         decided = {name for name, left_out in self.out.items() if left_out.kind != "time"}
         decided |= {name for name in judged if {judged[name][figure].decision for figure in RACED} <= set(DECIDED)}
         is_open = [f"`{name}`" for name in alike if name not in decided]
+        standing = self.standing()
+        raced = {name: standing[name] for name in alike if name in standing}
+        if any(name not in decided for name in alike) and 2 * len(raced) < len(alike):
+            estimates = {
+                name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
+                for name, of in raced.items()
+                if name not in self.out
+            }
+            ahead = ", ".join(f"`{name}`" for name in finalists(estimates, self.compare.margins))
+            few = f"of {count(len(alike), 'candidate')}, {len(raced)} could be raced" + (ahead and f"; ahead: {ahead}")
+            return f"{begun}no advice: {few} (more minutes or a quieter machine would help)."
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
         if is_open:
             named = ", ".join(is_open) if len(is_open) <= MOST_NAMED else count(len(is_open), "candidate")
