@@ -274,6 +274,39 @@ def test_figures_of_the_training_runs_keep_their_names() -> None:
     assert fast.runs == tuple(runs)
 
 
+@pytest.mark.parametrize(
+    ("train", "share", "correct", "why"),
+    [
+        (
+            {},
+            0.59,
+            (5900, 5900),
+            "say nothing: the accuracy of `a`, 59.00%, does not exceed that of a constant answer, 59.00% (the share",
+        ),
+        ({}, 0.59, (5900, 5902), ""),
+        ({"metric": "label_accuracy"}, 0.99, (9000, 9000), ""),
+        (
+            {"metric": "own:f1", "metric_over": "test_set"},
+            0.59,
+            (3711, 3711),
+            "may say nothing: all seeds of `a` have the same score, 37.11%, as a model has that",
+        ),
+        ({"metric": "own:f1", "metric_over": "test_set"}, 0.59, (3711, 3712), ""),
+    ],
+    ids=["constant", "learnt", "labels", "own", "own_learnt"],
+)
+def test_a_baseline_that_learns_nothing_is_said_first(
+    train: dict[str, Any], share: float, correct: tuple[int, int], why: str
+) -> None:
+    made = [make_result(name, [make_run(seed, test_correct=of) for seed, of in enumerate(correct)]) for name in "ab"]
+    for result in made:
+        result.config["train"].update(train)
+    dataset = made[0].dataset.model_copy(update={"most_frequent_fraction": share}) if made[0].dataset else None
+    comparison = make_comparison([result.model_copy(update={"dataset": dataset}) for result in made])
+    said = markdown(comparison)
+    assert f"> **Comparisons of accuracy {why}" in said if why else "Comparisons of accuracy" not in said
+
+
 def test_accuracy_is_paired_by_seed_not_by_position() -> None:
     baseline = make_result(
         "baseline", [make_run(seed, test_correct=n) for seed, n in ((0, 9000), (1, 9100), (2, 9200))]

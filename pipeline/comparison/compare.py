@@ -156,6 +156,7 @@ def compare(
         seeds=tuple(run.seed for run in baseline.runs),
         **fields_of(noises, "noise_"),
         variants=tuple(map(compared, (baseline, *others.values()))),
+        learnt_nothing=summaries.learnt_nothing(baseline),
         champion=champion_of(paying, table),
         sessions=tuple(summaries.of_session(session, names) for session in table.sessions),
         sessions_set_aside=table.set_aside,

@@ -298,6 +298,8 @@ class Comparison(ByFigure, Document, extra="allow"):
     """The baseline against itself, like the ``noise_`` of every further figure that was asked for."""
     variants: tuple[Compared, ...]
     """The baseline first, the others in the order of params.yaml."""
+    learnt_nothing: str = Field("", exclude_if=operator.not_)
+    """Why comparisons of accuracy may say nothing: the baseline's score is that of a constant answer."""
     champion: Champion | None = None
     """None if no variant pays."""
     sessions: tuple[SessionSummary, ...] = ()

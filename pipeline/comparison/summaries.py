@@ -242,6 +242,29 @@ def accuracies(
     return stats.decided_together(judged, len(trained))
 
 
+def learnt_nothing(baseline: Result) -> str:
+    """Return why comparisons of accuracy may say nothing: the baseline's score is that of a constant answer. Empty if
+    nothing shows it."""
+    scores, train = [run.test_accuracy for run in baseline.runs], baseline.config["train"]
+    constant = baseline.dataset.most_frequent_fraction if baseline.dataset else None
+    if (
+        scores
+        and constant
+        and train.get("metric") == "accuracy"
+        and (mean := statistics.fmean(scores)) <= constant + 1e-9
+    ):
+        return (
+            f"comparisons of accuracy say nothing: the accuracy of `{baseline.variant}`, {mean:.2%}, does not exceed "
+            f"that of a constant answer, {constant:.2%} (the share of the most frequent class)"
+        )
+    if train.get("metric_over") == "test_set" and len(scores) > 1 and max(scores) == min(scores) < 1:
+        return (
+            f"comparisons of accuracy may say nothing: all seeds of `{baseline.variant}` have the same score, "
+            f"{scores[0]:.2%}, as a model has that always gives the same answer"
+        )
+    return ""
+
+
 def accuracy_differences(result: Result, baseline: Result) -> dict[int, float]:
     """Return seed -> the difference in test accuracy, from exact counts.
 

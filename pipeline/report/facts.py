@@ -130,7 +130,8 @@ def _figures(compared: Compared, decision: str) -> list[tuple[str, str]]:
 
 def banner(comparison: Comparison) -> list[str]:
     """Return why the A/A noise makes verdicts untrusted, with a remedy for each reason; and a sentence if the
-    interruption of the bench left a verdict open. The report shows these sentences once, at the top."""
+    interruption of the bench left a verdict open, or if the baseline's score is that of a constant answer. The report
+    shows these sentences once, at the top."""
     others = comparison.variants[1:]
     nouns: dict[str, list[str]] = {}
     for figure, noise in comparison.noises.items():
@@ -142,7 +143,7 @@ def banner(comparison: Comparison) -> list[str]:
     reasons = [f"untrusted {' and '.join(untrusted)}: {why}" for why, untrusted in nouns.items()]
     is_open = any(advices.is_open(ratio) for compared in others for ratio in compared.ratios.values())
     reasons += [advices.interrupted(comparison.bench)] if comparison.bench.interrupted and is_open else []
-    return sentences(reasons)
+    return sentences([*reasons, *filter(None, [comparison.learnt_nothing])])
 
 
 def sentences(fragments: Sequence[str]) -> list[str]:

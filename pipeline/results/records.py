@@ -215,6 +215,8 @@ class DatasetFacts(Record):
     """Number of test inputs that are also training inputs. This count and the next come from ``dataset.json``."""
     test_repeated_count: Count | None = None
     """Number of test inputs that repeat an earlier test input."""
+    most_frequent_fraction: Share | None = Field(None, exclude_if=lambda value: value is None)
+    """Share of the most frequent class among the test labels; None if the targets are not labels."""
 
 
 class RunConditions(Record):

@@ -32,6 +32,7 @@ from pipeline.data.prepared import LEFT_OUT, Dataset, read
 from pipeline.data.sources import fetch
 from pipeline.environment import imports, stages
 from pipeline.params import parse
+from pipeline.training.measured import dataset_of
 from tests.factories import listed, parquet_of, parquet_table
 from tests.pages import blocks
 
@@ -176,6 +177,8 @@ def test_labels_that_are_left_out_are_counted(shape: tuple[int, ...], tmp_path: 
     assert dataset.left_out_count == labels.size / 5
     known = dataset.train.targets[dataset.train.targets != LEFT_OUT]
     assert dataset.class_counts == tuple(known.bincount().tolist())
+    tested = [label for label in dataset.test.targets.flatten().tolist() if label != LEFT_OUT]
+    assert dataset_of(dataset).most_frequent_fraction == max(map(tested.count, range(3))) / len(tested)
     assert dataset.classes == ("0", "1", "2")
 
 
