@@ -394,6 +394,14 @@ def test_too_small_a_budget_is_refused_with_the_smallest() -> None:
     assert changed(conv_net(), [_technique(least + 0.001)])
 
 
+def test_a_budget_is_refused_where_a_frozen_model_keeps_little() -> None:
+    model = conv_net()
+    for parameter in [*model.parameters()][:-2]:
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"checkpointing saves nothing: .* keeps \d+\.\d times its"):
+        changed(model, [_technique(0.5)])
+
+
 @pytest.mark.gpu
 def test_activations_leave_the_gpu_and_no_gradient_changes() -> None:
     images, labels = (part.cuda() for part in batch(4096))
