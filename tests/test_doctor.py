@@ -118,14 +118,15 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     net = "lambda classes, hidden, **_: nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.Linear(hidden, classes))"
     (checkout / "nets.py").write_text(f"from torch import nn\n\nprint('words')\nnet = {net}\n")
 
-    def parts(hidden: int | str = 4, batch_size: int = 2) -> str:
-        train = {"model": "nets:net", "model_options": {"hidden": hidden}, "batch_size": batch_size}
+    def parts(hidden: int | str = 4, batch_size: int = 2, **settings: Any) -> str:
+        train = {"model": "nets:net", "model_options": {"hidden": hidden}, "batch_size": batch_size} | settings
         job({"baseline": {}}, fetch={"dataset": "digits"}, prepare={"train_limit": 5}, train=train)
         return report("model, data")
 
     assert "- model, data nets:net exists; to build it, the data must be prepared -> dvc repro prepare" in parts()
     furnish(load())
     assert f"ok model, data nets:net has {64 * 4 + 4 + 4 * 10 + 10} parameters on digits" in parts()
+    assert "parameters, of which 50 train, on digits" in parts(frozen=["1.*"])
     raising = parts("many")
     assert "PROBLEM model, data train.model: nets:net raised TypeError: " in raising
     assert "nets.py, line 4, in <lambda>" in raising

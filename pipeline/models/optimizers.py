@@ -72,9 +72,10 @@ def check_patterns(train: Train, names: Iterable[str], *keys: str) -> None:
     for key in keys:
         for pattern in getattr(train, key):
             if pattern != "vectors" and not any(fnmatchcase(name, pattern) for name in names):
+                parts = dict.fromkeys(name.partition(".")[0] for name in names)
                 raise ConfigError(
                     f"train.{key}: {pattern!r} matches no parameter of {train.model}, whose parameters are "
-                    f"{', '.join(names[:3])}, ..., {names[-1]}."
+                    f"{', '.join(names[:3])}, ..., {names[-1]}, in its parts {', '.join(parts)}."
                 )
 
 

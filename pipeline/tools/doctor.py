@@ -142,7 +142,9 @@ def parts() -> Iterator[Finding]:
     model = task.begun()
     task.try_step(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    yield ok(f"{config.train.model} has {parameters:,} parameters on {dataset.name}")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    of_these = f", of which {trained:,} train," if trained < parameters else ""
+    yield ok(f"{config.train.model} has {parameters:,} parameters{of_these} on {dataset.name}")
 
 
 def gpu() -> Iterator[Finding]:
