@@ -418,3 +418,13 @@ def test_an_ended_hosts_check_leaves_no_namespace(number: int, code: int) -> Non
     assert check.wait(60) == code
     assert ended(*processes)
     assert not list(namespaces.glob(f"hosts-check-{check.pid}-*"))
+
+
+def test_a_helper_that_nobody_hears_ends_in_silence() -> None:
+    """The command was killed between its start and the helper's first word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    helper = [sys.executable, "-m", "pipeline", "host"]
+    ended = subprocess.run(helper, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -168,7 +168,8 @@ def serve() -> None:
     os.dup2(2, 1)  # a user's model may print
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # or start a program that reads its input
-    os.write(outgoing, b"\n")  # ends a line that the prefix has begun
+    with suppress(BrokenPipeError):  # the other process has ended already, which the link reports
+        os.write(outgoing, b"\n")  # ends a line that the prefix has begun
     link, messages = Link(incoming, outgoing), SimpleQueue[Any]()
 
     def listen() -> None:
