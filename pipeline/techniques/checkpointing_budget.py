@@ -47,9 +47,7 @@ class CheckpointingBudget(ActivationCheckpointing):
         everything, least = kept.bytes(()), kept.bytes(range(len(options)))
         if not everything:
             raise ConfigError(f"{where}, but {type(model).__name__} keeps no activations; allowed: false.")
-        if (
-            least >= everything
-        ):  # such as where most parameters are frozen, so that the model keeps few activations anyway
+        if least >= everything:  # such as where most of the model is frozen, which keeps few activations anyway
             raise ConfigError(
                 f"{where}, but checkpointing saves nothing: with all {len(options)} blocks checkpointed, "
                 f"{type(model).__name__} keeps {least / everything:.1f} times its activations' bytes; allowed: false."
