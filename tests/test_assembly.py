@@ -11,11 +11,12 @@ import yaml
 
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
+from pipeline.plans import plan as plan_of
 from pipeline.profiling import steps
 from pipeline.training import job
-from pipeline.training.assembly import planned
+from pipeline.training.assembly import planned, preload_for
 from tests.conftest import ROOT
-from tests.workspaces import PREPARED, furnish
+from tests.workspaces import CPU_ONLY, PREPARED, furnish
 
 
 def gpus(count: int) -> Machine:
@@ -106,3 +107,19 @@ def test_the_number_of_processes_is_known_first(
     with pytest.raises(ConfigError):
         start(configured({"tried": {"parallelism": "tensor", "processes": 8}}), "tried", gpus(8), PREPARED)
     assert started == [5]
+
+
+@pytest.mark.parametrize(
+    ("model", "libraries"),
+    [
+        ("small_cnn", []),
+        ("resnet18", ["torchvision.models"]),
+        ("transformers", ["transformers.modeling_utils"]),
+        ("own_net:net", ["timm", "transformers.modeling_utils"]),  # one of them is imported by what the module imports
+    ],
+)
+def test_a_jobs_libraries_are_imported_before_forks(model: str, libraries: list[str]) -> None:
+    Path("own_net.py").write_text("import own_parts\nimport scipy\n\ndef net():\n    from timm.models import vit\n")
+    Path("own_parts.py").write_text("from transformers import BertModel\n")
+    plan = plan_of(configured({}, model=model), "baseline", CPU_ONLY)
+    assert preload_for(plan) == ["torch._dynamo", *libraries]

@@ -217,7 +217,7 @@ def test_two_ranks_count_their_cpu_once(refused: bool, tmp_path: Path, monkeypat
     config = enter(tmp_path, monkeypatch, PARAMS)
     rejections = [rejection("told", text="others were at work")] if refused else []
     arguments = (rejections, config, plan(config, "ddp", CPU_ONLY), PREPARED, environment.read(), 6, False)
-    with forked(_with_a_joule_a_window, arguments, 2, preload=arm.PRELOAD) as ask:
+    with forked(_with_a_joule_a_window, arguments, 2, preload=[arm.__name__]) as ask:
         for request in (None, 2, 2, 2):
             ask(request)
         measured, _ = ask(None)

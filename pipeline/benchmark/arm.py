@@ -36,7 +36,7 @@ from pipeline.processes.malloc import keep_freed_memory, return_freed_memory
 from pipeline.profiling.arithmetic import Unreduced
 from pipeline.results import Arithmetic, Flops, Ledgers, RunConditions, Window
 from pipeline.results.figures import MEMORY
-from pipeline.training.assembly import assembled, planned
+from pipeline.training.assembly import assembled, planned, preload_for
 from pipeline.training.loop import Training
 from pipeline.training.measured import conditions_of, dataset_of, device_name_of, window_of
 
@@ -49,8 +49,6 @@ steps reuse."""
 STEPS_PER_ARITHMETIC = 25
 """One step in so many is taken once more, without exchange, to see how long each rank computes."""
 LONGER_WINDOWS = "raise bench.window_seconds (turns and the ends of epochs shorten windows)"
-PRELOAD = ("pipeline.benchmark.arm", "torch._dynamo")
-"""Modules that every arm needs. They are imported once, before the fork; otherwise every process would import them."""
 
 
 class Measured(RunConditions):
@@ -87,7 +85,9 @@ def serve(config: Config, machine: Machine, prepared: Path) -> None:
         made = Plan.model_validate(plan)
         arguments = (config, made, prepared, environment.read(), steps, ledgers, memory)
         with ExitStack() as processes:
-            ranks = forked(_rank_of_arm, arguments, made.processes, preload=PRELOAD, on_hosts=made.hosts)
+            ranks = forked(
+                _rank_of_arm, arguments, made.processes, preload=[__name__, *preload_for(made)], on_hosts=made.hosts
+            )
             ask = processes.enter_context(ranks)
             ask(None)
             arms[name] = ask, every_arm.enter_context(processes.pop_all())

@@ -153,6 +153,13 @@ def modules_of_the_user(plan: Plan) -> set[str]:
     return {*factories, *(outside.module_of(name) for name in plan.applied.extra)}
 
 
+def libraries_of(plan: Plan) -> set[str]:
+    """Return the names of the installed packages that the user's modules import, at any place."""
+    followed = (path for _, path in imports.followed(modules_of_the_user(plan)) if not path.is_relative_to(PACKAGE))
+    statements = (statement for path in followed for statement in imports.source_of(path).imports)
+    return {module.partition(".")[0] for level, module, _ in statements if not level}
+
+
 def _digests(modules: Collection[str]) -> dict[str, str]:
     """Return file -> digest for ``modules``, everything they import, and the templates that this package's modules
     name."""

@@ -73,6 +73,13 @@ def build(
     return made() if sets_weights else model
 
 
+def library_of(name: str) -> str:
+    """Return the library that the model ``name`` comes from; empty for this package's models and the user's own."""
+    if name == "transformers":
+        return name
+    return "" if ":" in name or name in _OWN else "torchvision"
+
+
 def load(name: str) -> None:
     """Import the modules that building ``name`` needs, so that their memory is not counted as the training's.
 

@@ -26,11 +26,8 @@ from pipeline.profiling.prediction import RESERVE_FRACTION, Estimate, Prediction
 from pipeline.report.facts import LEDGER_PARTS
 from pipeline.tasks.batches import Placement, placement_within
 from pipeline.techniques import Technique
-from pipeline.training.assembly import assembled, planned
+from pipeline.training.assembly import assembled, planned, preload_for
 
-PRELOAD = ("pipeline.tools.beforehand", "torch._dynamo")
-"""Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
-torch imports ``torch._dynamo`` when it creates the first optimizer."""
 HOOKS = ("prepare_process", "change_model", "change_optimizer", "change_checkpoint", "for_evaluation")
 """Hooks of a technique, each named after the part of a training that it changes. ``Training.step_changes`` names the
 parts that ``change_step`` changes."""
@@ -64,7 +61,8 @@ def show_plan(config: Config, name: str | None, machine: Machine, prepared: Path
         say("\n".join(_lines(plan, (), {})))
         say("After `dvc repro prepare`, this command also prints which parts of the training each technique changes.")
         return
-    with forked(_setting_up, (plan, prepared), plan.processes, preload=PRELOAD, on_hosts=plan.hosts) as ask:
+    preload = [__name__, *preload_for(plan)]
+    with forked(_setting_up, (plan, prepared), plan.processes, preload=preload, on_hosts=plan.hosts) as ask:
         say("\n".join(ask(None)[0]))
 
 

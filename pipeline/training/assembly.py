@@ -48,6 +48,15 @@ from pipeline.training.outcomes import (
 
 _OF_A_RANK = ("_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
 """Ends of the names of variables that bind a rank to cores and cards."""
+FIT_TO_FORK = {
+    "peft": "peft",
+    "timm": "timm",
+    "torchmetrics": "torchmetrics",
+    "torchvision": "torchvision.models",
+    "transformers": "transformers.modeling_utils",
+}
+"""Library -> its module that takes long to import. A process can be forked after the import, because the import asks
+for no device and starts no thread that works."""
 DETERMINISTIC = "deterministic"
 """The key in ``Plan.decided`` for the reason why ``train.deterministic`` is not possible."""
 
@@ -73,6 +82,14 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
                 return plan_of(config, name, machine, None, kind.why_not_held_by(setup))
             kind(planned_variant, ALONE).change_model(setup)
     raise AssertionError(f"{planned_variant.applied.parallelism} is not a technique")
+
+
+def preload_for(plan: Plan) -> list[str]:
+    """Return the modules to import once, before the processes of ``plan`` are forked: what torch imports when it
+    creates the first optimizer, and the job's libraries. Otherwise each process would import them itself;
+    ``transformers`` alone takes seconds."""
+    needed = {models.library_of(plan.train.model), *code.libraries_of(plan)}
+    return ["torch._dynamo", *(module for library, module in FIT_TO_FORK.items() if library in needed)]
 
 
 @contextmanager

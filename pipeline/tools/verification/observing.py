@@ -34,7 +34,7 @@ from pipeline.plans import Plan
 from pipeline.processes import randomness
 from pipeline.step import Inputs
 from pipeline.tasks.batches import evaluation_batches
-from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled
+from pipeline.training.assembly import DETERMINISTIC, Assembly, assembled, preload_for
 from pipeline.training.loop import Training
 from pipeline.training.outcomes import DeviceLosses, NonFiniteLoss, OutOfMemory, Work, is_out_of_memory
 
@@ -75,10 +75,6 @@ PLAIN_SGD: dict[str, Any] = {
     "clip_norm": None,
     "ema_decay": None,
 }
-
-PRELOAD = ("pipeline.tools.verification.observing", "torch._dynamo")
-"""Modules that are imported once, before the processes are forked. Otherwise each process would import them itself:
-torch imports ``torch._dynamo`` when it creates the first optimizer."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,8 @@ class Observed:
 def observer(plan: Plan, prepared: Path, folder: Path) -> Iterator[Callable[[Trial, str], Observed]]:
     """Start the variant in fresh processes. Yields the function ``observe(trial, name)``, which runs a trial and writes
     its file to ``folder/name``."""
-    with forked(_observing, (plan, prepared), plan.processes, preload=PRELOAD, on_hosts=plan.hosts) as ask:
+    preload = [__name__, *preload_for(plan)]
+    with forked(_observing, (plan, prepared), plan.processes, preload=preload, on_hosts=plan.hosts) as ask:
         ask(None)
         yield lambda trial, name: ask((trial, folder / name))[0]
 
