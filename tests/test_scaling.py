@@ -268,5 +268,6 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert two["parts"]["waiting"] > 0.005
     assert two["slow"].startswith("rank 1 on")
     assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
-    assert "ddp: use 1; 2 are" in output
+    decided = two["more"]["decision"] in ("same", "worse")  # under load, few rounds may decide nothing
+    assert ("ddp: use 1; 2 are" in output) is decided
     assert len([*(tmp_path / "scaling").glob("*.json")]) == 1
