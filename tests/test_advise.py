@@ -19,7 +19,7 @@ from benchmarks.simulations import racing
 from pipeline.benchmark import rounds
 from pipeline.benchmark.server import ArmSpec, BenchError
 from pipeline.benchmark.stage import Job
-from pipeline.comparison.racing import Race, finalists, interaction
+from pipeline.comparison.racing import RACED, Race, finalists, interaction
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Margins, parse
 from pipeline.plans import plan
@@ -135,6 +135,8 @@ def test_the_best_are_combined_and_measured_again(
     judged = advice.judged()
     assert judged[best][THROUGHPUT].estimate == pytest.approx(1 / 0.6 / 1.1, rel=0.02)
     assert judged[best][MEMORY].estimate == pytest.approx(0.32, rel=0.02)
+    assert advice.ratios[best] == {figure.field: judged[best][figure] for figure in RACED}
+    assert advice.ratios.keys() > {*advice.finalists}
     assert advice.final
     assert advice.final.rounds >= 8
     assert {arm.variant for arm in advice.final.arms} == {"baseline", *advice.finalists}

@@ -151,10 +151,12 @@ def test_money_counts_devices() -> None:
     assert curve.ranked["fastest"] == two
 
 
-def test_the_comparison_has_the_price_of_an_epoch() -> None:
-    base = make_comparison(price_per_device_hour=3.6).variants[0]
+@pytest.mark.parametrize("price", [3.6, {"no such device": 1.0, "": 3.6}], ids=["a price", "a price for each kind"])
+def test_the_comparison_has_the_price_of_an_epoch(price: Any) -> None:
+    base = make_comparison(price_per_device_hour=price).variants[0]
     assert base.figures["epoch_price"] == pytest.approx(1e-3 * 60_000 / known(base.of(THROUGHPUT)))
-    assert "epoch_price" not in make_comparison().variants[0].figures
+    for unpriced in (None, {"no such device": 3.6}):
+        assert "epoch_price" not in make_comparison(price_per_device_hour=unpriced).variants[0].figures
 
 
 def test_an_earlier_projection_stands_beside_the_measurement() -> None:

@@ -36,6 +36,7 @@ from pipeline.files import file_sha256, write_text
 from pipeline.params import Config, parse
 from pipeline.results import ResultError
 from pipeline.scaling import command as scale
+from pipeline.tools.advised import Advice
 from pipeline.tracking import comparisons, contents, live, logged_models, promoting, publishing, stores
 from pipeline.tracking.comparisons import COMPLETE, LIVE, PARENT, Wanted
 from pipeline.tracking.publishing import reconcile
@@ -300,6 +301,27 @@ def test_scaling_curves_stand_beside_the_report(root: Path) -> None:
     assert "ddp/scale/strong_2/price" not in parent.data.metrics
     kept = [file.path for file in client_of(root).list_artifacts(parent.info.run_id, "scaling")]
     assert kept == [f"scaling/scaling.{ending}" for ending in ("html", "json", "md")]
+
+
+def test_advice_of_the_job_stands_beside_the_report(root: Path) -> None:
+    config, bench = config_of(), make_bench()
+    advice = Advice(
+        key="", boot_id="", baseline="baseline", compare=config.compare, candidates=(), untried=(), costs={}, out={},
+        benches=(bench.model_copy(update={"config": bench.config | {"train": config.job}}),),
+        ratios={"bf16 + compile": {"samples_per_second": make_ratio(1.2, 1.1, 1.3)}},
+    )  # fmt: skip
+    for ending in ("json", "md"):
+        (root / "reports" / f"advice.{ending}").write_text(advice.to_json(), encoding="utf-8")
+    tracking.publish(config, root)
+    parent, _ = family(root)
+    ratio = {
+        name.rpartition("_")[2]: value
+        for name, value in parent.data.metrics.items()
+        if name.startswith("advice/bf16 _ compile/samples_per_second_ratio_")
+    }
+    assert ratio == {"estimate": 1.2, "low": 1.1, "high": 1.3}
+    kept = [file.path for file in client_of(root).list_artifacts(parent.info.run_id, "advice")]
+    assert kept == ["advice/advice.json", "advice/advice.md"]
 
 
 def test_profiles_and_inference_results_stand_beside_the_report(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

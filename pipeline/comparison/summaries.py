@@ -56,7 +56,7 @@ def of_variant(
     speed, flops = values[THROUGHPUT.field], bench.flops.get(result.variant)
     achieved = flops.model_per_sample * speed if flops and speed else None
     values[ACHIEVED.field] = achieved
-    values[PRICE.field] = _price_of_epoch(result, speed, settings.price_per_device_hour)
+    values[PRICE.field] = _price_of_epoch(result, speed, settings.price_on(result.device))
     values[UTILISATION.field] = _quotient(achieved, flops.peak_per_second if flops else None)
     ledgers = bench.ledgers.get(result.variant)
     if ledgers and ledgers.predicted:

@@ -385,9 +385,17 @@ class Compare(Section):
     margins: Margins = Margins()
     max_spread: PositiveFloat = 0.15
     """The verdict is *untrusted* if the interval of the baseline's ratio to itself is wider than this."""
-    price_per_device_hour: PositiveFloat | None = Field(None, exclude_if=operator.not_)
-    """What an hour of a GPU costs or, without GPUs, of a host, in any currency. The report then has the price of an
-    epoch, and `python -m pipeline scale` that of a training."""
+    price_per_device_hour: PositiveFloat | dict[str, PositiveFloat] | None = Field(None, exclude_if=operator.not_)
+    """What an hour of a GPU costs or, without GPUs, of a host, in any currency; or such a price for each kind, by a
+    part of its name: {H100: 2.5, EPYC: 0.4}. The report then has the price of an epoch, and `python -m pipeline scale`
+    that of a training."""
+
+    def price_on(self, device: str) -> float | None:
+        """Return the price of an hour of ``device``, such as "NVIDIA H100 PCIe"; None if it has no price."""
+        prices = self.price_per_device_hour
+        if isinstance(prices, dict):
+            return next((price for part, price in prices.items() if part in device), None)
+        return prices
 
 
 class Scale(Section):

@@ -68,7 +68,7 @@ def run(
     modes = (mode,) if mode else get_args(Mode)
     before = [*_earlier()]
     measured = points.measured(config, machine, names, up_to, minutes, modes)
-    price = price or config.compare.price_per_device_hour
+    price = price or config.compare.price_on(measured.bench.arms[0].device)
     report = reported(config, measured, before, price=price, link=link)
     write(report)
     say(f"scale: {REPORTS / 'scaling.html'}")

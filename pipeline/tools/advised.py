@@ -64,6 +64,8 @@ class Advice(Document):
     batches: Mapping[str, int] = {}
     """Baseline or finalist -> the largest batch that is predicted to fit into it."""
     finished: bool = False
+    ratios: Mapping[str, Mapping[str, Difference]] = {}
+    """Candidate -> figure -> ratio to the baseline, as on the page; for readers of the file (``write``)."""
 
     def complete(self) -> tuple[Bench, ...]:
         """Return the benches that no interrupt ended."""
@@ -260,6 +262,8 @@ def _by_reason(advice: Advice, apart: bool) -> dict[str, str]:
 def write(advice: Advice, directory: Path = REPORTS) -> None:
     """Write the advice as JSON, Markdown and a page, all or none; print the Markdown."""
     judged, standing = advice.judged(), advice.standing()
+    ratios = {name: {figure.field: ratio for figure, ratio in of.items()} for name, of in (standing | judged).items()}
+    advice = advice.model_copy(update={"ratios": ratios})
     best, doubts = advice.best(), (ratio.why_untrusted for ratios in judged.values() for ratio in ratios.values())
     bare = {"low": None, "high": None}  # intervals of all would hide those of the finalists
     drawn = {

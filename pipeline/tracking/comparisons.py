@@ -19,6 +19,8 @@ LAYOUT = 2
 REPORT_LAYOUT = 5
 """Increase this number when the layout of the logged report changes: only the parent run is then written again."""
 
+PAGES = ("scaling", "advice")
+"""Names of further pages in ``reports/``, each with a JSON file that holds the benches of one job."""
 PROFILE = ("memory.pickle", "profile.json", "profile.md", "trace.json.gz")
 """The files of a profile that are logged. Other files in its directory are not logged."""
 
@@ -81,15 +83,15 @@ class Wanted:
 
     key: str
     report: str
-    """Digest of the report's files, and of the JSON files of profiles, inference and scaling."""
+    """Digest of the report's files, and of ``records``."""
     children: Mapping[str, Child]
     """Key -> child, in the order of params.yaml and of the seeds."""
     profiles: Mapping[str, Path] = field(default_factory=dict)
     """Variant -> its profile.json."""
     inference: Mapping[str, Path] = field(default_factory=dict)
     """Variant -> the JSON file of its inference."""
-    scaling: Path | None = None
-    """The JSON file of the scaling curves, if they are of this job."""
+    pages: Sequence[Path] = ()
+    """The JSON files of this job's further ``PAGES``."""
     stale: Sequence[str] = ()
     """The files and settings that have changed since comparison.json was made from them."""
     comparison: Comparison | None = None
@@ -101,9 +103,9 @@ class Wanted:
 
     @property
     def records(self) -> list[Path]:
-        """The JSON files of profiles, inference and scaling. Every new measurement changes them, so these files alone
-        show whether something was measured anew."""
-        return [*self.profiles.values(), *self.inference.values(), *filter(None, [self.scaling])]
+        """The JSON files of profiles, inference and further pages. Every new measurement changes them, so these files
+        alone show whether something was measured anew."""
+        return [*self.profiles.values(), *self.inference.values(), *self.pages]
 
 
 def wanted(config: Config, root: Path) -> Wanted | None:
@@ -124,10 +126,9 @@ def wanted(config: Config, root: Path) -> Wanted | None:
     profiles = _existing({name: directory / "profile.json" for name, directory in directories.items()})
     folder = root / results.INFERENCE
     inference = _existing({name: results.inference_file(name, "json", folder) for name in config.infer.variants})
-    curves = root / results.REPORTS / "scaling.json"
-    of_job = curves.exists() and read_json(curves)["measured"]["bench"]["config"]["train"] == config.job
-    scaling = curves if of_job else None
-    shown = [*report_files(root), *profiles.values(), *inference.values(), *filter(None, [scaling])]
+    existing = (file for name in PAGES if (file := root / results.REPORTS / f"{name}.json").exists())
+    further = [file for file in existing if _is_of_job(config.job, read_json(file))]
+    shown = [*report_files(root), *profiles.values(), *inference.values(), *further]
     comparison = read_comparison(root)
     stale = _changed(comparison, measured, config.compare, root) if comparison else []
     return Wanted(
@@ -136,10 +137,15 @@ def wanted(config: Config, root: Path) -> Wanted | None:
         children={child.key: child for child in children},
         profiles=profiles,
         inference=inference,
-        scaling=scaling,
+        pages=further,
         stale=stale,
         comparison=None if stale else comparison,
     )
+
+
+def _is_of_job(job: Mapping[str, Any], page: Mapping[str, Any]) -> bool:
+    benches = page["benches"] if "benches" in page else [page["measured"]["bench"]]
+    return any(bench["config"]["train"] == job for bench in benches)
 
 
 def read_comparison(root: Path) -> Comparison | None:

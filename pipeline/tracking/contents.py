@@ -291,7 +291,7 @@ def compared_points(compared: Compared, known: Mapping[str, float]) -> Iterator[
 
 def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable[str] = ()) -> Iterator[Point]:
     """Yield the comparison's figures, named ``<variant>/<figure>``: the content of ``reports/metrics``, the shares of a
-    profiled step, and the figures of inference and of scaling.
+    profiled step, and the figures of inference, scaling and advice.
 
     ``known``: the metrics that the store holds already. MLflow cannot delete a metric, so a metric that no longer
     has a value is logged as NaN. ``timestamp_ms``: when the last run ended. If a file was written later, the
@@ -308,8 +308,8 @@ def parent_points(wanted: Wanted, root: Path, timestamp_ms: int, known: Iterable
     }
     for variant, record in (*wanted.profiles.items(), *wanted.inference.items()):
         figures |= _figures_of(variant, results.read_values(record, variant))
-    if wanted.scaling:
-        figures |= _figures_of_scaling(read_json(wanted.scaling))
+    for page in wanted.pages:
+        figures |= _FIGURES_OF_PAGE[page.stem](read_json(page))
     for key, value in {**dict.fromkeys(known, math.nan), **figures}.items():
         yield Point(key, float(value), youngest, 0)
 
@@ -339,6 +339,16 @@ def _figures_of_scaling(report: Mapping[str, Any]) -> Iterator[tuple[str, float]
             figures = {name: point[name] for name in ("samples_per_second", "peak_memory_bytes", "price", "money")}
             figures |= {f"speedup_{end}": point["speedup"][end] for end in ("estimate", "low", "high")}
             yield from ((f"{where}/{name}", value) for name, value in figures.items() if value is not None)
+
+
+def _figures_of_advice(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for candidate, ratios in report["ratios"].items():
+        for figure, ratio in ratios.items():
+            ends = {end: ratio[end] for end in ("estimate", "low", "high") if ratio[end] is not None}
+            yield from ((allowed(f"advice/{candidate}/{figure}_ratio_{end}"), value) for end, value in ends.items())
+
+
+_FIGURES_OF_PAGE = {"scaling": _figures_of_scaling, "advice": _figures_of_advice}
 
 
 def _figures_of(variant: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

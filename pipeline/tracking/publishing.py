@@ -191,7 +191,7 @@ def _complete_parent(run_id: str, wanted: Wanted, store: Store, config: Config) 
             f"profiles/{name}": [record.with_name(file) for file in PROFILE] for name, record in wanted.profiles.items()
         },
         "inference": [file for record in wanted.inference.values() for file in (record, record.with_suffix(".md"))],
-        "scaling": [wanted.scaling.with_suffix(f".{end}") for end in ("json", "md", "html")] if wanted.scaling else [],
+        **{page.stem: [page.with_suffix(f".{end}") for end in ("json", "md", "html")] for page in wanted.pages},
     }
     for folder, files in folders.items():
         for file in filter(Path.exists, files):
