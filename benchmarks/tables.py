@@ -40,6 +40,7 @@ BENCHMARKS = {
     "fixed_cost": "a stage's fixed time, relative to the time of `import torch`",
 }  # fmt: skip
 """Name of a benchmark -> what its ratio means."""
+MACHINES = ("amd-epyc-avx2-2-cores", "amd-epyc-avx-512-2-cores", "intel-r-xeon-r-processor-avx-512-2-cores")
 
 
 def figures(name: str) -> Any:
@@ -317,7 +318,7 @@ def gates() -> str:
 
 
 def machines() -> str:
-    measured = [figures(name) for name in ("amd-epyc-avx2-2-cores", "amd-epyc-avx-512-2-cores")]
+    measured = [figures(name) for name in MACHINES]
 
     def cell(benchmarks: Mapping[str, Any], name: str) -> str:
         if (benchmark := benchmarks.get(name)) is None:
@@ -328,7 +329,7 @@ def machines() -> str:
         return f"{ratio:{form}}{interval}"
 
     def target(name: str) -> str:
-        newest = measured[-1]["benchmarks"].get(name) or measured[0]["benchmarks"][name]
+        newest = next(of for of in reversed(measured) if name in of["benchmarks"])["benchmarks"][name]
         if "target_ratio" not in newest:
             return "none"
         return f"{'at most' if newest.get('lower_is_better') else 'at least'} {newest['target_ratio']:g}"

@@ -94,7 +94,7 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
     config = configure(**{variant: SETS[name][variant]})
     made = plan(config, variant, environment.machine())
     arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, True)
-    with forked(_rank_of_arm, arguments, 2, preload=[arm.__name__]) as ask:
+    with forked(_rank_of_arm, arguments, 2, preload=[_rank_of_arm.__module__]) as ask:
         ask(None)
         ask(STEPS)
         measured = check(known(ask(None)[0]))
@@ -109,7 +109,7 @@ def test_ranks_that_exchange_nothing_tell_their_buckets(tmp_path: Path, monkeypa
         config = configure(ddp=SETS["ddp"]["ddp"])
         made = plan(config, "ddp", environment.machine()).model_copy(update={"reduces": False})
         arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, False)
-        with forked(_rank_of_arm, arguments, 8, preload=[arm.__name__]) as ask:
+        with forked(_rank_of_arm, arguments, 8, preload=[_rank_of_arm.__module__]) as ask:
             ask(None)
             ask(STEPS)
             measured = check(known(ask(None)[0]), flops=False)
