@@ -97,7 +97,7 @@ def parts_of(config: Config, packed: Path, samples: int, steps: int) -> dict[str
             for memory in (True, False):
                 made, began = plan(config, name, machine), time.monotonic()
                 arguments = (config, made, packed, fingerprint, steps, False, memory)
-                preload = (*arm.PRELOAD, "benchmarks.parts")
+                preload = [arm.__name__, *assembly.preload_for(made), "benchmarks.parts"]
                 with forked(_timed, (arguments, began), made.processes, preload=preload) as ask:
                     ask(None)
                     ask(steps)
