@@ -59,7 +59,12 @@ def show_techniques(machine: Machine, words: Sequence[str], *, as_json: bool) ->
 
 def markdown() -> str:
     """Return the content of ``docs/techniques.md``."""
-    return render("techniques.md", changes=CHANGES, groups=_grouped(CATALOGUE), name=_name, exclusions=exclusions)
+    return render("techniques.md", changes=CHANGES, groups=_grouped(CATALOGUE), name=_name, excluded=_excluded)
+
+
+def _excluded(entry: Entry) -> list[str]:
+    """Return the names of the techniques with which this one is declared to be impossible."""
+    return sorted(other.name for other in CATALOGUE if entry.excluding(other) or other.excluding(entry))
 
 
 def _grouped(techniques: Iterable[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:
