@@ -108,6 +108,18 @@ class Hungry(nn.Module):
 def hungry(**sizes):
     return flat(Hungry(), **sizes)
 
+class Lifted(nn.Module):
+    # the normalisation takes away what is added, so the true gradient of `lift` is zero
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images):
+        return nn.functional.layer_norm(images + self.lift, images.shape[1:])
+
+def lifted(**sizes):
+    return flat(Lifted(), **sizes)
+
 class Centred(nn.Module):
     def forward(self, images):
         return images - images.mean(0) if self.training else images
@@ -284,6 +296,13 @@ def test_dropout_and_batchnorm_raise_no_false_alarm(claimed: Claimed) -> None:
         for beginning in ("gradients", "losses", "weights after 20 steps: equal to those of a single"):
             assert of(claims, name, beginning).note == "with dropout off and BatchNorm's statistics fixed"
     assert of(claims, "both", "weights after 20 steps: equal to those without activation_checkpointing").note == ""
+
+
+def test_rounding_errors_of_a_gradient_hide_nothing(claimed: Claimed) -> None:
+    how = {"model": "own_nets:lifted", "optimizer": "adamw", "learning_rate": 1e-3}
+    weights = of(claimed({"split": {"gradient_accumulation": 2}}, **how), "split", "weights after")
+    assert weights.holds, weights
+    assert weights.note == "without 1.lift, whose gradients are rounding errors"
 
 
 def test_samples_that_mix_promise_nothing(claimed: Claimed) -> None:

@@ -1,9 +1,10 @@
 """Turns a data set's name into arrays, and reads their rows.
 
-``sources`` fetches and verifies raw files. ``datasets`` decodes the raw files of images and generates synthetic
-samples; ``arrays`` and ``text`` decode other formats. ``packing`` writes the decoded arrays, and ``prepared`` opens
-them. ``reader`` reads rows ahead of the steps. ``pipeline.tasks`` makes batches from these rows, and augments images.
-The stages fetch, prepare and train exchange only files, so after a change only the affected stages run again.
+``sources`` fetches and verifies raw files, and lists the user's own (``own_files``). ``datasets`` decodes the raw
+files of images and generates synthetic samples; ``arrays`` and ``text`` decode other formats. ``packing`` writes the
+decoded arrays, and ``prepared`` opens them. ``reader`` reads rows ahead of the steps. ``pipeline.tasks`` makes batches
+from these rows, and augments images. The stages fetch, prepare and train exchange only files, so after a change only
+the affected stages run again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import io
 import itertools
 import math
 import pickle
-import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +26,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-from tqdm import tqdm
 
 from pipeline import environment
 from pipeline.data import LIMIT_BYTES, LISTING, DataError, arrays, text
-from pipeline.data.decoded import AGAIN, SHA256, Chunk, Decoded, held_out, listed
-from pipeline.errors import first_line, printable
+from pipeline.data.decoded import AGAIN, SHA256, Chunk, Decoded, held_out, listed, progress, say
+from pipeline.errors import first_line
 from pipeline.files import open_regular, read_bytes
 from pipeline.params import Config, Synthetic
 
@@ -182,7 +180,7 @@ def _decode_images(what: str, images: list[_Image], config: Config, changes: Cou
     chunks = [images[start : start + length] for start in range(0, len(images), length)]
     workers = max(1, int(environment.cores())) if config.prepare.workers == "auto" else config.prepare.workers
     calls = ((root, chunk, (height, width), config.prepare.image_range) for chunk in chunks)
-    with tqdm(total=len(images), desc=f"decode {what}", unit=" images", leave=False, disable=None) as bar:
+    with progress(f"decode {what}", len(images), " images") as bar:
         decoded = _decode_chunks(calls, min(workers, len(chunks)))
         for chunk, (pixels, broken, changed) in zip(chunks, decoded, strict=True):
             bar.update(len(chunk))
@@ -194,7 +192,7 @@ def _decode_images(what: str, images: list[_Image], config: Config, changes: Cou
                         f"{place}: broken image ({reason}). Repair or remove it and run "
                         "`dvc repro --force fetch`, or set prepare.broken_images: skip."
                     )
-                tqdm.write(printable(f"skipped broken image {place}: {reason}"), file=sys.stderr)
+                say(f"skipped broken image {place}: {reason}")
                 changes[f"{what} images, skipped because they are broken"] += 1
             labels = np.array([image.label for image in chunk], dtype=np.int64)
             yield np.delete(pixels, list(broken), axis=0), np.delete(labels, list(broken))

@@ -1,19 +1,18 @@
 """The type that every decoder returns, and what ``fetch`` and the decoders share: the checksums of published files,
-listing the user's files, reading ``fetch``'s listing, and choosing samples."""
+reading ``fetch``'s listing, lines for a person, and choosing samples."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
-import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +25,6 @@ from pipeline.files import open_regular
 AGAIN = "run `dvc repro --force fetch`."
 Chunk = tuple[npt.NDArray[Any], ...]
 """The next n rows [n, ...] of each array, the inputs first."""
-
-
-GENERATED = ("__MACOSX", "__pycache__", "@eaDir", "lost+found")
-"""Names of folders that programs make beside the user's files. Other such folders are hidden."""
 
 
 SHA256 = {
@@ -79,45 +74,6 @@ class Decoded:
     """Python's version if its source code is the data, and the tokenizer's version if there is one; else empty."""
 
 
-def is_data(name: str) -> bool:
-    """Whether a file or folder of this name is neither hidden nor generated."""
-    return not name.startswith(".") and name not in GENERATED
-
-
-def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Container[str] = ()) -> list[str]:
-    """Return the paths of the files under ``top``, relative to it and sorted. Links are followed, except to a folder
-    that contains them.
-
-    What is left out is printed with its count and ``key``, the folder's setting; nothing is printed if ``key`` is
-    empty. ``why_not`` returns why a file, named by its path below ``top``, is left out; empty if it is not. ``unread``:
-    further folders to leave out: a name, of folders at any place, or the path ./PATH of one folder. Raises DataError if
-    a folder cannot be read.
-    """
-
-    def refuse(error: OSError) -> NoReturn:
-        raise DataError(f"{key}: {error.filename}: {error.strerror}; expected a folder that can be read.")
-
-    files: list[Path] = []
-    left: Counter[str] = Counter()
-    for place, folders, names in os.walk(top, onerror=refuse, followlinks=True):
-        folder = Path(place)
-        for name in [*folders]:
-            circular = any(above.samefile(folder / name) for above in (folder, *folder.absolute().parents))
-            elsewhere = name in unread or f"./{(folder / name).relative_to(top)}" in unread
-            if circular or elsewhere or not is_data(name):
-                left["link to a folder that contains it" if circular else f"folder {name}"] += 1
-                folders.remove(name)
-        for path in map(folder.joinpath, names):
-            why = why_not(path.relative_to(top)) if path.is_file() else "dangling link or special file"
-            if why := why if is_data(path.name) else "hidden file":
-                left[why] += 1
-            else:
-                files.append(path.relative_to(top))
-    for what, times in sorted(left.items()) if key else ():
-        tqdm.write(printable(f"{key}: left out {times:,} x {what}"), file=sys.stderr)
-    return [path.as_posix() for path in sorted(files)]
-
-
 def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
     """Return the path and SHA-256 of each file in ``fetch``'s listing.
 
@@ -132,6 +88,16 @@ def listed(path: Path, allowed: str = ".+") -> list[tuple[str, str]]:
     except (OSError, KeyError, ValueError, csv.Error) as error:
         raise DataError(f"{path} cannot be read ({error!r}): {AGAIN}") from None
     return sorted(rows, key=lambda row: hashed(row[0]))
+
+
+def say(line: str) -> None:
+    """Print one plain line to stderr, for a person or a log."""
+    tqdm.write(printable(line), file=sys.stderr)
+
+
+def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
+    """Return a progress bar, which is shown only on a terminal."""
+    return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
 
 
 def held_out(keys: Iterable[str], labels: npt.ArrayLike, fraction: float) -> npt.NDArray[np.bool_]:

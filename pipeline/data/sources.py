@@ -1,4 +1,4 @@
-"""Stage ``fetch``: downloads or exports the raw files, or lists the user's own files.
+"""Stage ``fetch``: downloads or exports the raw files, or lists the user's own files (``own_files``).
 
 A downloaded file gets its final name only after the SHA-256 of its uncompressed content was checked (``Store``), so
 even an untrusted source is safe. ``SOURCES`` has each data set's sources, in the order in which they are tried.
@@ -6,37 +6,33 @@ even an untrusted source is safe. ``SOURCES`` has each data set's sources, in th
 
 from __future__ import annotations
 
-import csv
 import gzip
 import hashlib
-import io
 import math
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import requests
 import urllib3
-from tqdm import tqdm
 
-from pipeline.data import LIMIT_BYTES, LISTING, SYNTHETIC_DESCRIPTION, DataError, arrays, text
-from pipeline.data.decoded import SHA256, files_under, is_data
-from pipeline.errors import count, printable, said
-from pipeline.files import file_sha256, whole, whole_directory, write_text
+from pipeline.data import LIMIT_BYTES, SYNTHETIC_DESCRIPTION, DataError, arrays, text
+from pipeline.data.decoded import SHA256, progress, say
+from pipeline.data.own_files import images_of, list_files
+from pipeline.errors import count
+from pipeline.files import file_sha256, whole_directory, write_text
 from pipeline.params import Fetch, Synthetic
 
 
@@ -112,9 +108,6 @@ def _mirror_path(mirror: str) -> Path:
     return Path(unquote(address.path))
 
 
-IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-
-
 def describe_synthetic(requested: Synthetic, target: Path) -> None:
     """Write the settings of the samples that ``prepare`` generates. Raises DataError if the samples do not fit on the
     disk."""
@@ -127,84 +120,6 @@ def describe_synthetic(requested: Synthetic, target: Path) -> None:
             f"take {needed:,} bytes, but {target} has {free:,} bytes free; allowed: fewer or smaller samples."
         )
     write_text(target / SYNTHETIC_DESCRIPTION, requested.model_dump_json() + "\n")
-
-
-def images_of(config: Fetch) -> tuple[Path, list[str]]:
-    """Return the image folder, and the SPLIT/CLASS/... path of each image in it, sorted.
-
-    Prints what it leaves out. Raises DataError if the folder has no training images, a class without an image, or an
-    image larger than ``LIMIT_BYTES``. Also raises DataError if a class name is not one line of printable UTF-8, because
-    reports and MLflow show class names.
-    """
-    root = Path(config.image_folder or "").expanduser()
-    if config.image_folder is None or not (root / "train").is_dir():
-        raise DataError(
-            f"fetch.image_folder: found {config.image_folder!r}, which has no directory 'train'; expected "
-            f"train/CLASS/* and, if there is a test split, test/CLASS/*.{parent_instead(root)}"
-        )
-
-    def why_not(place: Path) -> str:
-        if place.parts[0] not in ("train", "test") or len(place.parts) < 3:
-            return "file that is not in train/CLASS or test/CLASS"
-        return "" if place.suffix.lower() in IMAGE_SUFFIXES else f"file of type {place.suffix or 'unknown'}"
-
-    beside = {f"./{path.name}" for path in root.iterdir()} - {"./train", "./test"}
-    paths = sorted(files_under(root, "fetch.image_folder", why_not, beside))
-    folders = {path.relative_to(root) for path in root.glob("*/*") if path.is_dir() and is_data(path.name)}
-    empty = {folder.as_posix() for folder in folders if folder.parts[0] in ("train", "test")}
-    empty -= {path.rsplit("/", path.count("/") - 1)[0] for path in paths}
-    if not any(path.startswith("train/") for path in paths):
-        raise DataError(
-            f"fetch.image_folder: {root}/train holds no image; expected train/CLASS/NAME with one of "
-            f"{', '.join(sorted(IMAGE_SUFFIXES))}."
-        )
-    if empty:
-        raise DataError(
-            f"fetch.image_folder: no image in {', '.join(sorted(empty)[:5])}; add or convert some, or remove it."
-        )
-    for name in {path.split("/")[1] for path in paths}:
-        if printable(name) != name or "\n" in name:
-            raise DataError(f"fetch.image_folder: class {name!r} of {root} is not one line of UTF-8 text; rename it.")
-    for path in paths:
-        if (size := (root / path).stat().st_size) > LIMIT_BYTES:
-            raise DataError(f"fetch.image_folder: {root / path} has {size:,} bytes; allowed: {LIMIT_BYTES:,}.")
-    return root, paths
-
-
-def parent_instead(root: Path) -> str:
-    """Return a hint if ``root`` is a split's folder or directly contains the classes' folders; else an empty string."""
-    if (root.parent / "train").is_dir():
-        return f" Did you mean {str(root.parent)!r}?"
-    folders = root.is_dir() and any(path.is_dir() for path in root.iterdir())
-    return (
-        " If the folders in image_folder are the classes, put them, or links to them, under train/." if folders else ""
-    )
-
-
-def list_files(key: str, root: Path, paths: Sequence[str], target: Path) -> None:
-    """Write path, size and SHA-256 of each of ``paths`` to a listing in ``target``. Paths are relative to ``root``.
-
-    Raises DataError, naming ``key``, if a file cannot be read. Raises OSError if the disk is full or permission is
-    denied.
-    """
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["path", "size_bytes", "sha256"])
-    try:
-        with (
-            ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
-            progress("checksums", len(paths), " files") as bar,
-        ):
-            for path, digest in zip(paths, pool.map(file_sha256, map(root.joinpath, paths)), strict=True):
-                rows.writerow([path, (root / path).stat().st_size, digest])
-                bar.update()
-    except OSError as error:
-        if said(error):
-            raise
-        raise DataError(f"{key}: {error.filename}: {error.strerror}.") from None
-    with whole(target / LISTING) as file:
-        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
-    say(f"listed {len(paths)} files of {key}")
 
 
 # The places that may hold a data set's files
@@ -378,7 +293,12 @@ class Store:
 
     def missing(self, files: Files) -> Files:
         """Return those of ``files`` that are missing from ``directory``, or whose content there is different."""
-        return {name: sha256 for name, sha256 in files.items() if not _holds(self.directory / name, sha256)}
+
+        def held(name: str) -> bool:
+            path = self.directory / name
+            return path.is_file() and file_sha256(path) == files[name]
+
+        return {name: sha256 for name, sha256 in files.items() if not held(name)}
 
     def place(self, content: Readable, name: str, sha256: str) -> None:
         """Write ``content`` under the file's final ``name``.
@@ -477,20 +397,6 @@ class Store:
             raise SourceError(f"HTTP status {status} {response.reason}")
         length = re.fullmatch("[0-9]{1,18}", response.headers.get("Content-Length", ""))
         return (have if status == 206 else 0) + int(length[0]) if length else None
-
-
-def _holds(path: Path, sha256: str) -> bool:
-    return path.is_file() and file_sha256(path) == sha256
-
-
-def say(line: str) -> None:
-    """Print one plain line to stderr, for a person or a log."""
-    tqdm.write(printable(line), file=sys.stderr)
-
-
-def progress(what: str, total: int | None, unit: str, initial: int = 0) -> tqdm[Any]:
-    """Return a progress bar, which is shown only on a terminal."""
-    return tqdm(total=total, initial=initial, desc=what, unit=unit, unit_scale=True, leave=False, disable=None)
 
 
 _CIFAR10 = Archive(

@@ -22,7 +22,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeline import factories
 from pipeline.data import LIMIT_BYTES, LISTING, DataError
-from pipeline.data.decoded import AGAIN, Chunk, Decoded, files_under, held_out, listed
+from pipeline.data.decoded import AGAIN, Chunk, Decoded, held_out, listed
+from pipeline.data.own_files import files_under
 from pipeline.errors import count, first_line
 from pipeline.files import open_regular, read_bytes
 from pipeline.params import Config, Fetch

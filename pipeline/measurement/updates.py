@@ -12,6 +12,22 @@ SMALL_TENSOR = 0.1
 """A gradient whose terms nearly cancel consists of rounding errors only. So a difference is divided by a norm to which
 this share of the root mean square over all tensors is added."""
 
+NOISE = 2.0**-13
+"""A gradient up to this share of the root mean square over all parameters consists of rounding errors. A bias before
+BatchNorm has such a gradient, about 1e-6 of the others' in float32: its true gradient is zero. Adam makes whole steps
+of it, which say nothing about the method."""
+
+
+def rounding_errors(gradients: Mapping[Any, tuple[float | None, int]]) -> set[Any]:
+    """Return the parameters whose gradients consist of rounding errors; a gradient of exactly zero does not.
+
+    ``gradients``: parameter -> root mean square, None without a gradient, and number of values.
+    """
+    known = {key: (mean, count) for key, (mean, count) in gradients.items() if mean and math.isfinite(mean)}
+    total = sum(mean**2 * count for mean, count in known.values())
+    usual = math.sqrt(total / max(1, sum(count for _, count in known.values())))
+    return {key for key, (mean, _) in known.items() if mean <= NOISE * usual}
+
 
 def relative_difference(ours: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> float:
     """Return the largest of ``relative_differences``; 0 without tensors."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.errors import ConfigError
-from pipeline.measurement.updates import relative_differences
+from pipeline.measurement.updates import relative_differences, rounding_errors
 from pipeline.results import SameJob
 from pipeline.script.arms import EXAMINED_STEPS, samples_of
 
 ROUNDING = 2.0**-5
 """Largest relative difference of a few steps' updates that is taken for rounding in the precision of the base. Numbers
 of 16 bits can differ by more: Adam turns the sign of a small gradient into a whole step."""
-NOISE = 2.0**-13
-"""A gradient up to this share of the root mean square over all parameters consists of rounding errors. A bias before
-BatchNorm has such a gradient, about 1e-6 of the others' in float32: its true gradient is zero. Adam makes whole steps
-of it, which say nothing about the method."""
 OWN_FACTOR = 2.0
 """A difference up to this many times the base's from itself is no difference."""
 LARGEST_OWN = 0.25
@@ -39,16 +34,9 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
         }
 
     def noise(name: str) -> set[Any]:
-        gradients = {
-            (rank, place): gradient
-            for rank, own in enumerate(of(name, "trained"))
-            for place, (_, gradient) in enumerate(own)
-            if gradient and math.isfinite(gradient)  # a gradient of exactly zero is no rounding error
-        }
-        sizes = {key: update.numel() for key, update in updates(name).items() if key in gradients}
-        squares = sum(gradients[key] ** 2 * size for key, size in sizes.items())
-        usual = math.sqrt(squares / max(1, sum(sizes.values())))
-        return {key for key, gradient in gradients.items() if gradient <= NOISE * usual}
+        trained = of(name, "trained")
+        sizes = ((key, update.numel()) for key, update in updates(name).items())
+        return rounding_errors({(rank, place): (trained[rank][place][1], size) for (rank, place), size in sizes})
 
     def apart(name: str) -> tuple[float, str]:
         left_out = noise(name) & noise(base)

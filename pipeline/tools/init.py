@@ -383,7 +383,7 @@ def _images(path: str) -> _Inspected:
     """
     from PIL import Image
 
-    from pipeline.data.sources import images_of
+    from pipeline.data.own_files import images_of
 
     root, names = images_of(Fetch(dataset="image_folder", image_folder=path))
     names = [name for name in names if name.startswith("train/")]

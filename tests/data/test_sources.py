@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pipeline.data import DataError, sources
+from pipeline.data import DataError, own_files, sources
 from pipeline.data.decoded import SHA256
 from pipeline.data.sources import ARCHIVES, SOURCES, Archive, Source, debian_package, fetch, gzipped_files, web_archive
 from pipeline.errors import printable
@@ -459,7 +459,7 @@ def test_an_unreadable_image_is_named_and_nothing_is_left(
     (tmp_path / "train" / "cat" / "1.png").touch()
 
     error = PermissionError(13, "Permission denied", str(tmp_path / "train/cat/1.png"))
-    monkeypatch.setattr(sources, "file_sha256", Mock(side_effect=error))
+    monkeypatch.setattr(own_files, "file_sha256", Mock(side_effect=error))
     with pytest.raises(PermissionError, match=r"Permission denied: .*/train/cat/1\.png"):
         fetch(config(dataset="image_folder", image_folder=str(tmp_path)), raw)
     assert list((raw / "image_folder").iterdir()) == []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from pipeline import params, tasks
 from pipeline.distributed import WorkerError
 from pipeline.errors import ConfigError, PipelineError, count
-from pipeline.measurement.updates import relative_difference
+from pipeline.measurement.updates import relative_difference, rounding_errors
 from pipeline.models import optimizers
 from pipeline.params import Config, Entry, Machine, Train, Variant
 from pipeline.plans import Plan
@@ -89,11 +90,15 @@ class _Untried(WorkerError):
     """A claim cannot be tried, because there is no usable reference, for instance. The message says why."""
 
 
-def way_difference(observed: Observed, expected: Observed) -> float:
-    """Compare how two trainings changed each tensor, by ``relative_difference``. Integer tensors, which are counts, are
-    left out."""
+def way_difference(observed: Observed, expected: Observed, left_out: Collection[str] = ()) -> float:
+    """Compare how two trainings changed each tensor, by ``relative_difference``. Integer tensors, which are counts, and
+    those ``left_out`` do not count."""
     ours, theirs = (
-        {name: value for name, value in _weights(training.way).items() if value.is_floating_point()}
+        {
+            key: value
+            for key, value in _weights(training.way).items()
+            if value.is_floating_point() and key not in left_out
+        }
         for training in (observed, expected)
     )
     return relative_difference(ours, theirs)
@@ -268,6 +273,7 @@ class Verifier:
         def spoilt(*trials: Trial) -> list[list[Trial]]:
             return [[trial, *(replace(trial, **changes) for changes in spoils)] for trial in trials]
 
+        noise: list[str] = []
         plain = self.config.train.model_copy(update=observing.PLAIN_SGD)
         if why_no_step := next(filter(None, (entry.why_not_with(plain) for entry in entries)), None):
             no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
@@ -282,11 +288,21 @@ class Verifier:
                     yield Claim(plan.name, wording.format(self.steps), note=hidden, undecided=UNMEASURABLE)
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
+            noise = self._without_gradient(plan, *self._reference(reference, [step]))
         if self.quick:
             return
+        if noise:
+            note = "; ".join(filter(None, [note, f"without {', '.join(noise)}, whose gradients are rounding errors"]))
         runs = [Trial("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
-        distances = {weights: way_difference, losses: loss_difference}
+        distances = {weights: partial(way_difference, left_out=noise), losses: loss_difference}
         yield from reversed(self._compared(plan, reference, note, spoilt(*runs), distances))
+
+    def _without_gradient(self, plan: Plan, step: Observed) -> list[str]:
+        """Return the parameters whose gradients in a ``step`` are rounding errors."""
+        moved, names = _weights(step.way), (name for name, _ in self._plain(plan).named_parameters())
+        changes = {name: moved[name] for name in names if name in moved and moved[name].numel()}
+        sizes = {name: (float(change.square().mean().sqrt()), change.numel()) for name, change in changes.items()}
+        return sorted(rounding_errors(sizes))
 
     def _compared(
         self, plan: Plan, reference: Plan, note: str, runs: Sequence[Sequence[Trial]], distances: Mapping[str, Distance]
