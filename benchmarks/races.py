@@ -27,19 +27,15 @@ import numpy as np
 
 from benchmarks import machines
 from pipeline import environment, files, params
-from pipeline.benchmark.rounds import calibrate, window_steps
-from pipeline.benchmark.server import ArmSpec, BenchError
-from pipeline.benchmark.stage import begin_session, served, side_by_side
 from pipeline.comparison import verdicts
 from pipeline.comparison.racing import Race, finalists
 from pipeline.comparison.stats import paired_ratio
-from pipeline.errors import first_line, say
-from pipeline.files import PREPARED
+from pipeline.errors import say
 from pipeline.params import Margins
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
-from pipeline.tools import candidates
-from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLED, Patient
+from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLED, begun
+from pipeline.tools.sitting import Sitting
 
 REPLAYED = machines.FIGURES / "races.json"
 MARGIN = Margins().throughput
@@ -100,58 +96,20 @@ def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN)
 
 def record(name: str, minutes: float) -> dict[str, Any]:
     """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
-    config, machine, started = params.load(), environment.machine(), time.monotonic()
-    baseline, left_out = config.compare.baseline, dict[str, str]()
-    alone = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
-    with served(alone, machine, server := Patient(60 * minutes * LONGEST)) as job:
-        found, _ = candidates.alone(config, machine, job.plans[baseline], (), PREPARED)
-        specs, samples = [job.arms[0]], {baseline: calibrate(job.arms[0])}
-        for candidate in found:
-            try:
-                planned = candidates.planned(config, machine, candidate.name, candidate.settings)
-                assert not isinstance(planned, str), planned
-                plan = server.plan(candidate.name, planned.requested.model_dump(mode="json"))
-                spec = ArmSpec(candidate.name, "variant", candidate.name, None, server, plan)
-                samples[spec.name] = calibrate(spec)
-            except BenchError as error:
-                left_out[candidate.name] = first_line(error)
-                server.restart()
-                continue
-            specs.append(spec)
-            say(f"races: first sample of {spec.name}: {samples[spec.name].opening_seconds:.1f} s to start")
-        samples[baseline] = calibrate(job.arms[0])
-        openings = [sample.opening_seconds for sample in samples.values()]
-        steps = window_steps(config.bench.window_seconds, samples[baseline].step_seconds, openings)
-        seconds = sum(sample.seconds(steps) for sample in samples.values()) + samples[baseline].seconds(steps)
-        server.limit = 60 * minutes
-        variants = {spec.name: spec.plan["requested"] for spec in specs}
-
-        def failed(arm: str, error: BenchError) -> None:
-            left_out[arm] = first_line(error)
-            server.restart()
-
-        bench = side_by_side(
-            "races",
-            [*specs, job.arms[-1]],
-            config.bench.model_copy(
-                update={"max_minutes": minutes - (time.monotonic() - started) / 60, "max_rounds": None, "turns": 1}
-            ),
-            job.device,
-            steps=steps,
-            round_seconds=seconds,
-            session=begin_session(),
-            keep=lambda _: None,
-            fewest=2,
-            failed=failed,
-            **job.facts
-            | {
-                "keys": {spec.name: files.json_sha256(spec.plan) for spec in specs},
-                "config": job.facts["config"] | {"variants": variants},
-            },
-        )
-    costs = {arm: [round(sample.opening_seconds, 3), round(sample.step_seconds, 4)] for arm, sample in samples.items()}
-    apart = {candidate.name: candidate.apart for candidate in found if candidate.apart}
-    return pool_of(name, bench) | {"costs": costs, "apart": apart, "left_out": left_out}
+    config, machine, sitting = params.load(), environment.machine(), Sitting("races", minutes, 0.0)
+    with begun(config, machine, sitting, LONGEST * sitting.seconds) as adviser:
+        adviser.sample(adviser.advice.names(), 1.0)
+        adviser.sample([adviser.advice.baseline], 1.0)  # last, because the first sample includes the server's start
+        adviser.choose_steps()
+        adviser.server.limit, benches = sitting.seconds, list[Bench]()
+        adviser.rounds(adviser.running(), sitting.left(), None, benches.append, {"turns": 1}, fewest=2)
+    advice = adviser.advice
+    costs = {arm: advice.costs[arm] for arm in (advice.baseline, *advice.costs)}
+    return pool_of(name, benches[-1]) | {
+        "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in costs.items()},
+        "apart": {candidate.name: candidate.apart for candidate in advice.candidates if candidate.apart},
+        "left_out": {arm: left_out.why for arm, left_out in advice.out.items()},
+    }
 
 
 def pool_of(name: str, bench: Bench) -> dict[str, Any]:
@@ -184,7 +142,7 @@ class Pool:
     """The baseline first."""
     logs: Logs
     """Logarithms of speeds and memories, [2, arms, rounds]."""
-    one: Logs
+    unpaired: Logs
     """As ``logs``, with a single window of the baseline in place of the mean of it and its control."""
     doubts: Logs
     """95% half-widths of memories that rounds do not show, [arms, arms]."""
@@ -204,9 +162,9 @@ class Pool:
             return np.log(np.array([[value or np.nan for value in row] for row in rows], dtype=np.float64))
 
         names = [name for name in names if len(arms[name]["samples_per_second"]) == rounds]
-        one = np.stack([logs(name) for name in names], axis=1)
-        every = one.copy()
-        every[:, 0] = (one[:, 0] + logs(control)) / 2
+        unpaired = np.stack([logs(name) for name in names], axis=1)
+        every = unpaired.copy()
+        every[:, 0] = (unpaired[:, 0] + logs(control)) / 2
         complete = ~np.isnan(every).any(axis=(0, 1))
         heaps = np.array([arms[name]["heap_share"] for name in names])
         costs = np.array([recorded["costs"][name] for name in names])
@@ -214,7 +172,7 @@ class Pool:
         seconds[0] *= 2
         doubts = np.log1p(np.maximum.outer(heaps, heaps) / 2)
         first = costs[:, 0] + 6 * costs[:, 1]
-        return cls(names, every[..., complete], one[..., complete], doubts, seconds, first)
+        return cls(names, every[..., complete], unpaired[..., complete], doubts, seconds, first)
 
     def scattered(self, factor: float) -> Pool:
         """Return the pool with so many times the scatter about each arm's mean."""
@@ -223,7 +181,7 @@ class Pool:
             mean: Logs = logs.mean(axis=-1, keepdims=True)
             return factor * logs + (1 - factor) * mean
 
-        return Pool(self.names, more(self.logs), more(self.one), self.doubts, self.seconds, self.first_seconds)
+        return Pool(self.names, more(self.logs), more(self.unpaired), self.doubts, self.seconds, self.first_seconds)
 
 
 def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any]:
@@ -272,8 +230,8 @@ def replayed(pool: Pool, minutes: float, *, trials: int = 1000) -> dict[str, Any
             finals += 1
             low, high = paired_ratio(np.exp(drawn[arm]), np.exp(drawn[0])).bounds
             covered += low <= (whole[arm].estimate or 0.0) <= high
-        one = pool.one[0][np.arange(size), random.integers(count, size=size)]
-        named = int(one.argmax())
+        speeds = pool.unpaired[0][np.arange(size), random.integers(count, size=size)]
+        named = int(speeds.argmax())
         counts["stopwatch"] += bool(truth[0, named] < truth[0].max() - bound)
     return {
         "minutes": minutes,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -93,23 +93,14 @@ def run(
     if the baseline cannot be measured, and KeyboardInterrupt after an interrupt, when all is written.
     """
     sitting, memory_bytes = Sitting("advise", minutes, age_seconds), parse_bytes(memory) if memory else None
-    baseline, session, interrupted = config.compare.baseline, begin_session(), False
-    of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
-    with served(of_baseline, machine, server := Patient(max(FIRST_SECONDS, sitting.seconds))) as job:
-        plan = job.plans[baseline]
-        tried, untried = candidates.alone(config, machine, plan, only, PREPARED, memory_bytes)
-        about = [job.facts["keys"], job.facts["environment"], config.compare.model_dump(mode="json")]
-        about += [str(job.facts["dataset"]), [candidate.model_dump(mode="json") for candidate in tried]]
-        empty = Advice(
-            key=files.json_sha256(about), boot_id=session().boot_id or "", baseline=baseline, compare=config.compare,
-            candidates=tuple(tried), untried=tuple(untried), costs={}, out={}, memory=memory,
-        )  # fmt: skip
-        adviser = Adviser(config, machine, job, server, session, sitting, _continued(empty))
+    interrupted = False
+    with begun(config, machine, sitting, max(FIRST_SECONDS, sitting.seconds), only, memory) as adviser:
+        adviser.advice = _continued(adviser.advice)
         try:
             adviser.measure()
             if memory_bytes:
                 finalists = map(adviser.advice.candidate, adviser.advice.finalists)
-                plans = {baseline: plan} | candidates.plans_of(config, machine, finalists)
+                plans = {**adviser.job.plans, **candidates.plans_of(config, machine, finalists)}
                 adviser.update(batches=candidates.largest_batches(config, plans, memory_bytes, PREPARED))
             adviser.update(finished=True)
         except KeyboardInterrupt:
@@ -119,6 +110,31 @@ def run(
         raise KeyboardInterrupt(f"{FILE} keeps what is known; the same command within an hour goes on from it")
     if add:
         _add(config, adviser.advice)
+
+
+@contextmanager
+def begun(
+    config: Config,
+    machine: Machine,
+    sitting: Sitting,
+    limit: float,
+    only: Sequence[str] = (),
+    memory: str | None = None,
+) -> Iterator[Adviser]:
+    """Start the server, whose arms may take ``limit`` seconds each, and choose the candidates; nothing is measured yet.
+    ``only``, ``memory``: as in ``run``."""
+    baseline, session = config.compare.baseline, begin_session()
+    of_baseline = config.model_copy(update={"variants": {baseline: config.variants[baseline]}})
+    with served(of_baseline, machine, server := Patient(limit)) as job:
+        most = parse_bytes(memory) if memory else None
+        tried, untried = candidates.alone(config, machine, job.plans[baseline], only, PREPARED, most)
+        about = [job.facts["keys"], job.facts["environment"], config.compare.model_dump(mode="json")]
+        about += [str(job.facts["dataset"]), [candidate.model_dump(mode="json") for candidate in tried]]
+        empty = Advice(
+            key=files.json_sha256(about), boot_id=session().boot_id or "", baseline=baseline, compare=config.compare,
+            candidates=tuple(tried), untried=tuple(untried), costs={}, out={}, memory=memory,
+        )  # fmt: skip
+        yield Adviser(config, machine, job, server, session, sitting, empty)
 
 
 def _continued(empty: Advice) -> Advice:
@@ -157,13 +173,13 @@ class Adviser:
     def measure(self) -> None:
         """Go through all parts that are not complete yet."""
         baseline = self.advice.baseline
-        self._sample([baseline], 1.0)
+        self.sample([baseline], 1.0)
         self.server.limit = max(LONGEST * self.sitting.seconds, SLOWER * self._seconds(baseline))
         if not self.advice.steps:
-            self._sample(self._order(), SAMPLED)
-            self._choose_steps()
+            self.sample(self._order(), SAMPLED)
+            self.choose_steps()
             self._budget(RACED_UNTIL, RACE_ROUNDS)
-        if not self.advice.complete() and (running := self._running()):
+        if not self.advice.complete() and (running := self.running()):
             self._race(running, RACED_UNTIL)
         while not self.advice.finalists and (names := self._combinations()):
             self._race(names, COMBINED_UNTIL)
@@ -173,9 +189,9 @@ class Adviser:
             self._measure_again()
         elif late := self._unsampled():
             self.update(out={name: why for name, why in self.advice.out.items() if name not in late})
-            self._sample(late, LATE_SAMPLED)
+            self.sample(late, LATE_SAMPLED)
             self._budget(LATE_UNTIL, FEWEST_ROUNDS)
-            if self.advice.costs.keys() & set(late) & set(running := self._running()):
+            if self.advice.costs.keys() & set(late) & set(running := self.running()):
                 self._race(running, LATE_UNTIL)
 
     def _order(self) -> list[str]:
@@ -195,7 +211,7 @@ class Adviser:
             name for name in self._order() if name in out and out[name].kind == "time" and name not in self.advice.costs
         ]
 
-    def _running(self) -> list[str]:
+    def running(self) -> list[str]:
         advice = self.advice
         return [name for name in advice.names() if name in advice.costs and name not in advice.out]
 
@@ -227,7 +243,7 @@ class Adviser:
             self._specs[name] = ArmSpec(name, "variant", name, None, self.job.server, plan)
         return self._specs[name]
 
-    def _sample(self, names: Sequence[str], until: float) -> None:
+    def sample(self, names: Sequence[str], until: float) -> None:
         """Take a first sample of each that has none."""
         for name in names:
             if name in self.advice.costs or name in self.advice.out:
@@ -280,14 +296,14 @@ class Adviser:
         """Return about how long a round takes of the baseline, its control and these candidates."""
         return 2 * self._seconds(self.advice.baseline) + sum(map(self._seconds, names))
 
-    def _choose_steps(self) -> None:
+    def choose_steps(self) -> None:
         openings = [opening for opening, _ in self.advice.costs.values()]
         step_seconds = self.advice.costs[self.advice.baseline][1]
         self.update(steps=window_steps(self.config.bench.window_seconds, step_seconds, openings))
 
     def _budget(self, until: float, rounds: int) -> None:
         """Leave out the dearest candidates, until the race has so many rounds."""
-        costs = {name: self._seconds(name) for name in self._running()}
+        costs = {name: self._seconds(name) for name in self.running()}
         allowed = self.sitting.left(until) / rounds - self._round_seconds(())
         for name in dearest(costs, allowed, len(costs) - 1):
             seconds = f"{costs[name]:.1f} s a round"
@@ -300,7 +316,7 @@ class Adviser:
         if earlier:
             names = [arm.variant for arm in earlier.arms if arm.variant != self.advice.baseline]
         rules = {"settled": self._beaten, "first_look": FEWEST_ROUNDS, "fewest": FEWEST_ROUNDS}
-        self._rounds(
+        self.rounds(
             names,
             self.sitting.left(until),
             earlier,
@@ -338,7 +354,7 @@ class Adviser:
         technique that gains something. Empty if there is none, or no time."""
         advice, estimates = self.advice, self._estimates()
         if len(advice.complete()) < len(advice.benches):  # interrupted
-            return self._running()
+            return self.running()
         leading = self._front(estimates)
         if not leading or self.sitting.left(COMBINED_UNTIL) <= 0:
             return []
@@ -346,7 +362,7 @@ class Adviser:
         least, most = 1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY))
         gains = {name: speed / memory for name, (speed, memory) in estimates.items() if speed > least or memory < most}
         singles = sorted((name for name in gains if not advice.candidate(name).made_of), key=lambda name: -gains[name])
-        unraced = {name for name in self._running() if advice.candidate(name).made_of and name not in estimates}
+        unraced = {name for name in self.running() if advice.candidate(name).made_of and name not in estimates}
         base, pairs = self.job.plans[advice.baseline].requested, dict[str, Candidate]()
         for partner, leader in product(map(advice.candidate, singles), map(advice.candidate, leaders)):
             pair = candidates.combined(self.config, self.machine, base, leader, partner)
@@ -355,8 +371,8 @@ class Adviser:
         if not unraced and not pairs:
             return []
         self.update(candidates=(*advice.candidates, *pairs.values()))
-        self._sample([*pairs], COMBINED_UNTIL)
-        sampled = [name for name in self._running() if name in unraced or name in pairs]
+        self.sample([*pairs], COMBINED_UNTIL)
+        sampled = [name for name in self.running() if name in unraced or name in pairs]
         return [*leaders, *sampled] if sampled else self._combinations()
 
     def _measure_again(self) -> None:
@@ -368,9 +384,9 @@ class Adviser:
             names.pop(-1 if len(names) == 2 else 1)
         self.update(finalists=tuple(names))
         seconds = max(self.sitting.left(), (FINAL_ROUNDS + 1) * self._round_seconds(names))
-        self._rounds(names, seconds, self.advice.final, lambda bench: self.update(final=bench), {}, fewest=FINAL_ROUNDS)
+        self.rounds(names, seconds, self.advice.final, lambda bench: self.update(final=bench), {}, fewest=FINAL_ROUNDS)
 
-    def _rounds(
+    def rounds(
         self,
         names: Sequence[str],
         seconds: float,

@@ -185,13 +185,14 @@ class Advice(Document):
         raced = {name: standing[name] for name in alike if name in standing}
         if any(name not in decided for name in alike) and 2 * len(raced) < len(alike):
             estimates = {
-                name: (of[THROUGHPUT].estimate or 1.0, of[MEMORY].estimate or 1.0)
-                for name, of in raced.items()
+                name: (ratios[THROUGHPUT].estimate or 1.0, ratios[MEMORY].estimate or 1.0)
+                for name, ratios in raced.items()
                 if name not in self.out
             }
             ahead = ", ".join(f"`{name}`" for name in finalists(estimates, self.compare.margins))
-            few = f"of {count(len(alike), 'candidate')}, {len(raced)} could be raced" + (ahead and f"; ahead: {ahead}")
-            return f"{begun}no advice: {few} (more minutes or a quieter machine would help)."
+            shares = f"of {count(len(alike), 'candidate')}, {len(raced)} could be raced"
+            shares += ahead and f"; ahead: {ahead}"
+            return f"{begun}no advice: {shares} (more minutes or a quieter machine would help)."
         sure = f"each of {count(len(alike), 'candidate')} was beaten, failed or gains less than the margin"
         if is_open:
             named = ", ".join(is_open) if len(is_open) <= MOST_NAMED else count(len(is_open), "candidate")
