@@ -73,8 +73,8 @@ def run(
         raise KeyboardInterrupt(
             "no round was complete, so nothing is kept; the same command starts from the beginning"
         ) from None
-    kept = (SESSIONS if again else KEPT_BENCHES) / file_name(bench)
-    files.write_text(kept, bench.to_json())
+    file = (SESSIONS if again else KEPT_BENCHES) / file_name(bench)
+    files.write_text(file, bench.to_json())
     if again:
         (KEPT_BENCHES / file_name(bench)).unlink(missing_ok=True)
         for earlier in recalled(bench):
@@ -84,7 +84,7 @@ def run(
     done = (
         f"{count(bench.rounds, 'round')} in {bench.seconds:.0f} s ({bench.window_fraction or 0:.0%} measured windows)"
     )
-    say(f"bench: {done}, written to {kept if again else BENCH_FILE}")
+    say(f"bench: {done}, written to {file if again else BENCH_FILE}")
     samples = [sample for arm in bench.arms for sample in arm.samples]
     values = advised(rejection for sample in samples for rejection in sample.rejections)
     for arm in bench.arms:
@@ -96,7 +96,7 @@ def run(
         say(f"bench: energy is unknown in at least one round: {why.text}")
     if bench.interrupted:
         raise KeyboardInterrupt(
-            f"{count(bench.rounds, 'complete round')} kept in {kept}; run the same command within an hour to add rounds"
+            f"{count(bench.rounds, 'complete round')} kept in {file}; run the same command within an hour to add rounds"
         )
 
 

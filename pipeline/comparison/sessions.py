@@ -229,15 +229,15 @@ def looked_at(
     noises = {}
     for figure, margin in margins.items():
         number = min(len(arm.samples) for arm in arms if arm.variant == settings.baseline)
-        few = f"its size needs at least {figure.fewest_pairs} rounds" if number < figure.fewest_pairs else ""
-        spread = _NEVER if few or doubt else settings.max_spread
+        no_size = f"its size needs at least {figure.fewest_pairs} rounds" if number < figure.fewest_pairs else ""
+        spread = _NEVER if no_size or doubt else settings.max_spread
         rounds = _rounds_of(arms, settings.model_copy(update={"max_spread": spread}), cost)
         early = replace(figure, fewest_pairs=FEWEST_LOOKED_AT) if figure.fewest_pairs > FEWEST_LOOKED_AT else figure
         noises[figure] = rounds.noise(early)
         for name, of_variant in ratios.items():
             ratio = rounds.ratio(column(name), baseline, early, margin, verdicts.SURE, sides=True)
-            if ratio.why_untrusted and (few or doubt):
-                ratio = ratio.model_copy(update={"why_untrusted": f"{figure.noun}: {doubt or few}"})
+            if ratio.why_untrusted and (no_size or doubt):
+                ratio = ratio.model_copy(update={"why_untrusted": f"{figure.noun}: {doubt or no_size}"})
             of_variant[figure] = ratio
     return ratios, noises
 

@@ -126,7 +126,7 @@ def gated(
     made_of = [stages.made_of(side.fingerprint) for side in (base, head)]
     environments = [side.about["environment"] for side in (base, head)]
     equal = not packages and None not in made_of and made_of[0] == made_of[1] and environments[0] == environments[1]
-    left = ", ".join(sorted(base.about["variants"].keys() - names))
+    unmeasured = ", ".join(sorted(base.about["variants"].keys() - names))
     remarks = [
         EQUAL if equal else "",
         f"{interrupted.capitalize()}." if interrupted else "",
@@ -135,7 +135,7 @@ def gated(
         *packages,
         *systems,
         *unshared(base.about["variants"], config.variants),
-        f"Not measured, because gate.variants leaves out: {left}." if left else "",
+        f"Not measured, because gate.variants leaves out: {unmeasured}." if unmeasured else "",
         *differing(base.about["train"], head.about["train"], "train"),
         *differences(base.about, config.model_dump(mode="json")),
         *differing(variants[0], variants[1], "variants"),
@@ -264,8 +264,8 @@ def _rounds(config: Config, arms: Sequence[ArmSpec], turns: int, compared: Mappi
     seconds, max_rounds = 60 * config.gate.max_minutes, config.bench.max_rounds
     fewest = fewest_rounds(config.bench)
     steps, taken = steps_of(arms, config.bench.window_seconds)
-    said = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-    say(f"gate: {said}", file=sys.stderr)
+    ahead = outlook(len(arms), steps, taken, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
+    say(f"gate: {ahead}", file=sys.stderr)
     return measure(
         arms,
         seconds=seconds,

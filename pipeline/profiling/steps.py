@@ -135,10 +135,12 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
     # the two.
     steps = max(1, min(steps, per_epoch - 1))
 
+    def steps_of_epoch() -> int:
+        return per_epoch - training.steps % per_epoch
+
     def advance() -> list[float]:
-        left = per_epoch - training.steps % per_epoch
-        if left < steps:
-            training.advance(left + 1)
+        if steps_of_epoch() < steps:
+            training.advance(steps_of_epoch() + 1)
         training.advance(steps)
         return training.clock.step_seconds[-steps:]
 
@@ -152,8 +154,7 @@ def window(training: Training, steps: int, file: Path) -> tuple[trace.Trace, flo
         default_environment(QUIET if device.type == "cpu" else {}),
         profile(activities=activities, schedule=windows) as profiler,
     ):
-        left = per_epoch - training.steps % per_epoch
-        training.advance(LEAD_STEPS if left >= LEAD_STEPS + steps else left + 1)
+        training.advance(LEAD_STEPS if steps_of_epoch() >= LEAD_STEPS + steps else steps_of_epoch() + 1)
         profiler.step()
         profiled = advance()
     profiler.export_chrome_trace(str(file))

@@ -157,7 +157,7 @@ _BESIDE = {figures.TRAINING: _trained, figures.RESERVED: _retried, figures.ACHIE
 
 def _headline(comparison: Comparison) -> tuple[Column, ...]:
     target = facts.target(comparison)
-    few = ", on these test samples" if facts.has_few_samples(comparison) else ""
+    on_samples = ", on these test samples" if facts.has_few_samples(comparison) else ""
 
     def reached(compared: Compared) -> Cell:
         time, ratio = compared.time_to_target, compared.time_to_target_ratio
@@ -197,7 +197,7 @@ def _headline(comparison: Comparison) -> tuple[Column, ...]:
             pages.heading(facts.score(comparison)),
             f"{facts.metric(comparison)} over all test samples after the last epoch, mean over seeds. The "
             "difference from the baseline is paired by seed, in percentage points. Its interval lies inside the "
-            f"margins exactly if two one-sided tests show equivalence{few}.",
+            f"margins exactly if two one-sided tests show equivalence{on_samples}.",
             lambda compared: _against(facts.accuracy(compared), compared.accuracy),
         ),
         *(_finding(name, direction) for name, direction in comparison.directions.items()),

@@ -73,7 +73,7 @@ def run(
     bench_settings, compared = config.bench, config.compare
     session_so_far, earlier = begin_session(), read_sessions(output / "sessions")
     with Scripts(bench_settings, left_out=[output.resolve()], **options) as server:
-        specs = [ArmSpec(name, "variant", name, None, server, made._asdict()) for name, made in commands.items()]
+        specs = [ArmSpec(name, "variant", name, None, server, command._asdict()) for name, command in commands.items()]
         control = replace(specs[0], name=f"{BASE}, A/A control", role="aa_control")
         samples = {}
         for number, spec in enumerate(specs, 1):
@@ -90,9 +90,9 @@ def run(
         fingerprint = fingerprint_of(answers[BASE]["ranks"][0])
         keys = {
             name: files.json_sha256(
-                [fingerprint["hash"], made, credited[name], answers[name]["examined"][0]["sources"]]
+                [fingerprint["hash"], command, credited[name], answers[name]["examined"][0]["sources"]]
             )
-            for name, made in commands.items()
+            for name, command in commands.items()
         }
 
         def keep(bench: Bench) -> None:
