@@ -30,13 +30,14 @@ def noise(rounds: int = 10) -> dict[str, Any]:
         with Server(checkout.path) as server:
             variants, baseline = server.describe()["variants"], config.compare.baseline
             plans = {name: server.plan(name, values) for name, values in variants.items()}
-            arms = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in plans.items()]
-            arms.append(ArmSpec("A/A control", "aa_control", baseline, None, server, plans[baseline]))
+            arms = [ArmSpec.of_variant(name, server, plan) for name, plan in plans.items()]
+            control = ArmSpec.of_variant(baseline, server, plans[baseline]).control()
+            arms.append(control)
             steps, _ = steps_of(arms[-1], config.bench.window_seconds)
             for turns in list(by_turns) * rounds:
                 for arm in measure(arms, seconds=0.0, max_rounds=1, steps=steps, turns=turns).arms:
                     by_turns[turns].setdefault(arm.name, []).append(arm.samples[0].samples_per_second)
-    deviations = {turns: _deviation(values["A/A control"], values[baseline]) for turns, values in by_turns.items()}
+    deviations = {turns: _deviation(values[control.name], values[baseline]) for turns, values in by_turns.items()}
     return {
         "median_ratio": deviations[config.bench.turns] / deviations[1],
         "target_ratio": 0.5,

@@ -70,8 +70,8 @@ class Advised:
         self.config = config = parse(PARAMS)
         Path("params.yaml").write_text("# ours\n" + yaml.safe_dump(PARAMS), encoding="utf-8")
         base = plan(config, "baseline", CPU_ONLY)
-        spec = ArmSpec("baseline", "variant", "baseline", None, server, base.model_dump(mode="json"))
-        control = replace(spec, name="baseline, A/A control", role="aa_control")
+        spec = ArmSpec.of_variant("baseline", server, base.model_dump(mode="json"))
+        control = spec.control()
         bench = make_bench()
         facts = {name: getattr(bench, name) for name in ("environment", "commit", "config", "dataset", "margins")}
         facts |= {"baseline": "baseline", "keys": {"baseline": "k"}}
@@ -245,7 +245,7 @@ def test_a_profile_chooses_what_comes_first(advised: Callable[..., Advised]) -> 
 
 def test_an_arm_that_fails_takes_no_other_with_it() -> None:
     server, failures = Arms({}, {"second": 2}), list[str]()
-    specs = [ArmSpec(name, "variant", name, None, server, {}) for name in ("first", "second", "third")]
+    specs = [ArmSpec.of_variant(name, server, {}) for name in ("first", "second", "third")]
 
     def failed(name: str, _: BenchError) -> None:
         failures.append(name)

@@ -92,7 +92,7 @@ class FakeServer(Server):
 
 def arms(server: Server, *names: str) -> list[ArmSpec]:
     values = Variant().model_dump(mode="json")
-    return [ArmSpec(name, "variant", name, None, server, server.plan(name, values)) for name in names]
+    return [ArmSpec.of_variant(name, server, server.plan(name, values)) for name in names]
 
 
 def test_rounds_are_interleaved_in_drawn_and_reversed_orders() -> None:

@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,8 +28,8 @@ class Try:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **arms: Known) -> None:
         self.server = server = Timed(arms)
         self.config = parse({"variants": {name: {} for name in arms}, "compare": {"baseline": next(iter(arms))}})
-        specs = [ArmSpec(name, "variant", name, None, server, {}) for name in arms]
-        control = replace(specs[0], name=f"{specs[0].name}, A/A control", role="aa_control")
+        specs = [ArmSpec.of_variant(name, server, {}) for name in arms]
+        control = specs[0].control()
         bench = make_bench()
         kept = ("environment", "commit", "config", "dataset", "margins")
         facts = {name: getattr(bench, name) for name in kept}

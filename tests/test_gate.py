@@ -890,7 +890,7 @@ def test_a_speed_needs_equal_steps_on_both_sides(
     keys = "samples_per_step", "samples_seen", "batch_differs"
     reported = {"base ddp": dict(zip(keys, base, strict=False)), "head ddp": dict(zip(keys, head, strict=False))}
     arms = [
-        ArmSpec(f"{side} {name}", "variant", name, None, Server(), {})
+        ArmSpec.of_variant(name, Server(), {}, f"{side} {name}")
         for name in ("baseline", "ddp")
         for side in ("base", "head")
     ]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, Self
@@ -185,6 +185,15 @@ class ArmSpec:
     technique: str | None
     server: Arms
     plan: dict[str, Any]
+
+    @classmethod
+    def of_variant(cls, name: str, server: Arms, plan: dict[str, Any], label: str = "") -> ArmSpec:
+        """Return the arm of the variant ``name``, with this name or another ``label``."""
+        return cls(label or name, "variant", name, None, server, plan)
+
+    def control(self) -> ArmSpec:
+        """Return the second arm of the same variant, the A/A control."""
+        return replace(self, name=f"{self.name}, A/A control", role="aa_control")
 
     def measured(self, samples: Sequence[Window], conditions: RunConditions, *, settled: bool = False) -> Arm:
         """Return the arm with these samples."""

@@ -156,8 +156,7 @@ def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
     with server:
         about = server.describe()
         sent = {name: server.plan(name, variant.model_dump(mode="json")) for name, variant in config.variants.items()}
-        specs = [ArmSpec(name, "variant", name, None, server, plan) for name, plan in sent.items()]
-        control = ArmSpec(f"{baseline}, A/A control", "aa_control", baseline, None, server, sent[baseline])
+        specs = {name: ArmSpec.of_variant(name, server, plan) for name, plan in sent.items()}
         facts = {
             "environment": about["environment"],
             "commit": commit,
@@ -167,7 +166,7 @@ def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
             "keys": keys,
             "margins": config.compare.margins,
         }
-        yield Job(server, made, (*specs, control), about["device"], facts)
+        yield Job(server, made, (*specs.values(), specs[baseline].control()), about["device"], facts)
 
 
 def side_by_side(

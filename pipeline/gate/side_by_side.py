@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,11 +205,11 @@ def arms_of(names: Sequence[str], sides: Mapping[str, tuple[Server, Mapping[str,
     ``names``: the baseline first. ``sides``: name -> its server, and the server's description.
     """
     arms = [
-        ArmSpec(f"{side} {name}", "variant", name, None, server, server.plan(name, about["variants"][name]))
+        ArmSpec.of_variant(name, server, server.plan(name, about["variants"][name]), f"{side} {name}")
         for name in names
         for side, (server, about) in sides.items()
     ]
-    return [replace(arms[0], name=f"{arms[0].name}, A/A control", role="aa_control"), *arms]
+    return [arms[0].control(), *arms]
 
 
 def steps_of(arms: Sequence[ArmSpec], window_seconds: float) -> tuple[int, float]:

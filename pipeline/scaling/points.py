@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,10 +108,8 @@ def measured(
     counts = sorted({plan.processes for plan in plans.values()} - {1})
     probed = probe.measured(config, machine, counts, operations=("all_reduce",)) if counts else None
     with _Server() as server:
-        specs = [
-            ArmSpec(name, "variant", name, None, server, plan.model_dump(mode="json")) for name, plan in plans.items()
-        ]
-        arms = [*specs, replace(specs[0], name=f"{base.name}, A/A control", role="aa_control")]
+        specs = [ArmSpec.of_variant(name, server, plan.model_dump(mode="json")) for name, plan in plans.items()]
+        arms = [*specs, specs[0].control()]
         steps, round_seconds, _, _ = calibrated(arms, settings.window_seconds, ledgers=False)
         server.alone.clear()  # the samples of the calibration are no rounds
 

@@ -73,8 +73,8 @@ def run(
     bench_settings, compared = config.bench, config.compare
     session_so_far, earlier = begin_session(), read_sessions(output / "sessions")
     with Scripts(bench_settings, left_out=[output.resolve()], **options) as server:
-        specs = [ArmSpec(name, "variant", name, None, server, command._asdict()) for name, command in commands.items()]
-        control = replace(specs[0], name=f"{BASE}, A/A control", role="aa_control")
+        specs = [ArmSpec.of_variant(name, server, command._asdict()) for name, command in commands.items()]
+        control = specs[0].control()
         samples = {}
         for number, spec in enumerate(specs, 1):
             say(f"script: first sample of {spec.name}, {number} of {len(specs)}: {commands[spec.name].changed}")

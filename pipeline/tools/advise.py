@@ -240,7 +240,7 @@ class Adviser:
             if isinstance(proposed, str):
                 raise BenchError(proposed, name)
             plan = self.job.server.plan(name, proposed.requested.model_dump(mode="json"))
-            self._specs[name] = ArmSpec(name, "variant", name, None, self.job.server, plan)
+            self._specs[name] = ArmSpec.of_variant(name, self.job.server, plan)
         return self._specs[name]
 
     def sample(self, names: Sequence[str], until: float) -> None:
