@@ -273,7 +273,7 @@ class Verifier:
         def spoilt(*trials: Trial) -> list[list[Trial]]:
             return [[trial, *(replace(trial, **changes) for changes in spoils)] for trial in trials]
 
-        noise: list[str] = []
+        unsized: list[str] = []
         plain = self.config.train.model_copy(update=observing.PLAIN_SGD)
         if why_no_step := next(filter(None, (entry.why_not_with(plain) for entry in entries)), None):
             no_step = f"no step of plain SGD shows the gradients: {why_no_step}"
@@ -288,13 +288,13 @@ class Verifier:
                     yield Claim(plan.name, wording.format(self.steps), note=hidden, undecided=UNMEASURABLE)
             if claim.undecided in (UNMEASURABLE, UNTRIED):
                 return
-            noise = self._without_gradient(plan, *self._reference(reference, [step]))
+            unsized = self._without_gradient(plan, *self._reference(reference, [step]))
         if self.quick:
             return
-        if noise:
-            note = "; ".join(filter(None, [note, f"without {', '.join(noise)}, whose gradients are rounding errors"]))
+        if unsized:
+            note = "; ".join(filter(None, [note, f"without {', '.join(unsized)}, whose gradients are rounding errors"]))
         runs = [Trial("run", per_sample, **changes) for changes in (RUNS[:1] if loose else RUNS)]
-        distances = {weights: partial(way_difference, left_out=noise), losses: loss_difference}
+        distances: dict[str, Distance] = {weights: partial(way_difference, left_out=unsized), losses: loss_difference}
         yield from reversed(self._compared(plan, reference, note, spoilt(*runs), distances))
 
     def _without_gradient(self, plan: Plan, step: Observed) -> list[str]:
