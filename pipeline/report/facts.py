@@ -196,15 +196,17 @@ def contradiction(compared: Compared, baseline: Compared) -> tuple[float, float]
     """Return the range of a variant's speed ratio in the trainings if it contradicts the ratio in the bench: they
     differ by more than the noise of both.
 
-    The trainings' ratio is a range over all pairs of seeds, widened by BETWEEN_SESSIONS for the decision. Returns None
-    if the ratios agree, if the bench's ratio is unknown or untrusted, or if there are fewer than two seeds, because one
-    seed shows no noise.
+    The trainings' ratio is a range over all pairs of seeds. For the decision it is widened by BETWEEN_SESSIONS, and by
+    how much the seeds of one variant differ, because other work on the machine can slow down a whole variant. Returns
+    None if the ratios agree, if the bench's ratio is unknown or untrusted, or if there are fewer than two seeds,
+    because one seed shows no noise.
     """
     ours, theirs, ratio = THROUGHPUT.known(compared.runs), THROUGHPUT.known(baseline.runs), compared.throughput
     if not (ratio and ratio.low and ratio.high) or ratio.why_untrusted or min(len(ours), len(theirs)) < 2:
         return None
     low, high = min(ours) / max(theirs), max(ours) / min(theirs)
-    agree = low / BETWEEN_SESSIONS <= ratio.high and ratio.low <= high * BETWEEN_SESSIONS
+    noise = BETWEEN_SESSIONS * max(max(speeds) / min(speeds) for speeds in (ours, theirs))
+    agree = low / noise <= ratio.high and ratio.low <= high * noise
     return None if agree else (low, high)
 
 
