@@ -354,11 +354,11 @@ def test_a_short_sample_predicts_the_time_of_a_round(slow: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("seconds", "max_rounds", "fewest", "said"),
     [
-        (150.0, None, 6, "6 rounds, until about 12:04"),
-        (150.0, None, 0, "3 rounds (a decision would need at least 6), until about 12:02"),
-        (600.0, None, 6, "15 rounds, until about 12:10"),
-        (600.0, 7, 6, "7 rounds, until about 12:04"),
-        (1.0, 2, 6, "2 rounds (a decision would need at least 6), until about 12:01"),
+        (150.0, None, 6, "6 rounds, until about 12:04 UTC; up to 12, until about 12:08 UTC, if samples are rejected"),
+        (150.0, None, 0, "3 rounds (a decision would need at least 6), until about 12:02 UTC"),
+        (600.0, None, 6, "15 rounds, until about 12:10 UTC"),
+        (600.0, 7, 6, "7 rounds, until about 12:04 UTC"),
+        (1.0, 2, 6, "2 rounds (a decision would need at least 6), until about 12:01 UTC"),
     ],
 )
 def test_the_outlook_names_the_rounds_and_the_end(
@@ -368,9 +368,20 @@ def test_the_outlook_names_the_rounds_and_the_end(
     time.tzset()
     monkeypatch.setattr("pipeline.benchmark.rounds.time.time", lambda: 12 * 3600.0)
     forecast = outlook(5, 23, 40.0, seconds=seconds, max_rounds=max_rounds, fewest=fewest)
-    assert forecast == f"5 arms of 23 steps; a round takes about 40 s: the bench runs {said} UTC"
+    assert forecast == f"5 arms of 23 steps; a round takes about 40 s: the bench runs {said}"
     monkeypatch.undo()
     time.tzset()
+
+
+def test_the_minutes_are_told_after_the_first_sample(slow: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """An arm takes 10 s to start and 1/6 s a step, so windows have 22 steps, and a round of three arms takes 41 s."""
+    slow.changes = lambda _: {"ledgers": None, "flops": None}
+    control = replace(arms(slow, "a")[0], name="a, A/A control", role="aa_control")
+    stage.calibrated([*arms(slow, "a", "b"), control], Bench(window_seconds=1.5, max_minutes=2), ledgers=False)
+    first, cost, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == tuple(f"bench: short first sample of {name} of 2" for name in ("a, 1", "b, 2"))
+    expected = "expect 4.1 to 8.2 minutes of rounds, and 0.4 before, if all arms take as long as a"
+    assert cost == f"bench: {expected}; compiling takes longer"
 
 
 def test_a_decided_measurement_ends_early() -> None:
@@ -451,6 +462,8 @@ def test_a_bench_measures_every_arm_every_round(capsys: pytest.CaptureFixture[st
     line = rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, until about "
     names = ("baseline", "ddp", "stack")
     looks = [f"bench: short first sample of {name}, {number} of 3\n" for number, name in enumerate(names, 1)]
+    minutes = r"\d+\.\d"
+    looks[0] += rf"bench: expect {minutes} to {minutes} minutes of rounds, and {minutes} before, if all arms take .*\n"
     assert re.match("".join([*looks, line]), capsys.readouterr().out)
     techniques = ("channels_last", "gradient_accumulation=2")
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [

@@ -258,9 +258,11 @@ def test_a_diverging_job_ends_with_one_clear_message(variant: str) -> None:
 EPOCH = r"baseline seed 0: epoch {}/2, loss \d\.\d{{4}}, test accuracy \d\d\.\d\d%, [\d,]+ samples/s"
 
 
-def test_a_log_gets_a_line_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_a_line_an_epoch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "FORETOLD_SECONDS", 0.0)
     train("baseline", seeds=[0], history_every_steps=1)  # so that a row of history is one step
     out, err = capsys.readouterr()
+    assert len(re.findall(r"baseline seed 0: expect (\d+\.\d) to \d+\.\d more minutes for all seeds\n", out)) == 1
     assert "\r" not in out + err
     lines = [line for line in out.splitlines() if "epoch" in line]
     rows = results.read_history(results.history_file("baseline"))

@@ -290,18 +290,28 @@ def turns_on(device: str, settings: BenchSettings) -> int:
 def outlook(
     arms: int, steps: int, round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int, before: int = 0
 ) -> str:
-    """Return a sentence on what ``measure`` will do, and when it will end.
+    """Return a sentence on what ``measure`` will do, and when it will end: ``expected`` says for which arguments."""
+    rounds, most = expected(round_seconds, seconds=seconds, max_rounds=max_rounds, fewest=fewest, before=before)
+    ends, latest = (
+        time.strftime("%H:%M %Z", time.localtime(time.time() + number * round_seconds)) for number in (rounds, most)
+    )
+    remark = f" (a decision would need at least {FEWEST_PAIRS})" if before + rounds < FEWEST_PAIRS else ""
+    cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
+    more = f"; up to {most}, until about {latest}, if samples are rejected" if most > rounds else ""
+    return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}{more}"
+
+
+def expected(
+    round_seconds: float, *, seconds: float, max_rounds: int | None, fewest: int, before: int = 0
+) -> tuple[int, int]:
+    """Return how many rounds ``measure`` will run if no sample is rejected and nothing is settled, and at most.
 
     ``seconds``, ``max_rounds``, ``fewest``: as in ``measure``. ``round_seconds``: estimated time of a round.
     ``before``: the number of rounds that exist already.
     """
     rounds = max(1, int(seconds / round_seconds), fewest - before)
-    if max_rounds is not None:
-        rounds = min(rounds, max_rounds - before)
-    ends = time.strftime("%H:%M %Z", time.localtime(time.time() + rounds * round_seconds))
-    remark = f" (a decision would need at least {FEWEST_PAIRS})" if before + rounds < FEWEST_PAIRS else ""
-    cost = f"{arms} arms of {steps} steps; a round takes about {round_seconds:.0f} s"
-    return f"{cost}: the bench runs {count(rounds, 'round')}{remark}, until about {ends}"
+    left = rounds + 2 * fewest if max_rounds is None else max_rounds - before
+    return min(rounds, left), min(max(rounds, 2 * fewest - before), left)
 
 
 CALIBRATION_STEPS = 10

@@ -18,7 +18,18 @@ from typing import Any, TypeVar
 import psutil
 
 from pipeline import environment, files, hosts
-from pipeline.benchmark.rounds import Rounds, calibrate, fewest_rounds, measure, outlook, raised, steps_of, turns_on
+from pipeline.benchmark.rounds import (
+    Rounds,
+    calibrate,
+    expected,
+    fewest_rounds,
+    measure,
+    outlook,
+    raised,
+    steps_of,
+    turns_on,
+    window_steps,
+)
 from pipeline.benchmark.server import ArmSpec, BenchError, Server
 from pipeline.environment import stages
 from pipeline.errors import count, say
@@ -115,7 +126,10 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
             ledgers, flops = earlier.ledgers, earlier.flops
         else:  # also after a first look, which takes no ledgers
-            steps, round_seconds, ledgers, flops = calibrated(arms, config.bench.window_seconds, ledgers=not again)
+            alike = [kept for kept in read_sessions(KEPT_BENCHES) if [arm.name for arm in kept.arms] == names]
+            for last in alike[-1:]:
+                _foretell(last.seconds / last.rounds, config.bench, f"as in the bench of {last.session.start_utc}")
+            steps, round_seconds, ledgers, flops = calibrated(arms, config.bench, ledgers=not again)
             about |= {"same_job": job.server.same_jobs(config.compare.baseline, arms[-1].name)}
         return side_by_side(
             "bench",
@@ -228,25 +242,39 @@ def side_by_side(
 
 
 def calibrated(
-    arms: Sequence[ArmSpec], window_seconds: float, *, ledgers: bool
+    arms: Sequence[ArmSpec], settings: BenchSettings, *, ledgers: bool
 ) -> tuple[int, float, dict[str, Ledgers], dict[str, Flops]]:
     """Take a short sample of each variant; return the steps of a window, the expected time of a round of all arms, and
     the variants' ledgers and FLOPs. The samples also load all files into the page cache.
 
     ``arms``: the arms of the variants, then the arms of the ablation, and the baseline's control last.
     """
-    specs, samples = [arm for arm in arms if arm.role == "variant"], {}
+    specs, samples, began = [arm for arm in arms if arm.role == "variant"], {}, time.monotonic()
     for number, spec in enumerate(specs, 1):
         say(f"bench: short first sample of {spec.name}, {number} of {len(specs)}")
-        samples[spec.name] = calibrate(spec, ledgers=ledgers)
+        samples[spec.name] = sample = calibrate(spec, ledgers=ledgers)
+        if number == 1:
+            steps = window_steps(settings.window_seconds, sample.step_seconds, [sample.opening_seconds])
+            rest = len(specs) * (time.monotonic() - began) / 60
+            basis = f"and {rest:.1f} before, if all arms take as long as {spec.name}; compiling takes longer"
+            _foretell(len(arms) * sample.seconds(steps), settings, basis)
     known = {key: {name: sample.answer[key] for name, sample in samples.items()} for key in ("ledgers", "flops")}
     by_variant = {name: Ledgers.model_validate(values) for name, values in known["ledgers"].items() if values}
     counted = {name: Flops.model_validate(values) for name, values in known["flops"].items() if values}
     baseline = arms[-1].variant
     others = [samples[arm.variant] for arm in arms if arm.variant != baseline]
     # The baseline is measured again, because its first sample may include the start of the fork server.
-    steps, samples[baseline] = steps_of(arms[-1], window_seconds, others)
+    steps, samples[baseline] = steps_of(arms[-1], settings.window_seconds, others)
     return steps, sum(samples[arm.variant].seconds(steps) for arm in arms), by_variant, counted
+
+
+def _foretell(round_seconds: float, settings: BenchSettings, basis: str) -> None:
+    """Print how many minutes the rounds will take, from the case that all is soon settled to that of many rejections.
+    ``basis``: what the estimate rests on."""
+    seconds, fewest = 60 * settings.max_minutes, fewest_rounds(settings)
+    rounds, most = expected(round_seconds, seconds=seconds, max_rounds=settings.max_rounds, fewest=fewest)
+    least, longest = (number * round_seconds / 60 for number in (min(rounds, FEWEST_PAIRS), most))
+    say(f"bench: expect {least:.1f} to {longest:.1f} minutes of rounds, {basis}")
 
 
 def _left(limit: N, used: N) -> N:

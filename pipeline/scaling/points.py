@@ -110,7 +110,7 @@ def measured(
     with _Server() as server:
         specs = [ArmSpec.of_variant(name, server, plan.model_dump(mode="json")) for name, plan in plans.items()]
         arms = [*specs, specs[0].control()]
-        steps, round_seconds, _, _ = calibrated(arms, settings.window_seconds, ledgers=False)
+        steps, round_seconds, _, _ = calibrated(arms, settings, ledgers=False)
         server.alone.clear()  # the samples of the calibration are no rounds
 
         def kept(bench: Bench) -> Measured:

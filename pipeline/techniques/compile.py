@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any, cast
 
 import torch
@@ -13,13 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.distributed import World
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.plans import Plan
 from pipeline.techniques.activation_checkpointing import blocks
 from pipeline.techniques.base import Setup, Technique
 
 CACHE = Path(".cache/inductor")
 """Folder in the checkout for the code that TorchInductor and Triton generate. Later processes reuse this code."""
+LONG_SECONDS = 15.0
+"""If a pass compiles for longer, a line says so."""
 
 
 class Compile(Technique):
@@ -43,6 +46,8 @@ class Compile(Technique):
 
     name = "compile"
     compiled_part = "the model"
+    passes = 0
+    """Passes that may have compiled something."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__(plan, world)
@@ -86,6 +91,11 @@ class Compile(Technique):
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
         from torch._inductor.exc import CppCompileError
 
+        notice = None
+        if self.passes < 2 and self.world.is_main:  # the first forward and the first backward pass
+            self.passes += 1
+            notice = Timer(LONG_SECONDS, say, [f"{self.plan.name}: compiling {self.compiled_part} ..."])
+            notice.start()
         try:
             yield
         except (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError) as error:
@@ -94,6 +104,9 @@ class Compile(Technique):
                 f"{self.where('compile')}, but {self.compiled_part} does not compile as one graph: {reason}. Remove "
                 "compile, or change this part of the model; TORCH_LOGS=graph_breaks shows more."
             ) from error
+        finally:
+            if notice:
+                notice.cancel()
 
 
 class CompiledBlocks(Compile):

@@ -40,6 +40,9 @@ FOLLOWER_PATIENCE_SECONDS = 20.0
 
 INTERRUPTED_PATIENCE_SECONDS = 2.0
 """The same for an interrupted job. This time is short because `docker stop` waits only ten seconds."""
+FORETOLD_SECONDS = 20.0
+"""After so many seconds of steps, a job says how long its seeds will take: as long as these steps show, up to half as
+long again, because evaluations and other load are not foreseen."""
 
 
 def run(config: Config, name: str, machine: Machine, prepared: Path) -> None:
@@ -73,6 +76,8 @@ class Job:
     """The result's key (``stages.key``)."""
     started: float
     """When the command started, in seconds of the monotonic clock."""
+    foretold: bool = False
+    """Whether it is known how long the seeds will take."""
 
     def work(self) -> None:
         """Train with every seed in this process; the main process also writes the result."""
@@ -215,8 +220,17 @@ class Job:
             unit="step",
             disable=None if self.world.is_main else True,  # None: shown only on a terminal
         ) as bar:
+            since = None
             for row in training.run():
                 bar.update()
+                since = since or (training.steps, time.monotonic())  # after the first step, which may compile
+                done, seconds, seeds = training.steps - since[0], time.monotonic() - since[1], training.train.seeds
+                if done and seconds > FORETOLD_SECONDS and not self.foretold:
+                    self.foretold = True
+                    steps = (len(seeds) - seeds.index(seed)) * training.total_steps - training.steps
+                    minutes = steps * seconds / done / 60
+                    if self.world.is_main:
+                        bar.write(f"{label}: expect {minutes:.1f} to {1.5 * minutes:.1f} more minutes for all seeds")
                 if row and row.test_accuracy is not None:
                     speed = samples / (row.train_seconds - (ends[-1] if ends else 0.0))
                     ends.append(row.train_seconds)

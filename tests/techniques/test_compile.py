@@ -21,6 +21,7 @@ from pipeline.distributed import World
 from pipeline.errors import PipelineError
 from pipeline.measurement.detectors import Recompilation
 from pipeline.profiling.ledger import measured
+from pipeline.techniques import compile as compiling
 from pipeline.techniques import of_plan
 from pipeline.techniques.compile import Compile
 from tests.nets import ALONE, GPU, LooksAtValues, changed, conv_net, make_plan
@@ -33,7 +34,10 @@ builds = pytest.mark.skipif(HERE.no_cpu_kernels is not None, reason=str(HERE.no_
 
 
 @builds
-def test_the_model_runs_as_one_graph_and_learns(digits: Dataset) -> None:
+def test_the_model_runs_as_one_graph_and_learns(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "LONG_SECONDS", 0.0)
     counters = torch._dynamo.utils.counters
     counters.clear()
     plain, compiled = make_training(digits), make_training(digits, compile="default")
@@ -44,6 +48,9 @@ def test_the_model_runs_as_one_graph_and_learns(digits: Dataset) -> None:
     assert made == 2, "one for the forward and one for the backward pass"
     assert not counters["graph_break"]
     assert list(compiled.model_state.read()) == list(plain.model_state.read())
+    lines = capsys.readouterr().out.splitlines()  # of the first step only, although all steps are called long
+    assert set(lines) == {"tried: compiling the model ..."}
+    assert len(lines) <= 2
 
 
 def deep_net() -> nn.Sequential:
