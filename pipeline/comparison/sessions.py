@@ -221,7 +221,8 @@ def looked_at(
     interval has the confidence ``verdicts.SURE``, so that many such looks are hardly ever wrong.
 
     ``arms``: variants, the baseline and its control, with their rounds so far. ``cost``: what advice refers to. Of
-    fewer rounds than a figure needs, and if there is a ``doubt``, at most the side of a ratio is told.
+    fewer rounds than a figure needs, and if there is a ``doubt``, at most the side of a ratio is told. ``more_pairs``
+    is for the decision of a bench.
     """
     margins, baseline = _margins(arms, settings), column(settings.baseline)
     ratios: dict[str, dict[Figure, Difference]] = {arm.variant: {} for arm in arms if arm.column != baseline}
@@ -238,7 +239,9 @@ def looked_at(
             ratio = rounds.ratio(column(name), baseline, early, margin, verdicts.SURE, sides=True)
             if ratio.why_untrusted and (no_size or doubt):
                 ratio = ratio.model_copy(update={"why_untrusted": f"{figure.noun}: {doubt or no_size}"})
-            of_variant[figure] = ratio
+            bench = rounds.ratio(column(name), baseline, early, margin)
+            more = planning.pairs_needed(bench, margin, bench.fixed) if bench.low else figure.fewest_pairs - bench.pairs
+            of_variant[figure] = ratio.model_copy(update={"more_pairs": more})
     return ratios, noises
 
 

@@ -6,6 +6,7 @@ them. No verdict is made.
 
 from __future__ import annotations
 
+import math
 import select
 import statistics
 import sys
@@ -14,17 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline import files
-from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, conditions_of, window_steps
+from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
 from pipeline.benchmark.stage import Job, begin_session, file_name, served, side_by_side
-from pipeline.comparison import sessions
-from pipeline.comparison.planning import RoundCost
+from pipeline.comparison import planning, sessions
+from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.verdicts import SURE
 from pipeline.errors import ConfigError, count, did_you_mean, hanging, say
 from pipeline.params import Config, Machine
 from pipeline.report import facts
 from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
+from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
 from pipeline.tools.sitting import Sitting, dearest
 
@@ -89,7 +91,7 @@ class Look:
     absent: dict[str, str] = field(default_factory=dict)
     """Variant that is not measured any more -> why not."""
     arms: Sequence[Arm] = ()
-    """All arms with their rounds; while there are none, with their first samples, without the control."""
+    """All arms with their rounds."""
     rounds: int = 0
     kept: str = ""
     _keeps_all: bool = False
@@ -120,6 +122,10 @@ class Look:
         measured = [arm for arm in job.arms if arm.variant in self.chosen]
         if len(self.chosen) == 1 or round_seconds > self.left():
             return
+        if (fit := int(self.left() / round_seconds)) < FEWEST_PAIRS:
+            enough = math.ceil((60 * self.minutes - self.left() + (FEWEST_PAIRS + 1) * round_seconds) / 60)
+            self.sitting.stay()
+            say(f"try: {count(fit, 'round')} can tell only large differences; --minutes {enough} gives {FEWEST_PAIRS}")
         settings = {"max_minutes": self.left() / 60, "max_rounds": None, "hard_limit": True}
         keys, compare = {name: job.facts["keys"][name] for name in self.chosen}, self.config.compare
         bench = side_by_side(
@@ -161,8 +167,6 @@ class Look:
             self._leave_out(name, error.reason)
         else:
             self.samples[name] = sample
-            window = Window.model_validate(sample.answer["window"])
-            self.arms = [*self.arms, arm.measured([window], conditions_of(sample.answer))]
             self._show(f"first sample of {name}, {sample.opening_seconds:.0f} s to start")
         self.server.deadline = self.ends
 
@@ -187,8 +191,7 @@ class Look:
             self._leave_out(name, f"dropped: it costs {about}{costs[name]:.0f} s a round")
 
     def _leave_out(self, name: str, why: str) -> None:
-        seen = self._looked_at()[0].get(name)
-        self.absent[name] = why = f"{why}; its first sample: {_cells(seen)}" if seen else why
+        self.absent[name] = why
         self.chosen.remove(name)
         self.sitting.leave_out(name, why)
 
@@ -200,29 +203,32 @@ class Look:
 
     def _show(self, news: str) -> None:
         ratios, noises = self._looked_at()
-        rows = ratios | ({"A/A": noises} if noises else {})
-        cells = {"variant": [figure.noun for figure in next(iter(rows.values()), {})]}
+        known = [figure for figure, noise in noises.items() if noise.low is not None]
+        rows = {name: {figure: seen[figure] for figure in known} for name, seen in (ratios | {"A/A": noises}).items()}
+        if not known:
+            rows, news = {}, news + "; no ratios until A/A shows how much this machine scatters" * bool(self.rounds)
+        cells = {"variant": [figure.noun for figure in known]}
         cells |= {name: [facts.brief(ratio) for ratio in seen.values()] for name, seen in rows.items()}
         self.sitting.show(news, cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
 
+    @property
+    def cost(self) -> RoundCost:
+        return RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self.left()), self.minutes)
+
     def _looked_at(self) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
-        arms, baseline = self.arms, self.config.compare.baseline
-        if not self.rounds:  # the first samples, without a control: nothing shows the noise
-            arms = [*arms, *(arm.model_copy(update={"role": "aa_control"}) for arm in arms if arm.variant == baseline)]
+        arms, compare, cost = self.arms, self.config.compare, self.cost
         if not arms:
             return {}, {}
-        compare = self.config.compare
-        cost = RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self.left()), self.minutes)
         ratios, noises = sessions.looked_at(arms, compare, cost)
         samples = [sample for arm in arms for sample in arm.samples]
         mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
         if mostly and (why := noises.get(THROUGHPUT, Difference()).why_untrusted):
             # The disturbed rounds' speeds show sides that lie beyond the noise, but no sizes.
             of_disturbed, noise = sessions.looked_at([*map(_disturbed, arms)], compare, cost, why)
-            for name, ratio in of_disturbed.items():
-                ratios[name][THROUGHPUT] = ratio[THROUGHPUT]
+            for name, ratio in of_disturbed.items():  # a bench would reject these rounds, however many
+                ratios[name][THROUGHPUT] = ratio[THROUGHPUT].model_copy(update={"more_pairs": None})
             noises[THROUGHPUT] = noise[THROUGHPUT]
-        return ratios, noises if self.rounds else {}
+        return ratios, noises
 
     def ranking(self) -> list[str]:
         """Return the lines of the provisional ranking, the fastest variant first."""
@@ -233,13 +239,16 @@ class Look:
         lines = [f"\nProvisional, not a verdict ({basis}); accuracy was not measured:"]
         for name in sorted(ratios, key=lambda name: -speeds[name]):
             if name not in self.absent:
-                words = "; ".join(_in_words(figure, ratio, minutes) for figure, ratio in ratios[name].items())
+                words = "; ".join(
+                    _in_words(figure, ratio, minutes) + self._enough(figure, ratio, noises[figure])
+                    for figure, ratio in ratios[name].items()
+                )
                 lines.append(hanging(f"  {name:{width}}  ", words))
         lines += [hanging(f"  {name:{width}}  ", why) for name, why in self.absent.items()]
         unseen = [name for name in self.chosen if name not in ratios and name != self.config.compare.baseline]
         lines += [hanging(f"  {name:{width}}  ", f"cannot be told in {minutes}") for name in unseen]
         doubts = {ratio.why_untrusted for seen in ratios.values() for ratio in seen.values() if ratio.why_untrusted}
-        lines += facts.sentences(sorted(doubts)) if self.rounds else []
+        lines += facts.sentences(sorted(doubts))
         if noises:
             lines.append(f"The baseline against itself: {_cells(noises)}.")
         if self.kept:
@@ -248,6 +257,19 @@ class Look:
                 "`python -m pipeline bench --again` counts them beside others."
             )
         return lines
+
+    def _enough(self, figure: Figure, ratio: Difference, noise: Difference) -> str:
+        """Say how many minutes would tell an undecided ratio, if the rounds go on as they are."""
+        if ratio.decision in ("better", "worse", "same"):
+            return ""
+        calm = planning.calm_pairs(noise, self.config.compare.max_spread, figure.fewest_pairs)
+        pairs = max(ratio.pairs + (ratio.more_pairs or 0), calm or 0, figure.fewest_pairs)
+        rounds = planning.rounds_for(pairs, ratio.pairs, ratio.rejected) if ratio.pairs else math.inf
+        if ratio.more_pairs is None or rounds > self.cost.affordable():
+            return f", nor in {LONGEST_MINUTES}, with this scatter and a margin of {facts.margin(ratio)}"
+        if rounds <= self.rounds:
+            return ", but a bench of as many rounds would tell"
+        return f", but about {self.cost.minutes_of(int(rounds)):g} would tell"
 
 
 def _disturbed(arm: Arm) -> Arm:
@@ -272,4 +294,4 @@ def _in_words(figure: Figure, ratio: Difference, minutes: str) -> str:
         return f"clearly {words[ratio.decision == 'worse']}: {facts.brief(ratio)}{facts.uncertain(ratio)}"
     if ratio.decision == "same":
         return f"{figure.noun} the same within {facts.margin(ratio)}: {facts.brief(ratio)}"
-    return f"{figure.noun} cannot be told in {minutes}: {facts.brief(ratio)}"
+    return f"{figure.noun} cannot be told in {minutes}" + f": {facts.brief(ratio)}" * (ratio.low is not None)
