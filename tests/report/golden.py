@@ -407,7 +407,7 @@ def verify() -> str:
     ]
     failed = Claim("a", "five", note=f"nothing to hold it against: rank 1: {trace}\nKeyError: 1\nand more")
     lines = [line for claim in (*claims, failed) for line in verification.claim_lines(claim, 8)]
-    ends = verification.summary(claims, 3.4), verification.progress(2, 5, 10.0, 2.0, 3.0)
+    ends = verification.summary(claims, 3.4), verification.progress(2, 5, 10.0, 15.0)
     return "\n".join([*lines, *ends, verification.claims_as_json(claims, {}), ""])
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -28,9 +28,9 @@ from pipeline.training.assembly import planned
 __all__ = ["Claim", "Verifier", "run"]
 
 
-QUICK_SECONDS = 80.0
-"""With ``quick``, the claims of no variant begin later than this."""
-PRIME = " (the largest prime number up to 2,000, or 200 with --quick, so that processes never have equal shares)"
+QUICK_SECONDS = 100.0
+"""With ``quick``, no claims begin that are expected to end later."""
+PRIME = " (a prime number, so that processes never have equal shares)"
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     """Print the claims of ``variants`` (empty: of all). Return 0 if ``hold`` is true for the claims, else 1.
 
     ``quick``: leave out what takes long (``claims.LEFT_OUT``), and end within two minutes if a training step takes a
-    second. Raises PipelineError.
+    second. The claims that need a reference come after those of all variants that need none. Raises PipelineError.
     """
     names = list(variants) or list(config.variants)
     plans = [planned(config, name, machine, prepared) for name in names]
@@ -71,16 +71,24 @@ def run(
             )
             say(heading(width))
         total, costs = sum(map(verifier.count, plans)), [cost(plan, quick=quick) for plan in plans]
-        say(f"verify: {total} claims; after each variant, the remaining time is estimated", file=sys.stderr)
-        for number, plan in enumerate(plans, 1):
-            late = quick and time.monotonic() - started > QUICK_SECONDS
-            unseen = Claim(plan.name, "its claims", note="the time of --quick is over", undecided=UNTRIED)
-            for claim in (unseen,) if late else verifier.claims(plan):
+        say(f"verify: {total} claims; from the second variant on, the remaining time is estimated", file=sys.stderr)
+        todo = deque(zip(names, map(verifier.claims, plans), [1.0] * len(plans) if quick else costs, strict=True))
+        left, limit, spent = sum(costs), QUICK_SECONDS if quick else math.inf, list[tuple[float, float]]()
+        while todo:
+            (name, claimed, part), began = todo.popleft(), time.monotonic()
+            late = began - started + remaining(spent, part) > limit
+            unseen = Claim(name, "further claims", note="the time of --quick is over", undecided=UNTRIED)
+            for claim in (unseen,) if late else claimed:
                 claims.append(claim)
                 if not as_json:
                     say("\n".join(claim_lines(claim, width)))
-            shares = sum(costs[:number]), sum(costs[number:])
-            say(progress(len(claims), total, time.monotonic() - started, *shares), file=sys.stderr)
+            todo.extend((name, against, ROUNDED - 1) for against in verifier.put_off)
+            verifier.put_off.clear()
+            left -= part
+            spent += [] if late else [(part, time.monotonic() - began)]
+            seconds = time.monotonic() - started
+            more = min(remaining(spent, left), limit - seconds) if todo else 0.0
+            say(progress(len(claims), total, seconds, more), file=sys.stderr)
     seconds = time.monotonic() - started
     say(claims_as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else summary(claims, seconds))
     return int(not hold(claims))
@@ -135,11 +143,17 @@ def _undecided(claims: Sequence[Claim]) -> list[str]:
     return [name for name in dict.fromkeys(claim.variant for claim in claims) if name not in decided]
 
 
-def progress(done: int, total: int, seconds: float, cost_done: float, cost_left: float) -> str:
+def progress(done: int, total: int, seconds: float, more: float) -> str:
     """Return a line to print after each variant. There may be fewer claims than ``total``, because claims that could
-    not be tried may be reported as one. ``cost_done``, ``cost_left``: the sums of the variants' ``cost``."""
-    left = cost_left * seconds / cost_done
-    return f"verify: {done} of {total} claims, {seconds:.0f} s; about {left:.0f} s more"
+    not be tried may be reported as one. ``more``: what ``remaining`` estimates."""
+    return f"verify: {done} of {total} claims, {seconds:.0f} s" + f"; about {more:.0f} s more" * (more > 0)
+
+
+def remaining(spent: Sequence[tuple[float, float]], left: float) -> float:
+    """Estimate how many seconds claims of the cost ``left`` take. ``spent``: cost and seconds of the claims so far. The
+    first entry does not count, because it includes the start of the server that forks all processes; alone, it gives
+    0."""
+    return left * sum(seconds for _, seconds in spent[1:]) / (sum(part for part, _ in spent[1:]) or 1.0)
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -47,9 +47,11 @@ class Size(NamedTuple):
     """Fewer if the data set is smaller."""
     test_samples: int
     """At most so many. The number used is prime, so that several processes never have equal shares."""
+    test_batches: int
+    """Nor more than so many batches of the training, so that an evaluation is no longer than so many steps."""
 
 
-WHOLE, QUICK = Size(2, 10, 2000), Size(1, 3, 200)
+WHOLE, QUICK = Size(2, 10, 2000, 2000), Size(1, 3, 200, 3)
 QUARTERS = (0.25, 0.5, 0.75)
 """Ends of the quarters that count as classes of targets that are numbers."""
 TRIED_SAMPLES = 32
@@ -215,7 +217,8 @@ def statistics_file(train: Train) -> str:
 def miniature(dataset: Dataset, batch_size: int, size: Size = WHOLE) -> Dataset:
     """Return the data set cut to a few batches of the training set and a part of the test set."""
     steps = min(size.epoch_steps, len(dataset.train) // batch_size)
-    tested = next((n for n in range(min(size.test_samples, len(dataset.test)), 1, -1) if _is_prime(n)), 1)
+    most = min(size.test_samples, size.test_batches * batch_size, len(dataset.test))
+    tested = next((number for number in range(most, 1, -1) if _is_prime(number)), 1)
     return replace(dataset, train=_part(dataset.train, max(1, steps) * batch_size), test=_part(dataset.test, tested))
 
 
