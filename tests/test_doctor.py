@@ -126,7 +126,11 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     assert "- model, data nets:net exists; to build it, the data must be prepared -> dvc repro prepare" in parts()
     furnish(load())
     assert f"ok model, data nets:net has {64 * 4 + 4 + 4 * 10 + 10} parameters on digits" in parts()
-    assert "parameters, of which 50 train, on digits" in parts(frozen=["1.*"])
+    assert "parameters, of which 50 train, on digits" in (frozen := parts(frozen=["1.*"]))
+    once = "could be computed once and stored"
+    assert once in frozen
+    assert once not in parts(frozen=["1.*"], augment={"flip": True})
+    assert once not in parts(frozen=["1.weight"])  # its bias trains
     raising = parts("many")
     assert "PROBLEM model, data train.model: nets:net raised TypeError: " in raising
     assert "nets.py, line 4, in <lambda>" in raising

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -145,6 +146,17 @@ def parts() -> Iterator[Finding]:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     of_these = f", of which {trained:,} train," if trained < parameters else ""
     yield ok(f"{config.train.model} has {parameters:,} parameters{of_these} on {dataset.name}")
+    ran: list[list[Any]] = []  # of each part that runs, in this order, its own parameters
+    for part in model.modules():
+        if own := [*part.parameters(recurse=False)]:
+            part.register_forward_pre_hook(lambda *_, own=own: ran.append(own))
+    model(task.inputs(2))
+    frozen = {*chain(*takewhile(lambda own: not any(weight.requires_grad for weight in own), ran))}
+    if 2 * sum(weight.numel() for weight in frozen) > parameters and config.train.augment == params.Augment():
+        yield ok(
+            "most parameters are frozen and belong to the parts that run first, so what these parts return could be "
+            "computed once and stored as the data set, which is beyond what the techniques do"
+        )
 
 
 def gpu() -> Iterator[Finding]:
