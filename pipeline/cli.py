@@ -366,21 +366,20 @@ def _train_of_script(config: Config, variant: str, machine: Machine) -> Callable
 
 
 def _seeds_outlook(config: Config, variant: str) -> None:
-    """Say how many seeds the accuracy needs. This is not in ``_train``, because a change of the statistics must not
-    make DVC repeat the training."""
-    if variant == config.compare.baseline:
-        return
+    """Say how many seeds the accuracy needs; before the first report once, with the baseline. This is not in
+    ``_train``, because a change of the statistics must not make DVC repeat the training."""
     from pipeline.comparison import advice
     from pipeline.comparison.stats import Difference
     from pipeline.files import read_json
     from pipeline.results import REPORTS
 
-    known = None
+    known, last = None, {}
     with suppress(OSError, ValueError, KeyError, TypeError):  # without a report of this version, nothing is known
         last = {compared["variant"]: compared for compared in read_json(REPORTS / "comparison.json")["variants"]}
         known = Difference.model_validate(last[variant]["accuracy"])
-    outlook = advice.seeds_outlook(len(config.train.seeds), config.compare.margins.accuracy, known)
-    say(f"{variant}: {outlook}")
+    if known or (variant == config.compare.baseline and not last):
+        outlook = advice.seeds_outlook(len(config.train.seeds), config.compare.margins.accuracy, known)
+        say(f"{variant}: {outlook}")
 
 
 def _seeds(parsed: argparse.Namespace) -> Callable[[], object]:

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from pipeline import cli, environment
+from pipeline.params import parse
+from tests.factories import make_accuracy
 from tests.workspaces import CPU_ONLY
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,25 @@ def test_help_lists_the_stages_in_order(capsys: pytest.CaptureFixture[str]) -> N
     listed = [word for word in words if word in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]]
     assert listed == ["environment", "fetch", "prepare", "train", "bench", "profile", "infer", "compare", "publish"]
     assert "follow" not in words, "it is internal"
+
+
+def test_the_seeds_needed_are_foreseen_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the first report for all variants together; then for each whose deviation the report shows."""
+    config = parse({"variants": {"baseline": {}, "a": {}, "b": {}}})
+
+    def lines() -> list[str]:
+        for name in config.variants:
+            cli._seeds_outlook(config, name)
+        return capsys.readouterr().out.splitlines()
+
+    (first,) = lines()
+    assert first.startswith("baseline: accuracy: 3 seeds")
+    compared = {"variant": "a", "accuracy": make_accuracy([0.001, 0.002]).model_dump(mode="json")}
+    (here / "reports").mkdir()
+    (here / "reports/comparison.json").write_text(json.dumps({"variants": [{"variant": "baseline"}, compared]}))
+    (later,) = lines()
+    assert later.startswith("a: accuracy: 3 seeds")
+    assert "in the last report" in later
 
 
 def test_an_option_s_value_has_the_type_of_its_default() -> None:

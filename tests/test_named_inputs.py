@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pipeline.data.prepared import LEFT_OUT, Dataset
 from pipeline.distributed import World, whole
+from pipeline.models import from_config
 from pipeline.params import Augment, Train, parse
 from pipeline.profiling import flops
 from pipeline.tasks.batches import Placement, TrainBatches, draw_epoch
@@ -53,6 +55,12 @@ def sequences(tmp_path: Path) -> Callable[[str], tuple[Dataset, Train]]:
         )
 
     return job
+
+
+def test_torch_does_not_warn_of_torchao() -> None:
+    """Each process that loads the library would print two lines, which nobody can act on."""
+    from_config.load()
+    assert not logging.getLogger("torch.utils._pytree").isEnabledFor(logging.WARNING)
 
 
 def test_tokens_stay_integers_and_the_model_is_called_by_name(sequences: Callable[..., Any]) -> None:

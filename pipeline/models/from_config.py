@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,5 +138,7 @@ def _check_size(models: Any, configuration: Any) -> None:
 def load(kind: str = "causal language model") -> tuple[Any, Any]:
     """Import and return AutoConfig and the class that makes models of this kind. Raises PipelineError if
     ``transformers`` is missing."""
+    # In each process, torch would warn of torchao, which transformers imports.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     transformers = factories.library("transformers", "train.model: found 'transformers'", PipelineError)
     return transformers.AutoConfig, getattr(transformers, _CLASSES[kind])

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import tempfile
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -92,18 +93,19 @@ def _save(task: Task, trained: torch.nn.Module, directory: Path, model: Model) -
     inputs = inputs.contiguous().numpy()
     with torch.no_grad():
         outputs = deployed(torch.from_numpy(inputs)).numpy()
-    mlflow.pytorch.save_model(
-        deployed,
-        str(directory),
-        mlflow_model=model,
-        signature=ModelSignature(
-            inputs=Schema([TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]), name=None)]),
-            outputs=Schema([TensorSpec(outputs.dtype, (-1, *outputs.shape[1:]), name=None)]),
-        ),
-        input_example=inputs,
-        serialization_format="pt2",
-        pip_requirements=[
-            f"{package.__name__}=={package.__version__.partition('+')[0]}"  # a build such as +cpu is not on PyPI
-            for package in (mlflow, torch, np)
-        ],
-    )
+    with warnings.catch_warnings(action="ignore"):  # torch warns about its own modules, such as nn.LSTM
+        mlflow.pytorch.save_model(
+            deployed,
+            str(directory),
+            mlflow_model=model,
+            signature=ModelSignature(
+                inputs=Schema([TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]), name=None)]),
+                outputs=Schema([TensorSpec(outputs.dtype, (-1, *outputs.shape[1:]), name=None)]),
+            ),
+            input_example=inputs,
+            serialization_format="pt2",
+            pip_requirements=[
+                f"{package.__name__}=={package.__version__.partition('+')[0]}"  # a build such as +cpu is not on PyPI
+                for package in (mlflow, torch, np)
+            ],
+        )

@@ -103,15 +103,19 @@ def _apply(changes: Changes, wanted: Wanted, store: Store, config: Config) -> No
     for run_id in changes.delete:
         store.delete(run_id)
     parent_id = changes.parent.run_id if changes.parent else _create_parent(wanted, store)
+    without_model: dict[str, list[str]] = {}
     for key in changes.create:
-        _write_child(wanted.children[key], wanted, parent_id, store)
+        if why := _write_child(wanted.children[key], wanted, parent_id, store):
+            without_model.setdefault(why, []).append(wanted.children[key].name)
+    for why, names in without_model.items():
+        stores.warn(f"MLflow has no model of {', '.join(names)}: {why}")
     _say_what_is_compared(wanted, store)
     if changes.finish_parent:
         _complete_parent(parent_id, wanted, store, config)
 
 
-def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> None:
-    """Write a run from its files, and mark it complete as the last step."""
+def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> str:
+    """Write a run from its files, and mark it complete as the last step. Return what ``_log_model`` returns."""
     client, (started, ended) = store.client, contents.run_times(child)
     ended_ms = round(ended * 1000)
     # The run has its tags from the start, so that a half-written run is found and deleted.
@@ -126,13 +130,14 @@ def _write_child(child: Child, wanted: Wanted, parent_id: str, store: Store) -> 
     for file in (child.result_file, child.history_file):
         if file.exists():
             store.log_file(run_id, file)
-    if child.model_file:
-        _log_model(child, run_id, store)
+    why_no_model = _log_model(child, run_id, store) if child.model_file else ""
     client.set_terminated(run_id, "FINISHED", ended_ms)
     client.set_tag(run_id, COMPLETE, "true")
+    return why_no_model
 
 
-def _log_model(child: Child, run_id: str, store: Store) -> None:
+def _log_model(child: Child, run_id: str, store: Store) -> str:
+    """Return why the run stays without its model; empty if the model is logged."""
     with importing():  # imports torch, too
         from pipeline.tracking import logged_models
 
@@ -140,7 +145,8 @@ def _log_model(child: Child, run_id: str, store: Store) -> None:
         store.client.set_tag(run_id, "model", logged_models.log(store, run_id, child).model_uri)
     except logged_models.NotLoggable as error:
         store.client.set_tag(run_id, "model", f"not logged: {error}")
-        stores.warn(f"the model of {child.name} is not in MLflow: {error}")
+        return str(error)
+    return ""
 
 
 def _dataset(about: DatasetFacts) -> Any:

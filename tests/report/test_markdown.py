@@ -27,6 +27,12 @@ def test_the_report_says_which_share_was_measured() -> None:
     assert ["12 rounds (55% of the time measured windows). In each round" in text for text in shares] == [True, False]
 
 
+def test_what_all_variants_train_is_said_once() -> None:
+    text = markdown(made([make_result(name, trained_count=5) for name in ("baseline", "a", "b")]).comparison)
+    assert "21,840 parameters (5 of them trained), " in text
+    assert "This variant trains" not in text
+
+
 def test_names_with_markup_cannot_break_the_markdown(hostile: Made) -> None:
     text = markdown(hostile.comparison)
     assert "<img" not in text
