@@ -25,6 +25,7 @@ from pipeline.techniques.pipeline_parallel import Pipeline
 from pipeline.tools import inference
 from pipeline.tools.inference.forms import FORMS, Trained
 from pipeline.training.outcomes import evaluate
+from tests.commands import printed
 from tests.data.test_own_data import packed, saved
 from tests.nets import ALONE, make_plan, task_of
 from tests.ranks import run_ranks
@@ -169,6 +170,32 @@ def test_forms_of_inference_take_the_inputs_by_name(sequences: Callable[..., Any
     assert agreements["exported"].equal_fraction == 1
     score = evaluate(trained.model, task, ALONE, 5)
     assert agreements["eager"].accuracy == pytest.approx(score.accuracy)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType")  # of MLflow's own modules
+def test_mlflow_s_model_takes_the_inputs_by_name(sequences: Callable[..., Any], tmp_path: Path) -> None:
+    from mlflow.models import Model
+
+    from pipeline.tracking import logged_models
+
+    dataset, train = sequences("token")
+    task = task_of(dataset, train)
+    model = task.model().eval()
+    logged_models._save(task, model, tmp_path / "model", Model())
+    rows = {name: dataset.test.arrays[name][:7].long() for name in ("input_ids", "attention_mask")}
+    np.savez(tmp_path / "inputs.npz", **{name: values.numpy() for name, values in rows.items()})
+    code = (
+        "import sys, numpy as np, mlflow\n"
+        "sys.modules['pipeline'] = None\n"  # the model needs none of this project's code
+        "model = mlflow.pyfunc.load_model('model')\n"
+        "np.save('outputs.npy', model.predict(dict(np.load('inputs.npz'))))\n"
+        "assert model.input_example['input_ids'].shape == (2, 12)\n"
+    )
+    printed(code, cwd=tmp_path, MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false")
+    with torch.no_grad():
+        expected = model(rows).numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "outputs.npy"), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_pipeline_passes_one_input_only(sequences: Callable[..., Any]) -> None:

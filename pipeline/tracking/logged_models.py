@@ -13,10 +13,13 @@ import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlflow.pytorch
 import numpy as np
+import numpy.typing as npt
 import torch
 from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.entities.logged_model_status import LoggedModelStatus
@@ -33,6 +36,7 @@ from pipeline.tracking.comparisons import Child
 from pipeline.tracking.stores import Store
 from pipeline.training import checkpoints
 
+BY_NAME = Path(__file__).with_name("served_by_name.py")
 EXAMPLES = 2
 """Samples in the input example. With one sample, the exported program would accept only batches of one sample."""
 
@@ -69,8 +73,6 @@ def log(store: Store, run_id: str, child: Child) -> LoggedModel:
         client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=child.run.steps)])
         model.model_id = model.model_uuid = logged.model_id
         model.artifact_path = logged.artifact_location
-        # An exported program runs only on the device where it was exported. By default pyfunc would move it to a GPU.
-        model.flavors["python_function"]["config"]["device"] = "cpu"
         model.save(str(directory / "MLmodel"))
         client.log_model_artifacts(logged.model_id, str(directory))
         return client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
@@ -88,24 +90,37 @@ def _save(task: Task, trained: torch.nn.Module, directory: Path, model: Model) -
     deployed = torch.nn.Sequential(parts).eval()
     test = task.dataset.test[torch.arange(EXAMPLES) % len(task.dataset.test)]
     inputs = task.raw([test.arrays[name] for name in task.arrays])[0]
-    if isinstance(inputs, dict):
-        raise ValueError(f"it takes inputs by name ({', '.join(inputs)}), but MLflow's pyfunc passes one array")
-    inputs = inputs.contiguous().numpy()
+    by_name = isinstance(inputs, dict)
+    if by_name:  # tokens and masks are given as int64, whatever type they are prepared in
+        known = task.dataset.statistics
+        inputs = {
+            name: rows if name in known or rows.is_floating_point() else rows.long() for name, rows in inputs.items()
+        }
     with torch.no_grad():
-        outputs = deployed(torch.from_numpy(inputs)).numpy()
+        outputs = deployed(inputs)
+    named = inputs if by_name else {None: inputs}
+    example = {name: rows.contiguous().numpy() for name, rows in named.items()}
+    about: dict[str, Any] = {
+        "mlflow_model": model,
+        "signature": ModelSignature(inputs=_schema(example), outputs=_schema({None: outputs.numpy()})),
+        "pip_requirements": [
+            f"{package.__name__}=={package.__version__.partition('+')[0]}"  # a build such as +cpu is not on PyPI
+            for package in (mlflow, torch, np)
+        ],
+    }
     with warnings.catch_warnings(action="ignore"):  # torch warns about its own modules, such as nn.LSTM
-        mlflow.pytorch.save_model(
-            deployed,
-            str(directory),
-            mlflow_model=model,
-            signature=ModelSignature(
-                inputs=Schema([TensorSpec(inputs.dtype, (-1, *inputs.shape[1:]), name=None)]),
-                outputs=Schema([TensorSpec(outputs.dtype, (-1, *outputs.shape[1:]), name=None)]),
-            ),
-            input_example=inputs,
-            serialization_format="pt2",
-            pip_requirements=[
-                f"{package.__name__}=={package.__version__.partition('+')[0]}"  # a build such as +cpu is not on PyPI
-                for package in (mlflow, torch, np)
-            ],
-        )
+        if by_name:  # MLflow's own form for PyTorch passes one array
+            program = directory.with_name("program.pt2")
+            shapes = {name: {0: torch.export.Dim.AUTO} for name in inputs}
+            torch.export.save(torch.export.export(deployed, (inputs,), dynamic_shapes=(shapes,)), program)
+            about |= {"loader_module": BY_NAME.stem, "code_paths": [str(BY_NAME)], "data_path": str(program)}
+            mlflow.pyfunc.save_model(str(directory), input_example=example, **about)
+        else:
+            about |= {"input_example": example[None], "serialization_format": "pt2"}
+            mlflow.pytorch.save_model(deployed, str(directory), **about)
+            # An exported program runs only where it was exported. By default pyfunc would move it to a GPU.
+            model.flavors["python_function"]["config"]["device"] = "cpu"
+
+
+def _schema(arrays: Mapping[str | None, npt.NDArray[Any]]) -> Schema:
+    return Schema([TensorSpec(rows.dtype, (-1, *rows.shape[1:]), name=name) for name, rows in arrays.items()])
