@@ -70,13 +70,29 @@ def check_patterns(train: Train, names: Iterable[str], *keys: str) -> None:
     parameters."""
     names = list(names)
     for key in keys:
-        for pattern in getattr(train, key):
-            if pattern != "vectors" and not any(fnmatchcase(name, pattern) for name in names):
-                parts = dict.fromkeys(name.partition(".")[0] for name in names)
-                raise ConfigError(
-                    f"train.{key}: {pattern!r} matches no parameter of {train.model}, whose parameters are "
-                    f"{', '.join(names[:3])}, ..., {names[-1]}, in its parts {', '.join(parts)}."
-                )
+        patterns = [pattern for pattern in getattr(train, key) if (key, pattern) != ("no_decay", "vectors")]
+        check_matching(f"train.{key}", patterns, names, f"parameter of {train.model}")
+
+
+def check_matching(where: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
+    """Raise ConfigError for one of the ``patterns`` at ``where`` that matches none of the ``names``. ``kind``: what has
+    these names, such as "parameter of gpt"."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names if len(names) < 5 else [*names[:3], "...", names[-1]])
+            has = f"{some}, in its parts {', '.join(parts_of(names))}" if names else "none"
+            raise ConfigError(f"{where}: {pattern!r} matches no {kind}, which has {has}.")
+
+
+def parts_of(names: Iterable[str]) -> list[str]:
+    """Return the parts of the model that has these ``names``, of which there is at least one: the outermost parts, or
+    those of the only outermost part."""
+    split = [name.partition(".") for name in names]
+    first, *others = parts = [*dict.fromkeys(name for name, _, _ in split)]
+    if others or not all(rest for _, _, rest in split):
+        return parts
+    return [f"{first}.{part}" for part in parts_of(rest for _, _, rest in split)]
 
 
 class SGD(torch.optim.SGD):

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.distributed import own_part, whole
-from pipeline.errors import ConfigError
-from pipeline.models.optimizers import matches
+from pipeline.models.optimizers import check_matching, matches
 from pipeline.params.variants import Lora as Settings
 from pipeline.techniques.base import Setup, Technique
 
@@ -34,19 +33,13 @@ class Lora(Technique):
         settings, model = self.plan.applied.lora, setup.model
         assert settings is not None
         self._scale = settings.alpha / settings.rank
-        layers, names = targets(model, settings), [name for name, _ in model.named_parameters()]
-        linear = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-        for key, patterns, known in (("targets", settings.targets, layers), ("train", settings.train, names)):
-            if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in known)]:
-                of = (
-                    f"parameter, such as {names[-1]}" if key == "train" else f"linear layer of its own weight: {linear}"
-                )
-                raise ConfigError(
-                    f"variants.{self.plan.name}.lora.{key}: {unmatched[0]!r} matches no {of} in {type(model).__name__}."
-                )
+        where, kind = f"variants.{self.plan.name}.lora", type(model).__name__
+        layers = targets(model, settings.model_copy(update={"targets": ["*"]}))
+        check_matching(f"{where}.targets", settings.targets, layers, f"linear layer with a weight of its own in {kind}")
+        check_matching(f"{where}.train", settings.train, dict(model.named_parameters()), f"parameter of {kind}")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and matches(name, settings.train))
-        for layer in layers.values():
+        for layer in targets(model, settings).values():
             _adapt(layer, settings.rank, self._scale)
         setup.trained_count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
