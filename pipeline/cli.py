@@ -185,7 +185,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--text", "DIR", "train a language model on UTF-8 files"),
     ):
         data.add_argument(flag, metavar=place, help=about)
-    option("init", "--model NAME", "your own model as module:factory, or a model of torchvision")
+    option("init", "--model NAME", "your own model as module:factory, or a model of torchvision or transformers")
+    option("init", "--config FILE", "the config.json of a model of transformers", dest="configuration")
     option("init", "--minimal", "write only params.yaml, dvc.yaml and .gitignore")
     several = "variants of the new params.yaml, shipped or ready-made, such as memory,bf16; default: what can run here"
     option("init", "--variants A,B,C", several, type=lambda names: names.split(","), default=())
@@ -646,7 +647,7 @@ def _init(parsed: argparse.Namespace) -> Callable[[], object]:
     from pipeline import environment
     from pipeline.tools import init
 
-    named = ("model", "yes", "minimal", "variants", "images", "arrays", "text")
+    named = ("model", "configuration", "yes", "minimal", "variants", "images", "arrays", "text")
     return partial(init.run, environment.machine(), **{name: getattr(parsed, name) for name in named})
 
 

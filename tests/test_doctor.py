@@ -18,6 +18,7 @@ import yaml
 
 from pipeline import cli, environment, tracking
 from pipeline.environment import hardware
+from pipeline.errors import ConfigError
 from pipeline.params import Machine, load
 from pipeline.tools import doctor
 from pipeline.tools.doctor import Finding
@@ -123,7 +124,8 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
         job({"baseline": {}}, fetch={"dataset": "digits"}, prepare={"train_limit": 5}, train=train)
         return report("model, data")
 
-    assert "- model, data nets:net exists; to build it, the data must be prepared -> dvc repro prepare" in parts()
+    alike = "on samples like those of digits, which are not prepared -> dvc repro prepare"
+    assert f"ok model, data nets:net has {64 * 4 + 4 + 4 * 10 + 10} parameters {alike}" in parts()
     furnish(load())
     assert f"ok model, data nets:net has {64 * 4 + 4 + 4 * 10 + 10} parameters on digits" in parts()
     assert "parameters, of which 50 train, on digits" in (frozen := parts(frozen=["1.*"]))
@@ -144,6 +146,34 @@ def test_the_job_s_own_parts_are_tried(checkout: Path, report: Report) -> None:
     assert "PROBLEM model, data train.model: nets:net cannot be copied (cannot pickle '_thread.lock'" in parts()
     job({"baseline": {}}, trian={})
     assert report("model, data") == "0 problems, 0 warnings", "the check of params.yaml reports the error"
+
+
+def test_patterns_and_checkpointing_are_checked_before_the_data() -> None:
+    variants: dict[str, Any] = {"baseline": {}, "low": {"lora": {"targets": ["*.attn"]}}}
+    variants |= {"saving": {"activation_checkpointing": True}, "part": {"activation_checkpointing": 0.5}}
+
+    def told(dataset: str = "synthetic", **train: Any) -> list[str]:
+        fetch = {"dataset": dataset, "synthetic": {"shape": [5]}, "arrays": "nets:samples"}
+        job(variants, fetch=fetch, train={"model": "mlp"} | train)
+        return [finding.fact for finding in doctor.parts()]
+
+    fits, *_, low, part, saving = told(frozen=["0.*", "1.*"])
+    assert (
+        fits
+        == "mlp has 5,194 parameters, of which 650 train, on samples like those of synthetic, which are not prepared"
+    )
+    has = "which has 0.0, 1.0, 2, in its parts 0, 1, 2."
+    assert low == (
+        f"variants.low.lora.targets: '*.attn' matches no linear layer with a weight of its own in Sequential, {has}"
+    )
+    assert "variants.saving.activation_checkpointing: found true, but no block of Sequential ran again" in saving
+    assert "variants.part.activation_checkpointing: found 0.5, but checkpointing saves nothing" in part
+    assert not any("variants.saving" in fact for fact in told())
+    lists: dict[str, Any] = {"frozen": ["head.*"], "no_decay": ["head.*", "vectors"], "lr_factors": {"head.*": 2.0}}
+    for key, value in lists.items():
+        with pytest.raises(ConfigError, match=rf"train.{key}: 'head.\*' matches no parameter of mlp.* parts 0, 1, 2\."):
+            told(**{key: value})
+    assert told("arrays") == ["mlp exists; to build it, the data must be prepared"]
 
 
 MISMATCH = hardware.GPUs([], None, "NVML says: Driver/library version mismatch")

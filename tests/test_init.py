@@ -18,11 +18,15 @@ import yaml
 from PIL import Image
 
 from pipeline import cli, files
+from pipeline.data.prepared import Dataset
+from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import ConfigError, PipelineError
-from pipeline.params import Machine, load
-from pipeline.tools import init
+from pipeline.params import Machine, load, parse
+from pipeline.tools import building, doctor, init
+from pipeline.training.assembly import assembled, planned
 from tests.conftest import ROOT, Terminal
-from tests.workspaces import CPU_ONLY, SERVER
+from tests.factories import known
+from tests.workspaces import CPU_ONLY, PREPARED, SERVER, furnish
 
 NAMES = (*init.WHOLE, *init.AT_THE_TOP)
 NET = "def net(*, channels, height, width, classes):\n    raise NotImplementedError\n"
@@ -196,7 +200,7 @@ def images(folder: Path, sides: list[int]) -> None:
     for number, side in enumerate(sides):
         path = folder / "train" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (side + 9, side)).save(path)
+        Image.linear_gradient("L").resize((side + 9, side)).save(path)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +239,7 @@ def test_images_get_what_this_machine_can_run(
     [
         ({"inputs": np.zeros((640, 5), np.float32), "targets": np.zeros((640, 2), np.float32)}, "regression", "mlp"),
         ({"inputs": np.zeros((640, 5)), "targets": np.arange(640) % 3}, "classification", "mlp"),
+        ({"inputs": np.zeros((640, 5)), "targets": np.arange(1920).reshape(640, 3) % 2}, "multi_label", "mlp"),
         ({"inputs": np.zeros((640, 3, 8, 8), np.uint8), "targets": np.arange(640) % 3}, "classification", "resnet18"),
         ({"inputs": np.zeros((640, 9), np.int64)}, "language_model", "gpt"),
     ],
@@ -245,10 +250,107 @@ def test_arrays_get_the_task_of_their_types(arrays: dict[str, Any], task: str, m
     config = load()
     assert (config.fetch.dataset, config.fetch.arrays) == ("arrays", "mine.npz")
     assert (config.train.task, config.train.model, config.train.batch_size) == (task, model, 32)
-    rates = {"classification": ("sgd", 0.1), "regression": ("sgd", 0.01), "language_model": ("adamw", 0.001)}
-    assert (config.train.optimizer, config.train.learning_rate) == rates[task]
+    rates = {"regression": ("sgd", 0.01), "language_model": ("adamw", 0.001)}
+    assert (config.train.optimizer, config.train.learning_rate) == rates.get(task, ("sgd", 0.1))
     assert config.variants["memory"].activation_checkpointing
     assert ("channels-last" in config.variants) is config.variants["memory"].channels_last is (model == "resnet18")
+
+
+def sequences(targets: Any) -> dict[str, Any]:
+    """Return 640 sequences of tokens, of 3 to 12 of 24, with a mask."""
+    mask = np.arange(12) < 3 + np.arange(640)[:, None] % 10
+    return {"input_ids": np.arange(640 * 12).reshape(640, 12) % 24 * mask, "attention_mask": mask * 1, **targets}
+
+
+def test_a_pretrained_classifier_of_sequences_is_ready_to_train(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    about = transformers.BertConfig(**sizes, vocab_size=30, max_position_embeddings=12)
+    transformers.AutoModelForSequenceClassification.from_config(about).save_pretrained("bert")
+    np.savez(repository / "reviews.npz", **sequences({"targets": np.arange(640) % 2}))
+    arguments = ["init", "--arrays", "reviews.npz", "--minimal"]
+    assert cli.main(arguments) == 2
+    assert "for tokens, --config config.json of a model of transformers" in capsys.readouterr().err
+    assert cli.main([*arguments, "--config", "bert/config.json"]) == 0
+    assert "init: transformers has blocks to checkpoint and attention; about " in capsys.readouterr().out
+    train = load().train
+    assert not load().variants["memory"].channels_last
+    assert (train.task, train.model, train.model_options) == (
+        "classification", "transformers", {"config": "bert/config.json"}
+    )  # fmt: skip
+    assert (train.optimizer, train.learning_rate, train.batch_size, train.weights) == ("adamw", 0.0005, 32, None)
+    text = (repository / "params.yaml").read_text(encoding="utf-8")
+    tuned = re.sub(r"(?m)^  # (?=(weights|allow_new|frozen): )", "  ", text)
+    (repository / "params.yaml").write_text(tuned, encoding="utf-8")
+    train = load().train
+    assert (train.weights, train.allow_new, train.frozen) == ("bert", ["net.classifier.*"], ["net.bert.*"])
+    for data in ("samples like those of arrays, which are not prepared", "arrays"):
+        fits, *_, refused = doctor.parts()
+        assert fits.fact.endswith(f"of which 34 train, on {data}")
+        assert "variants.memory.activation_checkpointing: found true, but no block" in refused.fact, "all are frozen"
+        furnish(config := load())
+    plan = planned(config, "baseline", CPU_ONLY, PREPARED)
+    with assembled(plan, PREPARED) as assembly, assembly.training(0) as training:
+        pretrained = {name: values.clone() for name, values in training.model.state_dict().items()}
+        training.advance(1)
+        changed = [name for name, values in training.model.state_dict().items() if (values != pretrained[name]).any()]
+    assert changed == ["net.classifier.weight", "net.classifier.bias"]
+
+
+TAGGER = """
+from torch import nn
+
+class tagger(nn.Module):
+    def __init__(self, *, length, vocabulary, labels, classes):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, classes))
+
+    def forward(self, input_ids, attention_mask):
+        return self.net(input_ids) * attention_mask[..., None]
+"""
+
+
+def test_labels_of_each_token_are_classes(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(repository / "nets.py", TAGGER)
+    np.savez(repository / "mine.npz", **sequences({"targets": np.arange(640 * 12).reshape(640, 12) % 2}))
+    init.run(CPU_ONLY, model="nets:tagger", arrays="mine.npz")
+    assert "init: nets:tagger has blocks to checkpoint; about" in capsys.readouterr().out
+    assert (load().train.task, load().train.optimizer) == ("classification", "sgd")
+    assert set(load().variants) == {"baseline", "memory"}
+
+
+def form(dataset: Dataset) -> Any:
+    arrays = {name: (rows.dtype, rows.shape[1:]) for name, rows in dataset.train.arrays.items()}
+    channels = {name: len(known.mean) for name, known in dataset.statistics.items()}
+    return arrays, channels, len(dataset.classes), dataset.vocabulary
+
+
+@pytest.mark.parametrize(
+    "fetch",
+    [
+        {"dataset": "digits"},
+        {"dataset": "arrays", "arrays": "mine.npz"},
+        {"dataset": "arrays", "arrays": "numbers.npz"},
+        {"dataset": "image_folder", "image_folder": "shots"},
+        {"dataset": "text_folder", "text_folder": "letters"},
+        {"dataset": "synthetic", "synthetic": {"targets": "floats", "shape": [3, 4], "classes": 2}},
+        {"dataset": "synthetic", "synthetic": {"targets": "tokens", "shape": [9]}},
+    ],
+    ids=["digits", "named", "numbers", "images", "text", "floats", "tokens"],
+)
+def test_an_imitation_has_the_form_of_the_prepared_data(fetch: dict[str, Any], repository: Path) -> None:
+    images(repository / "shots", [9, 10, 11, 12])
+    for name in ("one", "two"):
+        add(repository / f"letters/{name}", "x" * 128)
+    np.savez(repository / "mine.npz", **sequences({"targets": np.arange(640) % 3}))
+    random = np.random.default_rng(0)
+    np.savez(repository / "numbers.npz", inputs=random.normal(size=(40, 3)), targets=random.normal(size=(40, 2)))
+    made_up = fetch.get("synthetic", {}) | {"train": 40, "test": 8}
+    sections = {"fetch": fetch | {"synthetic": made_up}, "prepare": {"image_size": [8, 8], "window": 16}}
+    furnish(config := parse({**sections, "variants": {"baseline": {}}}))
+    assert form(known(building.imitation(config))) == form(read_dataset(PREPARED))
 
 
 def test_a_job_on_text_is_a_language_model(repository: Path) -> None:
@@ -380,6 +482,7 @@ def test_arrays_without_targets_or_tokens_have_no_task(repository: Path) -> None
         (["--text", "nowhere"], "fetch.text_folder: nowhere: No such file or directory; expected a folder"),
         (["--model", "nets:net"], "train.model: found 'nets:net', but there is no module 'nets'"),
         (["--model", "resnet81"], "train.model: found 'resnet81'. Did you mean"),
+        (["--model", "transformers"], "--model: found 'transformers'; add --config FILE"),
     ],
 )
 def test_a_job_that_cannot_be_writes_nothing(

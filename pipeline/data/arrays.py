@@ -155,35 +155,14 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         if not path.is_file() or file_sha256(path) != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
         paths.append(path)
-    read_arrays = read(paths, work, changes := Counter[str]())
-    train = {name: rows for name, rows in read_arrays.items() if not name.startswith(TEST)}
-    test = {name.removeprefix(TEST): rows for name, rows in read_arrays.items() if name.startswith(TEST)}
-    misspelt = "input" in train and "inputs" not in train  # otherwise the model would be called with it by name
-    if misspelt or not input_names(train) or (test and test.keys() != train.keys()):
-        raise DataError(
-            f"fetch.arrays: {config.fetch.arrays} has {', '.join(read_arrays) or 'none of the arrays'}; expected "
-            "inputs, and in a test split the same arrays as in the training split."
-        )
-    for arrays in (train, test):
-        if len(set(map(len, arrays.values()))) > 1:
-            raise DataError(f"{KEY}: {named(arrays)} have different numbers of samples; make them equal.")
-    first, targets, vocabulary, classes = input_names(train)[0], train.get("targets"), None, 0
-    inputs = train[first]
-    labels = np.zeros(len(inputs), np.uint32)
-    types = {name: _prepared_type(name, rows.dtype) for name, rows in train.items()}
-    if (targets is None or first == TOKENS) and inputs.dtype.kind in "iu" and inputs.ndim == 2:
-        vocabulary = _checked(train, test, first, LIMIT_VOCABULARY, "tokens in the vocabulary")
-        if inputs.shape[1] < 2 and targets is None:
-            raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
-        types[first] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-    if targets is not None and targets.dtype.kind in "iu":
-        classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
-        if targets.ndim == 1:
-            labels = _labels(targets, classes)
-        types["targets"] = np.dtype(np.int64)
-    kept = config.prepare
+    train, test = splits(config.fetch, read(paths, work, changes := Counter[str]()))
+    types, vocabulary, classes = forms(train, test)
+    first, kept = input_names(train)[0], config.prepare
+    labels = np.zeros(len(train[first]), np.uint32)
+    if classes and train["targets"].ndim == 1:
+        labels = _labels(train["targets"], classes)
     if test:
-        chosen, tested = np.arange(len(inputs)), np.arange(len(test[first]))
+        chosen, tested = np.arange(len(labels)), np.arange(len(test[first]))
     else:
         out = held_out(map(str, range(len(labels))), labels, kept.test_fraction)
         chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
@@ -200,6 +179,39 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         classes=tuple(map(str, range(classes))),
         vocabulary=vocabulary,
     )
+
+
+def splits(fetch: Fetch, arrays: Named) -> tuple[Named, Named]:
+    """Return the arrays of the training split and of the test split, by the same names; the latter is empty if there is
+    none. Raises DataError if arrays are missing, or have different numbers of samples."""
+    train = {name: rows for name, rows in arrays.items() if not name.startswith(TEST)}
+    test = {name.removeprefix(TEST): rows for name, rows in arrays.items() if name.startswith(TEST)}
+    misspelt = "input" in train and "inputs" not in train  # otherwise the model would be called with it by name
+    if misspelt or not input_names(train) or (test and test.keys() != train.keys()):
+        raise DataError(
+            f"fetch.arrays: {fetch.arrays} has {', '.join(arrays) or 'none of the arrays'}; expected inputs, and in a "
+            "test split the same arrays as in the training split."
+        )
+    for split in (train, test):
+        if len(set(map(len, split.values()))) > 1:
+            raise DataError(f"{KEY}: {named(split)} have different numbers of samples; make them equal.")
+    return train, test
+
+
+def forms(train: Named, test: Named) -> tuple[dict[str, np.dtype[Any]], int | None, int]:
+    """Return the type in which each array is prepared, the size of the vocabulary (None: no tokens), and the number of
+    classes (0: no labels). Raises DataError for tokens or labels that are out of range."""
+    first, targets, vocabulary, classes = input_names(train)[0], train.get("targets"), None, 0
+    inputs, types = train[first], {name: _prepared_type(name, rows.dtype) for name, rows in train.items()}
+    if (targets is None or first == TOKENS) and inputs.dtype.kind in "iu" and inputs.ndim == 2:
+        vocabulary = _checked(train, test, first, LIMIT_VOCABULARY, "tokens in the vocabulary")
+        if inputs.shape[1] < 2 and targets is None:
+            raise DataError(f"{KEY}: a row of the inputs needs two tokens or more; expected windows [N, length + 1].")
+        types[first] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+    if targets is not None and targets.dtype.kind in "iu":
+        classes = _checked(train, test, "targets", LIMIT_CLASSES, "classes")
+        types["targets"] = np.dtype(np.int64)
+    return types, vocabulary, classes
 
 
 def _prepared_type(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -241,6 +253,11 @@ def _labels(targets: Rows, classes: int) -> npt.NDArray[np.uint32]:
             f"{absent[0]}) have no training sample; number the classes from 0 without gaps, or correct the label."
         )
     return labels
+
+
+def opened(fetch: Fetch) -> Named:
+    """Return the arrays of the user's files, as ``read`` does. Raises DataError."""
+    return read([root(fetch, Path()) / name for name in files(fetch, Path())], None, Counter())
 
 
 def read(paths: Iterable[Path], work: Path | None, changes: Counter[str]) -> Named:

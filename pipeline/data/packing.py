@@ -48,7 +48,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
         if decoded.classes and np.count_nonzero(train_counts) < 2:
             raise DataError(f"all training labels are {np.argmax(train_counts)}; classification needs two classes.")
         quantities = [
-            name for name in (*input_names(train), "targets") if name in train and _measures(name, train[name])
+            name for name in (*input_names(train), "targets") if name in train and measures(name, train[name])
         ]
         description = Description(
             name=" ".join(filter(None, (config.fetch.dataset, decoded.version))),
@@ -82,7 +82,7 @@ def prepare(config: Config, raw: Path, out: Path) -> None:
     )
 
 
-def _measures(name: str, rows: MemoryMap) -> bool:
+def measures(name: str, rows: npt.NDArray[Any]) -> bool:
     """Whether an array of inputs or targets holds quantities, such as pixels, not labels, tokens or a mask."""
     return rows.dtype.kind == "f" or (rows.dtype == np.uint8 and (name == "inputs" or rows.ndim == 4))
 

@@ -24,7 +24,7 @@ import psutil
 
 from pipeline import environment, hosts, params, plans
 from pipeline.environment import hardware
-from pipeline.errors import ConfigError, count, hanging, printable, redacted, said, say
+from pipeline.errors import ConfigError, PipelineError, count, hanging, printable, redacted, said, say
 from pipeline.files import PREPARED
 
 SECONDS = 60.0
@@ -126,26 +126,32 @@ def parts() -> Iterator[Finding]:
         return
     from pipeline import models, tasks
     from pipeline.data import prepared
-    from pipeline.models import loss_and_metric
+    from pipeline.models import loss_and_metric, optimizers
+    from pipeline.tools import building
 
     models.load(config.train.model)
     tasks.find(config.train.task)
     loss_and_metric.load(config.train)
     dataset = prepared.read(PREPARED) if (PREPARED / prepared.DESCRIPTION).exists() else None
-    if dataset is None or dataset.name.split()[0] != config.fetch.dataset:
+    if dataset is not None and dataset.name.split()[0] == config.fetch.dataset:
+        prepared.check_batch(config.train.batch_size, dataset.name, len(dataset.train))
+        data, remedy = dataset.name, ""
+    elif dataset := building.imitation(config):
+        data, remedy = f"samples like those of {dataset.name}, which are not prepared", "dvc repro prepare"
+    else:
         yield not_applicable(
             f"{config.train.model} exists; to build it, the data must be prepared", "dvc repro prepare"
         )
         return
-    prepared.check_batch(config.train.batch_size, dataset.name, len(dataset.train))
     task = tasks.of_job(config.train, dataset)
     task.check()
     model = task.begun()
     task.try_step(model)
+    optimizers.check_patterns(config.train, dict(model.named_parameters()), "no_decay", "lr_factors")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     of_these = f", of which {trained:,} train," if trained < parameters else ""
-    yield ok(f"{config.train.model} has {parameters:,} parameters{of_these} on {dataset.name}")
+    yield ok(f"{config.train.model} has {parameters:,} parameters{of_these} on {data}", remedy)
     ran: list[list[Any]] = []  # of each part that runs, in this order, its own parameters
     for part in model.modules():
         if own := [*part.parameters(recurse=False)]:
@@ -157,6 +163,11 @@ def parts() -> Iterator[Finding]:
             "most parameters are frozen and belong to the parts that run first, so what these parts return could be "
             "computed once and stored as the data set, which is beyond what the techniques do"
         )
+    for plan in _plans():
+        try:
+            building.check_variant(plan, dataset)
+        except PipelineError as error:
+            yield problem(str(error))
 
 
 def gpu() -> Iterator[Finding]:

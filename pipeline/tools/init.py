@@ -15,7 +15,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import StringIO
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import files, params
+from pipeline.data.prepared import input_names
 from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line, say
-from pipeline.params import PARAMS_FILE, Config, Fetch, Machine, Prepare, Synthetic
+from pipeline.params import PARAMS_FILE, Config, Fetch, Machine, Prepare
 from pipeline.params.loading import read_yaml
 from pipeline.tools import choices
 from pipeline.tools.choices import PROJECT
@@ -65,8 +65,11 @@ trained with AdamW, and many regressions diverge at the default rate."""
 OF_TRANSFORMERS = {"optimizer": "adamw", "learning_rate": 0.0005}
 """The same for another task's model that is a transformer. Source of the rate: Touvron and others, "Training
 data-efficient image transformers & distillation through attention", ICML 2021, for 512 samples a step."""
-FASHION = Synthetic(shape=[1, 28, 28])
-"""The form of the shipped job's samples."""
+FINE_TUNING = """To fine-tune, uncomment these lines. Transformers then need a smaller learning rate, such as 5.0e-5.
+weights: {weights}
+allow_new: {new}   # what the weights may lack, or have in another shape; it begins with new values
+frozen: {frozen}   # what is not trained"""
+"""Comment beside the user's model. Source of the rate: Devlin and others, "BERT", NAACL 2019, appendix A.3."""
 IN_A_FOLDER = (
     ('REVISION="$GITHUB_SHA" .', 'REVISION="$GITHUB_SHA" {}'),
     ('"$CONTAINER" .ci/gpu', '"$CONTAINER" {}/.ci/gpu'),
@@ -76,14 +79,15 @@ IN_A_FOLDER = (
 """Replacements (old, new) in the GPU workflow if the pipeline is in a folder; {} stands for this folder."""
 
 
-_Inspected = tuple[dict[str, dict[str, Any]], int, Synthetic]
-"""Settings for sections of params.yaml, the number of samples or windows, and the form of the samples."""
+_Inspected = tuple[dict[str, dict[str, Any]], int]
+"""Settings for sections of params.yaml, and the number of samples or windows."""
 
 
 def run(
     machine: Machine,
     *,
     model: str | None = None,
+    configuration: str | None = None,
     yes: bool = False,
     minimal: bool = False,
     variants: Sequence[str] = (),
@@ -91,10 +95,11 @@ def run(
 ) -> None:
     """Write the pipeline's files into the current directory, and the GPU workflow to the top of its git repository.
 
-    ``data``, which names the path of ``images``, ``arrays`` or ``text``, and ``model`` are written into a new
-    params.yaml. An existing file is replaced only if ``init`` wrote it and nobody has changed it since. The files in
-    ``LINES`` only get the lines that they lack. Before ``init`` changes an existing file, it shows the difference, and
-    the user must agree: by ``yes``, or by an answer on the terminal. Added lines need no agreement.
+    ``data``, which names the path of ``images``, ``arrays`` or ``text``, ``model`` and its ``configuration`` (a file of
+    ``transformers``) are written into a new params.yaml. An existing file is replaced only if ``init`` wrote it and
+    nobody has changed it since. The files in ``LINES`` only get the lines that they lack. Before ``init`` changes an
+    existing file, it shows the difference, and the user must agree: by ``yes``, or by an answer on the terminal. Added
+    lines need no agreement.
 
     ``minimal``: only the settings, the stages, the lines of .gitignore and, if the repository has none, DVC's settings.
     ``variants``: the names of the shipped or ready-made variants for the new params.yaml, beside the baseline.
@@ -112,11 +117,15 @@ def run(
         del whole[".dockerignore"]  # the user's Dockerfile needs the user's .dockerignore
         kept = [name for name in kept if name in whole]
     requested = {kind: path for kind, path in data.items() if path}
+    if configuration:
+        model = model or "transformers"
     if PARAMS_FILE.exists() and (requested or model or variants):
         raise ConfigError(
             f"init: {PARAMS_FILE} exists, and init does not change it; set fetch, train and variants there yourself."
         )
-    wanted = {} if PARAMS_FILE.exists() else {str(PARAMS_FILE): _params(machine, model, requested, variants)}
+    wanted = {}
+    if not PARAMS_FILE.exists():
+        wanted[str(PARAMS_FILE)] = _params(machine, model, configuration, requested, variants)
     wanted |= {name: _shipped(name) for name in ONCE if not Path(name).exists()}
     wanted |= {name: _with_lines(name, first) for name, first in LINES.items() if not minimal or name == ".gitignore"}
     wanted |= {name: text for name, text in whole.items() if name not in kept}
@@ -266,7 +275,9 @@ def _agreed() -> bool:
     return terminal and input("Write these changes? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _params(machine: Machine, model: str | None, data: Mapping[str, str], chosen: Sequence[str] = ()) -> str:
+def _params(
+    machine: Machine, model: str | None, configuration: str | None, data: Mapping[str, str], chosen: Sequence[str]
+) -> str:
     """Return the shipped params.yaml. If ``data``, ``model`` or ``chosen`` variants are given, its job is changed to
     use them, and its variants are replaced by the chosen ones or by variants that this machine can run.
 
@@ -277,25 +288,32 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str], chosen
         return text
     editor = choices.editor()
     document = editor.load(text)
-    like, train = FASHION, {"model": "resnet18"} if data else {}
+    own_model, train = model, {"model": "resnet18"} if data else {}
     for kind, path in data.items():
-        settings, count, like = _LOOKS[kind](path)
+        settings, count = _LOOKS[kind](path)
         about_20_steps_an_epoch = 1 << max(3, min(8, (count // 20).bit_length() - 1))
         train |= settings.pop("train") | {"batch_size": about_20_steps_an_epoch}
         for section, values in settings.items():
             document[section].update(values)
     if (model := model or train.get("model", document["train"]["model"])) is None:
         raise ConfigError(
-            f"--arrays: init knows no model for the shapes in {path}; name your own, such as --model my_nets:factory."
+            f"--arrays: init knows no model for the shapes in {path}; name your own, such as --model my_nets:factory, "
+            "or, for tokens, --config config.json of a model of transformers."
         )
-    document["train"].update(train | {"model": model})
+    if model == "transformers" and not configuration:
+        raise ConfigError("--model: found 'transformers'; add --config FILE, the config.json of one of its models.")
+    train |= {"model": model} | ({"model_options": {"config": configuration}} if configuration else {})
+    document["train"].update(train)
     config = params.parse(document)
     params.check_names(config.train)
-    seen = _tried(config, like)
-    if seen and seen.attends and "optimizer" not in train:
+    images, seen = _tried(config)
+    if "optimizer" not in train and (seen.attends if seen else model == "transformers"):
         document["train"].update(OF_TRANSFORMERS)
+    if seen and own_model:
+        document["train"].yaml_set_comment_before_after_key(
+            "seeds", before=_fine_tuning(configuration, seen.patterns), indent=2
+        )
     shipped_arms = len(document["variants"]) + 1  # plus the A/A control
-    images = len(like.shape) == 3
     has_blocks = seen.has_blocks if seen else ":" not in model
     left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=has_blocks)
     bench = document["bench"]
@@ -314,19 +332,32 @@ def _params(machine: Machine, model: str | None, data: Mapping[str, str], chosen
     return written.getvalue()
 
 
-def _tried(config: Config, like: Synthetic) -> Built | None:
-    """Build the model and say what it shows; return None if it cannot be built for samples ``like`` these."""
-    from pipeline.tools.building import built
+def _tried(config: Config) -> tuple[bool, Built | None]:
+    """Return whether inputs are images, and what the model shows when it is built, which is also printed; None if it
+    cannot be built."""
+    from pipeline.tools.building import built, imitation
 
+    dataset = imitation(config)
+    assert dataset is not None  # the data are files
+    images = any(dataset.train.arrays[name].ndim == 4 for name in input_names(dataset.train.arrays))
     try:
-        seen = built(config, like)
+        seen = built(config, dataset)
     except PipelineError as error:
         say(f"init: {config.train.model} was not looked at: {first_line(error)}")
-        return None
+        return images, None
     parts = ["blocks to checkpoint" if seen.has_blocks else "no blocks to checkpoint"] + ["attention"] * seen.attends
     seconds = f"{seen.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
     say(f"init: {config.train.model} has {' and '.join(parts)}; about {seconds}")
-    return seen
+    return images, seen
+
+
+def _fine_tuning(configuration: str | None, patterns: list[str]) -> str:
+    """Return the settings of a fine-tuning, with the weights beside the ``configuration``, if there are any. The last
+    of the ``patterns`` of the model's parts is taken for the head."""
+    folder = Path(configuration).parent if configuration else None
+    weights = str(folder) if folder and any(folder.glob("model.safetensors*")) else "pretrained.safetensors"
+    *frozen, head = patterns
+    return FINE_TUNING.format(weights=json.dumps(weights), new=json.dumps([head]), frozen=json.dumps(frozen))
 
 
 def _choose_variants(
@@ -393,43 +424,34 @@ def _images(path: str) -> _Inspected:
             sides.append(min(image.size))
     side = max(8, min(224, int(statistics.median(sides or [224])) // 8 * 8))
     fetch = {"dataset": "image_folder", "image_folder": path}
-    classes = max(2, len({name.split("/")[1] for name in names}))
-    like = Synthetic(shape=[3, side, side], classes=classes)
-    return {"fetch": fetch, "prepare": {"image_size": [side, side]}, "train": {}}, len(names), like
+    return {"fetch": fetch, "prepare": {"image_size": [side, side]}, "train": {}}, len(names)
 
 
 def _arrays(path: str) -> _Inspected:
-    """Inspect arrays. The model is None if ``init`` knows none for these shapes. Raises PipelineError if the arrays
-    cannot be read, or if no task follows from their shapes and types."""
+    """Inspect arrays. The model is None if ``init`` knows none for these shapes and names. Raises PipelineError if the
+    arrays cannot be read, or if no task follows from their shapes and types."""
     from pipeline.data import arrays
 
     fetch = Fetch(dataset="arrays", arrays=path)
     if arrays.is_exported(fetch):
         raise ConfigError(f"--arrays: found {path}, but init reads only files; write {PARAMS_FILE} yourself.")
-    contents = arrays.read([arrays.root(fetch, Path()) / name for name in arrays.files(fetch, Path())], None, Counter())
-    if "inputs" not in contents:
-        raise ConfigError(f"--arrays: {path} has {arrays.named(contents) or 'no array'}; expected the array inputs.")
-    inputs, targets = contents["inputs"], contents.get("targets")
-    task = "regression"
-    if targets is None or targets.dtype.kind in "iu":
-        task = "language_model" if targets is None else "classification"
-    fitting = {"regression": {2: "mlp"}, "classification": {2: "mlp", 4: "resnet18"}, "language_model": {2: "gpt"}}
-    model = fitting[task].get(inputs.ndim)
+    contents, _ = arrays.splits(fetch, arrays.opened(fetch))
+    inputs, targets, by_name = contents[input_names(contents)[0]], contents.get("targets"), "inputs" not in contents
+    task, fitting = "regression", {2: "mlp"}
+    if targets is None:
+        task, fitting = "language_model", {2: "gpt"}
+    elif targets.dtype.kind in "iu":
+        of_tokens = arrays.TOKENS in contents and targets.shape == inputs.shape
+        of_several = targets.ndim == 2 and targets.max(initial=0) < 2 and not of_tokens
+        task, fitting = "multi_label" if of_several else "classification", {2: "mlp", 4: "resnet18"}
+    model = None if by_name else fitting.get(inputs.ndim)
     if targets is None and (model is None or inputs.dtype.kind not in "iu"):
         raise ConfigError(
             f"--arrays: found {arrays.named(contents)}, for which init knows no task; add the array targets, or write "
             f"{PARAMS_FILE} yourself."
         )
     train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
-    values = inputs if targets is None else targets
-    counted = values.dtype.kind in "iu"
-    like = Synthetic(
-        shape=[max(1, size) for size in inputs.shape[1:9]] or [1],
-        dtype="uint8" if inputs.dtype.kind in "iub" else "float32",
-        targets="tokens" if targets is None else "labels" if counted else "floats",
-        classes=min(2**16, max(2, int(values.max(initial=1)) + 1 if counted else math.prod(values.shape[1:]))),
-    )
-    return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs), like
+    return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs)
 
 
 def _text_files(path: str) -> _Inspected:
@@ -439,8 +461,7 @@ def _text_files(path: str) -> _Inspected:
     fetch = Fetch(dataset="text_folder", text_folder=path)
     size = sum((text.root(fetch) / name).stat().st_size for name in text.files(fetch))
     train = {"task": "language_model", "model": "gpt"} | OPTIMIZERS["language_model"]
-    like = Synthetic(shape=[Prepare().window], targets="tokens", classes=256)
-    return {"fetch": {"dataset": "text_folder", "text_folder": path}, "train": train}, size // Prepare().window, like
+    return {"fetch": {"dataset": "text_folder", "text_folder": path}, "train": train}, size // Prepare().window
 
 
 _LOOKS = {"images": _images, "arrays": _arrays, "text": _text_files}
