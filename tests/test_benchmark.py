@@ -380,7 +380,7 @@ def test_the_minutes_are_told_after_the_first_sample(slow: FakeServer, capsys: p
     stage.calibrated([*arms(slow, "a", "b"), control], Bench(window_seconds=1.5, max_minutes=2), ledgers=False)
     first, cost, second = capsys.readouterr().out.splitlines()
     assert (first, second) == tuple(f"bench: short first sample of {name} of 2" for name in ("a, 1", "b, 2"))
-    expected = "expect 4.1 to 8.2 minutes of rounds, and 0.4 before, if all arms take as long as a"
+    expected = "expect 2.0 to 8.2 minutes of rounds, and 0.4 before, if all arms take as long as a"
     assert cost == f"bench: {expected}; compiling takes longer"
 
 

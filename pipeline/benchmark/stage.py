@@ -269,12 +269,12 @@ def calibrated(
 
 
 def _foretell(round_seconds: float, settings: BenchSettings, basis: str) -> None:
-    """Print how many minutes the rounds will take, from the case that all is soon settled to that of many rejections.
-    ``basis``: what the estimate rests on."""
+    """Print how many minutes the rounds will take: from the case that all is soon settled, in rounds of half the time
+    because a first sample includes what happens once, to that of many rejections. ``basis``: of the estimate."""
     seconds, fewest = 60 * settings.max_minutes, fewest_rounds(settings)
     rounds, most = expected(round_seconds, seconds=seconds, max_rounds=settings.max_rounds, fewest=fewest)
     least, longest = (number * round_seconds / 60 for number in (min(rounds, FEWEST_PAIRS), most))
-    say(f"bench: expect {least:.1f} to {longest:.1f} minutes of rounds, {basis}")
+    say(f"bench: expect {least / 2:.1f} to {longest:.1f} minutes of rounds, {basis}")
 
 
 def _left(limit: N, used: N) -> N:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ class Compile(Technique):
     @classmethod
     def prepare_process(cls) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.resolve()))  # before torch reads the variable
+        # Otherwise each process without a GPU says where a CUDA toolkit is.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         import torch._inductor.compile_fx  # noqa: F401
 
     def change_model(self, setup: Setup) -> None:

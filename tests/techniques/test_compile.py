@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
@@ -51,6 +52,7 @@ def test_the_model_runs_as_one_graph_and_learns(
     lines = capsys.readouterr().out.splitlines()  # of the first step only, although all steps are called long
     assert set(lines) == {"tried: compiling the model ..."}
     assert len(lines) <= 2
+    assert not logging.getLogger("torch.utils.cpp_extension").isEnabledFor(logging.WARNING)
 
 
 def deep_net() -> nn.Sequential:

@@ -100,8 +100,8 @@ COMPILED, ROUNDED = 4.0, 3.0
 
 def cost(plan: Plan, *, quick: bool = False) -> float:
     """Return how long the claims of a variant take, about, in relation to those of a variant without techniques."""
-    entries = params.requested(plan.applied)
-    compiled = not quick and any(entry.layer == "compiler" for entry in entries)
+    entries = [entry for entry in params.requested(plan.applied) if not quick or entry.layer != "compiler"]
+    compiled = any(entry.layer == "compiler" for entry in entries)
     return COMPILED**compiled * ROUNDED ** any(entry.changes == "rounding" for entry in entries)
 
 

@@ -197,8 +197,9 @@ class Verifier:
 
     def count(self, plan: Plan) -> int:
         """Return the number of claims that ``claims`` yields for the plan if all of them can be tried."""
-        changes = {entry.changes for entry in params.requested(plan.applied)}
-        idle = sum(entry.without_effect is not None for entry in params.requested(plan.applied))
+        entries = params.requested(plan.applied)
+        changes = {entry.changes for entry in entries if not self.quick or entry.layer != "compiler"}
+        idle = sum(entry.without_effect is not None for entry in entries)
         of_frozen = bool(self._kept(plan))
         always = len(plan.skipped) + of_frozen + bool(plan.applied.lora) + bool(plan.applied.optimizer) + 2
         if self.quick:
