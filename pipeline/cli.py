@@ -234,9 +234,9 @@ def _environment(_: argparse.Namespace) -> None:
     if config.script:
         _check_nothing_is_lost()
     params.check_names(config.train, config.variants)
-    made = plans.plans(config, environment.machine(None if config.script else config.launch))
+    planned = plans.plans(config, environment.machine(None if config.script else config.launch))
     seen = _script_seen(config, before)
-    described = stages.described(config, made, script=seen) | ({"script": seen} if seen else {})
+    described = stages.described(config, planned, script=seen) | ({"script": seen} if seen else {})
     links = hosts.links()  # hosts that differ are refused here, before anything runs
     written = environment.write(relied_on=plans.relied_on(config), described=described, links=links)
     if links:
@@ -248,7 +248,7 @@ def _environment(_: argparse.Namespace) -> None:
     say(f"environment {written[:12]}")
     for path in environment.changed_since(before):
         say(f"environment: changed since the last time: {path}")
-    for name, plan in made.items():
+    for name, plan in planned.items():
         for technique, reason in plan.skipped.items():
             say(f"variants.{name}: {technique} is skipped: {reason}")
 

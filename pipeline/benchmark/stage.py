@@ -163,9 +163,9 @@ class Job:
 @contextmanager
 def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
     """Start ``server`` and let it plan the variants of ``config``. Raises PipelineError."""
-    baseline, made = config.compare.baseline, plans(config, machine)
+    baseline, by_variant = config.compare.baseline, plans(config, machine)
     # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
-    commit, content = environment.checked_out(), environment.read() | stages.described(config, made)
+    commit, content = environment.checked_out(), environment.read() | stages.described(config, by_variant)
     keys = {name: stages.key(content, "bench", name) for name in config.variants}
     with server:
         about = server.describe()
@@ -180,7 +180,7 @@ def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
             "keys": keys,
             "margins": config.compare.margins,
         }
-        yield Job(server, made, (*specs.values(), specs[baseline].control()), about["device"], facts)
+        yield Job(server, by_variant, (*specs.values(), specs[baseline].control()), about["device"], facts)
 
 
 def side_by_side(

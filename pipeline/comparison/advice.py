@@ -114,31 +114,31 @@ def ratio_reasons(ratio: Difference, quantity: Figure, cost: RoundCost, *, stopp
             f"measured: the heaps of equal processes change this ratio by up to {math.expm1(ratio.fixed):.0%}; a "
             f"margin of {margin:.1%} allows a decision (compare.margins), and so may a job that needs more memory"
         ]
-    said = f"{quantity.noun} is undecided"
+    unsure = f"{quantity.noun} is undecided"
     if ratio.session_count > 1:
-        over = f"{said} over {ratio.session_count} sessions"
+        over = f"{unsure} over {ratio.session_count} sessions"
         if ratio.more_sessions is None:
             return [f"{over}, and no forecast is possible; more rounds in each may help (bench.max_minutes)"]
         more = count(ratio.more_sessions, "more session")
         return [f"{over}: about {more} will suffice, {ODDS} (bench --again, on other days)"]
     another = "another session helps most (bench --again)"
     if stopped:
-        return [f"{said}: {another}"]
+        return [f"{unsure}: {another}"]
     measured = ratio.pairs + ratio.rejected
     if ratio.low is None:
         lost = f", but {ratio.rejected} of {count(measured, 'round')} had to be rejected" if ratio.rejected else ""
         remedy = cost.remedy(planning.rounds_for(quantity.fewest_pairs, ratio.pairs, ratio.rejected))
-        return [f"{said}: at least {quantity.fewest_pairs} accepted rounds are needed{lost} ({remedy})"]
+        return [f"{unsure}: at least {quantity.fewest_pairs} accepted rounds are needed{lost} ({remedy})"]
     first = f"{another}; " if measured >= FULL_ROUNDS else ""
     if ratio.more_pairs is not None:
         rounds = planning.rounds_for(ratio.pairs + ratio.more_pairs, ratio.pairs, ratio.rejected)
         if rounds <= cost.affordable():
             enough = f"about {cost.minutes_of(rounds):g} min of rounds in all will suffice, {ODDS}"
-            return [f"{said}: {first}{enough} ({cost.remedy(rounds)})"]
+            return [f"{unsure}: {first}{enough} ({cost.remedy(rounds)})"]
     pairs = max(ratio.pairs, int(cost.affordable() * ratio.pairs / measured))
     margin = planning.margin_decided(ratio, pairs, ratio.fixed)
     return [
-        f"{said} at the margin of {ratio.margin:.1%}; {first}with {LONGEST_MINUTES} minutes of rounds, a margin of "
+        f"{unsure} at the margin of {ratio.margin:.1%}; {first}with {LONGEST_MINUTES} minutes of rounds, a margin of "
         f"{margin:.1%} allows a decision (compare.margins)"
     ]
 

@@ -157,14 +157,14 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         paths.append(path)
     train, test = splits(config.fetch, read(paths, work, changes := Counter[str]()))
     types, vocabulary, classes = forms(train, test)
-    first, kept = input_names(train)[0], config.prepare
+    first, limits = input_names(train)[0], config.prepare
     labels = np.zeros(len(train[first]), np.uint32)
     if classes and train["targets"].ndim == 1:
         labels = _labels(train["targets"], classes)
     if test:
         chosen, tested = np.arange(len(labels)), np.arange(len(test[first]))
     else:
-        out = held_out(map(str, range(len(labels))), labels, kept.test_fraction)
+        out = held_out(map(str, range(len(labels))), labels, limits.test_fraction)
         chosen, tested = np.flatnonzero(~out), np.flatnonzero(out)
 
     def limited(arrays: Named, rows: npt.NDArray[np.intp], limit: int | None) -> npt.NDArray[np.intp]:
@@ -172,8 +172,8 @@ def decode(config: Config, directory: Path, work: Path | None) -> Decoded:
         return rows if limit is None else rows[drawn(len(rows), limit, of_class)]
 
     return Decoded(
-        train=_rows(train, types, limited(train, chosen, kept.train_limit), check_rounding=True),
-        test=_rows(test or train, types, limited(test or train, tested, kept.test_limit)),
+        train=_rows(train, types, limited(train, chosen, limits.train_limit), check_rounding=True),
+        test=_rows(test or train, types, limited(test or train, tested, limits.test_limit)),
         arrays=tuple(types),
         changes=changes,
         classes=tuple(map(str, range(classes))),

@@ -41,22 +41,22 @@ def files_under(top: Path, key: str, why_not: Callable[[Path], str], unread: Con
         raise DataError(f"{key}: {error.filename}: {error.strerror}; expected a folder that can be read.")
 
     files: list[Path] = []
-    left: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     for place, folders, names in os.walk(top, onerror=refuse, followlinks=True):
         folder = Path(place)
         for name in [*folders]:
             circular = any(above.samefile(folder / name) for above in (folder, *folder.absolute().parents))
             elsewhere = name in unread or f"./{(folder / name).relative_to(top)}" in unread
             if circular or elsewhere or not is_data(name):
-                left["link to a folder that contains it" if circular else f"folder {name}"] += 1
+                left_out["link to a folder that contains it" if circular else f"folder {name}"] += 1
                 folders.remove(name)
         for path in map(folder.joinpath, names):
             why = why_not(path.relative_to(top)) if path.is_file() else "dangling link or special file"
             if why := why if is_data(path.name) else "hidden file":
-                left[why] += 1
+                left_out[why] += 1
             else:
                 files.append(path.relative_to(top))
-    for what, times in sorted(left.items()) if key else ():
+    for what, times in sorted(left_out.items()) if key else ():
         say(f"{key}: left out {times:,} x {what}")
     return [path.as_posix() for path in sorted(files)]
 

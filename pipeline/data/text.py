@@ -197,20 +197,20 @@ def _tokens(top: Path, rows: Iterable[tuple[str, str]], encode: Callable[[str], 
     """Yield each file's tokens in blocks, and then the token ``end``. A block ends at the end of a line, unless it
     contains no line end."""
     for name, expected in rows:
-        path, digest, left = top / name, hashlib.sha256(), ""
+        path, digest, uncoded = top / name, hashlib.sha256(), ""
         try:
             for block in codecs.iterdecode(_blocks(path, digest), "utf-8"):
-                left += block
-                cut = left.rfind("\n") + 1 or len(left)
-                yield encode(left[:cut])
-                left = left[cut:]
+                uncoded += block
+                cut = uncoded.rfind("\n") + 1 or len(uncoded)
+                yield encode(uncoded[:cut])
+                uncoded = uncoded[cut:]
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): the files have changed; {AGAIN}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 ({error.reason}); convert it, or remove it, and {AGAIN}") from None
         if digest.hexdigest() != expected:
             raise DataError(f"{path} is not the file that fetch listed: it has changed; {AGAIN}")
-        yield encode(left)
+        yield encode(uncoded)
         yield np.array([end], encode("").dtype)
 
 

@@ -184,9 +184,9 @@ def forked(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.processes.forkserver", *preload])
-    here, elsewhere = hosts.names()[0], hosts.others()[: on_hosts - 1] if on_hosts > 1 else []
+    first_host, elsewhere = hosts.names()[0], hosts.others()[: on_hosts - 1] if on_hosts > 1 else []
     of_host = processes // on_hosts
-    host_names = [here, *(host.name for host in elsewhere)]
+    host_names = [first_host, *(host.name for host in elsewhere)]
     ranks = Ranks([name for name in host_names for _ in range(of_host)] if elsewhere else ())
     with _meeting_place(alone=not elsewhere) as place:
         variables = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(of_host), STORE: place}
@@ -202,7 +202,7 @@ def forked(
                 ranks.ranks.append((remote, remote))
             for rank in range(of_host):
                 ours, there = context.Pipe()
-                process = context.Process(target=_forked, args=(there, own(rank, here), worker, arguments))
+                process = context.Process(target=_forked, args=(there, own(rank, first_host), worker, arguments))
                 process.start()
                 there.close()
                 ranks.ranks.insert(rank, (process, ours))

@@ -49,7 +49,7 @@ def described(
         settings[stage]["figures"] = json_sha256([figure.joins for figure in FIGURES])
     own = {"fetch": [config.fetch.own_module]} if config.fetch.own_module else {}
     files = {"fetch": code.of_files(code.listed(config.fetch))}
-    made = {
+    parts = {
         "stages": {
             stage: {
                 "code": code.of_stage(stage, own.get(stage, ()), of_script=config.script is not None)
@@ -61,8 +61,8 @@ def described(
         },
         "variants": {name: _of_variant(plan) | _of_script(config, name, script) for name, plan in plans.items()},
     }
-    return made | {
-        "digests": {section: {name: json_sha256(about) for name, about in made[section].items()} for section in made},
+    return parts | {
+        "digests": {section: {name: json_sha256(about) for name, about in parts[section].items()} for section in parts},
         "teachers": {name: _given_weights(plan) for name, plan in plans.items()},
         "rulers": {
             key: code.of_function(name, code.listed(config.train))

@@ -33,16 +33,16 @@ def load(model: nn.Module, train: Train) -> None:
     if not train.weights:
         return
     where, saved = f"train.weights: {train.weights}", read(Path(train.weights).expanduser())
-    own = {name: held for name, held in model.state_dict(keep_vars=True).items() if isinstance(held, Tensor)}
-    if own.keys().isdisjoint(saved):
+    tensors = {name: held for name, held in model.state_dict(keep_vars=True).items() if isinstance(held, Tensor)}
+    if tensors.keys().isdisjoint(saved):
         saved = {f"net.{name}": values for name, values in saved.items()}  # our model holds that of transformers so
-    fitting = {name: saved[name] for name, held in own.items() if name in saved and saved[name].shape == held.shape}
-    known = {id(own[name]) for name in fitting}
+    fitting = {name: saved[name] for name, held in tensors.items() if name in saved and saved[name].shape == held.shape}
+    known = {id(tensors[name]) for name in fitting}
     problems = {
-        name: f"has shape {list(saved[name].shape)}, not {list(own[name].shape)}" if name in saved else "is missing"
-        for name in own.keys() - fitting.keys()
-        if id(own[name]) not in known
-    } | dict.fromkeys(saved.keys() - own.keys(), "is not in the model")
+        name: f"has shape {list(saved[name].shape)}, not {list(tensors[name].shape)}" if name in saved else "is missing"
+        for name in tensors.keys() - fitting.keys()
+        if id(tensors[name]) not in known
+    } | dict.fromkeys(saved.keys() - tensors.keys(), "is not in the model")
     wrong = [f"{name} {problem}" for name, problem in sorted(problems.items()) if not matches(name, train.allow_new)]
     if wrong or not fitting:
         more = f", and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
@@ -52,7 +52,7 @@ def load(model: nn.Module, train: Train) -> None:
         )
     with torch.no_grad():
         for name, values in fitting.items():
-            own[name].copy_(values)
+            tensors[name].copy_(values)
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -180,7 +180,7 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
             setup = conditions_of(training, device_name_of(world, fingerprint))
         if world.is_main:
             facts = Facts(ranks, plan.device == "cuda", setup.placement or "unknown", setup.applied)
-            made = Profile(
+            recorded = Profile(
                 **dict(setup),
                 variant=plan.name,
                 environment=environment.hash_of(fingerprint, "variants", plan.name),
@@ -198,8 +198,8 @@ def _work(config: Config, plan: Plan, prepared: Path, fingerprint: dict[str, Any
                 findings=findings(facts),
                 has_memory_snapshot=snapshot,
             )
-            _write(made, Path(scratch), on_gpu=facts.on_gpu)
-            for finding in made.findings:
+            _write(recorded, Path(scratch), on_gpu=facts.on_gpu)
+            for finding in recorded.findings:
                 say(f"{plan.name}: {finding.text}")
             say(f"profile: {results.profile_directory(plan.name) / 'profile.md'}")
 

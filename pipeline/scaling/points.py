@@ -162,19 +162,19 @@ def variants_of(config: Config, names: Sequence[str]) -> dict[str, Variant]:
     Without names, return all variants whose processes share the batch. Raises ConfigError.
     """
     shared = ("ddp", "zero1", "fsdp")
-    own = {name: variant for name, variant in config.variants.items() if variant.parallelism in shared}
+    known = {name: variant for name, variant in config.variants.items() if variant.parallelism in shared}
     base = config.variants[config.compare.baseline]
     chosen = {}
-    for name in names or own:
+    for name in names or known:
         if name in shared and name not in config.variants:
-            own[name] = base.model_copy(update={"parallelism": name})
-        if name not in own:
+            known[name] = base.model_copy(update={"parallelism": name})
+        if name not in known:
             has = f"parallelism {config.variants[name].parallelism!r}" if name in config.variants else "no such variant"
             raise ConfigError(
                 f"scale: found {name} ({has}); expected variants whose processes share the batch: parallelism "
                 f"{', '.join(shared)}, or one of these words."
             )
-        chosen[name] = own[name]
+        chosen[name] = known[name]
     if not chosen:
         raise ConfigError(
             f"scale: no variant of params.yaml has parallelism {', '.join(shared)}; name one of these words, such as "
@@ -237,20 +237,20 @@ def arms_of(
         fewest = 2 * replicas if replicas > 1 else 1
         for mode in modes:
             for number in numbers:
-                here = min(number, available)
-                if number == 1 or here % fewest:
+                measurable = min(number, available)
+                if number == 1 or measurable % fewest:
                     continue
-                if number > here and mode == "strong" and not all_numbers and config.train.batch_size % number:
+                if number > measurable and mode == "strong" and not all_numbers and config.train.batch_size % number:
                     continue
-                own = f"{name}-{here}{'-weak' * (mode == 'weak')}"
-                if number == here:
+                own = f"{name}-{measurable}{'-weak' * (mode == 'weak')}"
+                if number == measurable:
                     plans[own] = planned(own, variant.model_copy(update={"processes": number, "scaling": mode}))
                 plan, alone = plans[own], None
                 if reduces_buckets(plan):
                     alone = f"{own}-alone" if mode == "weak" else f"{name}-{number}-alone"
-                    plans[alone] = _with_share(plan, alone, number if mode == "strong" else here)
-                if alone or number == here:
-                    larger = number // here if mode == "weak" else 1
+                    plans[alone] = _with_share(plan, alone, number if mode == "strong" else measurable)
+                if alone or number == measurable:
+                    larger = number // measurable if mode == "weak" else 1
                     place(plan, name, mode, number, alone, larger * plan.train.batch_size)
     return tuple(places), plans
 

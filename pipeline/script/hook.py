@@ -102,10 +102,10 @@ class Rank:
 
     def meet(self, optimizer: Any) -> None:
         """Connect, say what this process is, and wait for the first request."""
-        self.owner, own, cuda = optimizer, self.parameters(optimizer), self.torch.cuda
+        self.owner, parameters, cuda = optimizer, self.parameters(optimizer), self.torch.cuda
         self.names: dict[int, str] = {}
         self.owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.gpu = own[0].device if own and own[0].device.type == "cuda" else None
+        self.gpu = parameters[0].device if parameters and parameters[0].device.type == "cuda" else None
         about = cuda.get_device_properties(self.gpu) if self.gpu else None
         group = sys.modules.get("torch.distributed")
         together: Any = group if group and group.is_available() and group.is_initialized() else None
@@ -122,7 +122,7 @@ class Rank:
             world_size=together.get_world_size() if together else 1,
             backend=together.get_backend() if together else None,
             learning_rate=float(optimizer.param_groups[0].get("lr", 0.0)),
-            parameters=sum(parameter.numel() for parameter in own),
+            parameters=sum(parameter.numel() for parameter in parameters),
             threads=self.torch.get_num_threads(),
             gpu=about and about.name,
             uuid=about and str(getattr(about, "uuid", "")),
@@ -323,7 +323,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def watch(log: Path) -> None:
     """Append each file that this process, and what it forks, opens to ``log``: a line ["r" or "w", path] of JSON."""
-    file, seen = os.open(log, os.O_WRONLY | os.O_APPEND), set()
+    file, noted = os.open(log, os.O_WRONLY | os.O_APPEND), set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "sqlite3.connect") or not isinstance(arguments[0], str | bytes | os.PathLike):
@@ -334,9 +334,9 @@ def watch(log: Path) -> None:
         path = os.path.abspath(name)  # noqa: PTH100
         writes = (arguments[2] or 0) & (os.O_WRONLY | os.O_TRUNC | os.O_EXCL)
         opened = ("w" if writes else "r", path)
-        if opened in seen:
+        if opened in noted:
             return
-        seen.add(opened)
+        noted.add(opened)
         if path.endswith(".pyc"):
             with suppress(ValueError):
                 opened = (opened[0], importlib.util.source_from_cache(path))

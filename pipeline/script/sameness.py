@@ -49,8 +49,8 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
         rank, place = most = max(differences, key=differences.__getitem__)
         return differences[most], of(name if most in ours else base, "trained")[rank][place][0]
 
-    own, _ = apart(control)
-    repeats = own < LARGEST_OWN and of(control, "started") == of(base, "started")
+    own_difference, _ = apart(control)
+    repeats = own_difference < LARGEST_OWN and of(control, "started") == of(base, "started")
     jobs = {}
     for name in (name for name in answers if name != control):
         beside = control if name == base else name
@@ -61,7 +61,7 @@ def same_jobs(answers: Answers, base: str, control: str) -> dict[str, SameJob]:
             equal_bits=of(beside, "ended") == of(base, "ended"),
             difference=difference if known else None,
             parameter=parameter if known else "",
-            rounding=max(ROUNDING, OWN_FACTOR * own) if repeats else 0.0,
+            rounding=max(ROUNDING, OWN_FACTOR * own_difference) if repeats else 0.0,
             samples_per_step=samples_of(answers[name]["examined"]),
         )
     return jobs

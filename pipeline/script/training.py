@@ -64,7 +64,7 @@ def run(config: Config, name: str, machine: Machine) -> None:
     folders = {seed: KEPT / name / f"seed-{seed}" for seed in config.train.seeds}
     complete = {mark.parent for mark in (KEPT / name).glob(f"seed-*/{COMPLETE}")}
     anew = complete == {*folders.values()}  # with the same seeds as before, somebody wants all to be trained anew
-    kept: list[dict[str, Any]] = []
+    of_seeds: list[dict[str, Any]] = []
     with SystemSampler(results.system_file(name), ()) as sampler, one_source(options_of(config)) as options:
         for seed, folder in folders.items():
             sampler.seed = seed
@@ -74,11 +74,11 @@ def run(config: Config, name: str, machine: Machine) -> None:
                     write_text(unfinished / RUN, json.dumps(made | {"identity": identity[seed]}))
             else:
                 say(f"{name} seed {seed}: complete in {folder}")
-            kept.append(read_json(folder / RUN))
-            _check_differs(name, dict(zip(folders, kept, strict=False)))
+            of_seeds.append(read_json(folder / RUN))
+            _check_differs(name, dict(zip(folders, of_seeds, strict=False)))
             shutil.copytree(folder / OUTPUTS, results.model_file(name, seed).with_suffix(""), dirs_exist_ok=True)
-    runs = tuple(Run.model_validate(values["run"]) for values in kept)
-    conditions = RunConditions.model_validate(kept[0]["conditions"])
+    runs = tuple(Run.model_validate(values["run"]) for values in of_seeds)
+    conditions = RunConditions.model_validate(of_seeds[0]["conditions"])
     history = results.history_file(name)
     results.write_history([_row(run_of_seed, conditions) for run_of_seed in runs], history)
     config_of = {"train": config.job, "variant": config.variants[name].model_dump(mode="json")}
@@ -87,7 +87,7 @@ def run(config: Config, name: str, machine: Machine) -> None:
     result = Result(
         variant=name, environment=environment_hash, config=config_of, **dict(conditions), dataset=None,
         key=stages.key(content, "train", name), history_sha256=file_sha256(history),
-        score=ScoreName(name=metric.name), unit=Unit() if kept[0]["counted"] else Unit(name="steps"),
+        score=ScoreName(name=metric.name), unit=Unit() if of_seeds[0]["counted"] else Unit(name="steps"),
         directions={} if metric.is_share else {metric.name: metric.direction},
         runs=runs,
     )  # fmt: skip

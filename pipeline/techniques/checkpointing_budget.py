@@ -38,13 +38,13 @@ class CheckpointingBudget(ActivationCheckpointing):
         where = self.where("activation_checkpointing")
         try:
             like = setup.task.inputs(self.plan.micro_batch_size)
-            kept = measured(model, options, like, DTYPES.get(self.plan.applied.precision))
+            memory = measured(model, options, like, DTYPES.get(self.plan.applied.precision))
         except Exception as error:  # a model may use values, which fake tensors lack
             raise ConfigError(
                 f"{where}, but {type(model).__name__}'s activations cannot be measured on tensors without values "
                 f"({type(error).__name__}: {first_line(error)}); allowed: false, true or 'selective'."
             ) from error
-        everything, least = kept.bytes(()), kept.bytes(range(len(options)))
+        everything, least = memory.bytes(()), memory.bytes(range(len(options)))
         if not everything:
             raise ConfigError(f"{where}, but {type(model).__name__} keeps no activations; allowed: false.")
         if least >= everything:  # such as where most of the model is frozen, which keeps few activations anyway
@@ -58,11 +58,11 @@ class CheckpointingBudget(ActivationCheckpointing):
                 f"{where}, but with all {len(options)} blocks checkpointed, {type(model).__name__} still keeps "
                 f"{smallest} of its activations' bytes; allowed: a fraction from this value to 1."
             )
-        chosen = kept.cheapest(fraction)
+        chosen = memory.cheapest(fraction)
         self._findings = {
             "checkpointed_blocks": len(chosen),
             "blocks": len(options),
-            "kept_activations_fraction": kept.bytes(chosen) / everything,
+            "kept_activations_fraction": memory.bytes(chosen) / everything,
         }
         return [options[index] for index in sorted(chosen)]
 
@@ -125,7 +125,7 @@ def measured(
     The model's inputs have the shapes and dtypes of ``like``. ``autocast``: the dtype of autocast; None for no
     autocast. The storages of parameters, buffers and the inputs do not count.
     """
-    kept = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
+    memory = Kept(inside=[set() for _ in blocks], inputs=[set() for _ in blocks])
     with nullcontext() if detect_fake_mode() else FakeTensorMode(), FlopCounterMode(display=False) as counter:
         shadow_model, shadows = _shadow(model, blocks)
         inputs = tree_map(lambda values: torch.empty(values.shape, dtype=values.dtype), like)
@@ -137,7 +137,7 @@ def measured(
         def note(tensor: torch.Tensor, place: set[int]) -> torch.Tensor:
             storage = storage_of(tensor)
             if storage not in standing:
-                kept.sizes[storage] = tensor.untyped_storage().nbytes()
+                memory.sizes[storage] = tensor.untyped_storage().nbytes()
                 place.add(storage)
                 alive.append(tensor.detach())  # so that no later storage gets the same address, which is the key
             return tensor.detach()
@@ -145,7 +145,7 @@ def measured(
         def enter(index: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
             for value in inputs:
                 if isinstance(value, torch.Tensor):
-                    note(value, kept.inputs[index])
+                    note(value, memory.inputs[index])
             runs.append(index)
 
         for index, shadow in enumerate(shadows):
@@ -153,7 +153,7 @@ def measured(
             shadow.register_forward_hook(lambda *_: runs.clear())
         with (
             torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: note(tensor, kept.inside[runs[-1]] if runs else kept.outside), lambda tensor: tensor
+                lambda tensor: note(tensor, memory.inside[runs[-1]] if runs else memory.outside), lambda tensor: tensor
             ),
             torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
             torch.enable_grad(),
@@ -161,8 +161,8 @@ def measured(
             shadow_model(inputs)
     names, flops = {module: name for name, module in shadow_model.named_modules()}, counter.get_flop_counts()
     of_blocks = [flops.get(f"{type(shadow_model).__name__}.{names[shadow]}", {}) for shadow in shadows]
-    kept.flops = [sum(counts.values()) for counts in of_blocks]
-    return kept
+    memory.flops = [sum(counts.values()) for counts in of_blocks]
+    return memory
 
 
 def _shadow(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:

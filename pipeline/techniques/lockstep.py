@@ -31,27 +31,27 @@ def keep_in_step(
     rank checks alone. ``where``: the beginning of the error. ``first``: gets the names of the modules of the first
     pass, in order. ``training``: the mode of the passes that are checked.
     """
-    now: list[str] | None = None  # None outside a pass, such as while a block is recomputed
+    passed: list[str] | None = None  # None outside a pass, such as while a block is recomputed
 
     def begin(*_: Any) -> None:
-        nonlocal now
-        now = [] if model.training is training else None
+        nonlocal passed
+        passed = [] if model.training is training else None
 
     def check(name: str, *_: Any) -> None:
-        if now is None:
+        if passed is None:
             return
-        names = [first[len(now)], name] if first else world.gather(name)
+        names = [first[len(passed)], name] if first else world.gather(name)
         if differing := next((module for module in names if module != names[0]), None):
             raise ConfigError(
                 f"{where}, whose processes must run the same parts of the model in the same order in each step, but "
                 f"one ran {names[0]} where another process or step ran {differing}. {USE_EVERY_PART}."
             )
-        now.append(name)
+        passed.append(name)
 
     def end(*_: Any) -> None:
-        nonlocal now
+        nonlocal passed
         check("no more part")
-        first[:], now = now or first, None
+        first[:], passed = passed or first, None
 
     for name, part in model.named_modules():
         if isinstance(part, kind) and part is not model:

@@ -235,37 +235,37 @@ def counted(step: TrainingStep, model: nn.Module) -> Iterator[Counted]:
     Hooks cannot see into a compiled graph. So in a compiled model the samples that enter the compiled module are
     counted. In a pipeline, the samples that enter the stage are counted.
     """
-    seen = Counted()
+    counts = Counted()
     inward = [part for part in step.model.modules() if part is model or isinstance(part, torch._dynamo.OptimizedModule)]
     entrance = inward[0] if model in inward else step.model
 
     def entering(_: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         inputs = next(leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor))
-        seen.model.append(len(inputs))
+        counts.model.append(len(inputs))
         # A fake tensor has no values. A copy made while a CUDA graph is recorded would be overwritten by each replay.
         if type(inputs) is torch.Tensor and not (inputs.is_cuda and torch.cuda.is_current_stream_capturing()):
             some = inputs.detach()[:: max(1, len(inputs) // COMPARED_SAMPLES)].flatten()
-            seen.inputs.append(some[:: max(1, len(some) // COMPARED_VALUES)].clone())
+            counts.inputs.append(some[:: max(1, len(some) // COMPARED_VALUES)].clone())
 
     def into_loss(criterion: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            seen.loss.append(len(targets))
+            counts.loss.append(len(targets))
             return criterion(outputs, targets)
 
         return counting
 
     def recomputing(backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         def uncounted(loss: torch.Tensor) -> None:
-            before = len(seen.model)
+            before = len(counts.model)
             backward(loss)
-            del seen.model[before:]
+            del counts.model[before:]
 
         return uncounted
 
     hook = entrance.register_forward_pre_hook(entering, with_kwargs=True)
     try:
         with step.instrument(criterion=into_loss, backward=recomputing):
-            yield seen
+            yield counts
     finally:
         hook.remove()
 
@@ -337,7 +337,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
     world.broadcast_buffers_(model)
     # scores, samples, losses, scores out of bounds, number of scores, number of losses
     sums = torch.zeros(6, dtype=torch.float64, device=world.device)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scored_batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad(), evaluating(model):
         for _ in range(most):
             batch = next(batches, not_counted)
@@ -346,7 +346,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             if batch is not_counted or member:  # only the first rank of a group adds to the sums
                 continue
             if objective.over_set:
-                kept.append(task.of_labels(outputs.cpu(), targets.cpu()))
+                scored_batches.append(task.of_labels(outputs.cpu(), targets.cpu()))
             scores = objective.scores(outputs, targets)
             if scores.dtype != torch.bool:
                 sums[3] += (~((scores >= 0) & (scores <= 1))).sum()  # also counts NaN
@@ -368,7 +368,7 @@ def evaluate(model: nn.Module, task: Task, world: World, batch_size: int, model_
             "lower train.learning_rate. If your own loss is not finite for bad outputs, bound it."
         )
     if objective.over_set:
-        total, scored = _over_set(objective.over_set, kept, world), 1.0
+        total, scored = _over_set(objective.over_set, scored_batches, world), 1.0
     correct = total if scored == count else total / max(scored, 1) * count
     correct = int(correct) if correct.is_integer() else correct
     return Score(correct=correct, count=int(count), loss=loss / max(losses, 1))
