@@ -22,7 +22,10 @@ NOTED_STEPS = 200
 
 
 class Unreduced(Technique):
-    """Each rank's gradients stay as they are (``Plan.reduces``), and the times when DDP would reduce them are noted."""
+    """Each rank's gradients stay as they are (``Plan.reduces``), and the times when DDP would reduce them are noted.
+
+    Without synchronisation, as in ``Training.arithmetic_seconds``, DDP fills no buckets, and shows no such times.
+    """
 
     name = "unreduced"
 
