@@ -374,14 +374,18 @@ def test_the_outlook_names_the_rounds_and_the_end(
 
 
 def test_the_minutes_are_told_after_the_first_sample(slow: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """An arm takes 10 s to start and 1/6 s a step, so windows have 22 steps, and a round of three arms takes 41 s."""
+    """An arm takes 10 s to start and 1/6 s a step, so windows have 22 steps, and a round of four arms takes 55 s."""
     slow.changes = lambda _: {"ledgers": None, "flops": None}
     control = replace(arms(slow, "a")[0], name="a, A/A control", role="aa_control")
-    stage.calibrated([*arms(slow, "a", "b"), control], Bench(window_seconds=1.5, max_minutes=2), ledgers=False)
-    first, cost, second = capsys.readouterr().out.splitlines()
-    assert (first, second) == tuple(f"bench: short first sample of {name} of 2" for name in ("a, 1", "b, 2"))
-    expected = "expect 2.0 to 8.2 minutes of rounds, and 0.4 before, if all arms take as long as a"
+    settings = Bench(window_seconds=1.5, max_minutes=2)
+    stage.calibrated([*arms(slow, "a", "b", "c"), control], settings, ledgers=False)
+    first, cost, *later = capsys.readouterr().out.splitlines()
+    names = ("a, 1", "b, 2", "c, 3")
+    assert [first, *later] == [f"bench: short first sample of {name} of 3" for name in names]
+    expected = "expect 2.7 to 10.9 minutes of rounds, and 0.6 before, if all arms take as long as a"
     assert cost == f"bench: {expected}; compiling takes longer"
+    stage.calibrated([*arms(slow, "a", "b"), control], settings, ledgers=False)
+    assert "expect" not in capsys.readouterr().out  # the outlook follows soon
 
 
 def test_a_decided_measurement_ends_early() -> None:
@@ -462,8 +466,7 @@ def test_a_bench_measures_every_arm_every_round(capsys: pytest.CaptureFixture[st
     line = rf"bench: 8 arms of {bench.steps} steps; a round takes about \d+ s: the bench runs 2 rounds .*, until about "
     names = ("baseline", "ddp", "stack")
     looks = [f"bench: short first sample of {name}, {number} of 3\n" for number, name in enumerate(names, 1)]
-    minutes = r"\d+\.\d"
-    looks[0] += rf"bench: expect {minutes} to {minutes} minutes of rounds, and {minutes} before, if all arms take .*\n"
+    looks[0] += r"(bench: expect .*\n)?"  # on a busy machine
     assert re.match("".join([*looks, line]), capsys.readouterr().out)
     techniques = ("channels_last", "gradient_accumulation=2")
     assert [(arm.role, arm.variant, arm.technique) for arm in bench.arms] == [

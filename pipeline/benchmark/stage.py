@@ -53,6 +53,9 @@ from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.rejections import advised, lines
 
 N = TypeVar("N", int, float)
+LONG_MINUTES = 0.5
+"""If all first samples together take longer, a first estimate is printed before they have ended. It is rough, because
+the first sample includes what all processes share."""
 
 
 Settled = Callable[[Rounds], Collection[str]]
@@ -253,9 +256,9 @@ def calibrated(
     for number, spec in enumerate(specs, 1):
         say(f"bench: short first sample of {spec.name}, {number} of {len(specs)}")
         samples[spec.name] = sample = calibrate(spec, ledgers=ledgers)
-        if number == 1:
+        rest = len(specs) * (time.monotonic() - began) / 60
+        if number == 1 and rest > LONG_MINUTES:
             steps = window_steps(settings.window_seconds, sample.step_seconds, [sample.opening_seconds])
-            rest = len(specs) * (time.monotonic() - began) / 60
             basis = f"and {rest:.1f} before, if all arms take as long as {spec.name}; compiling takes longer"
             _foretell(len(arms) * sample.seconds(steps), settings, basis)
     known = {key: {name: sample.answer[key] for name, sample in samples.items()} for key in ("ledgers", "flops")}
