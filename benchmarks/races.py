@@ -98,13 +98,16 @@ def record(name: str, minutes: float) -> dict[str, Any]:
     """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
     config, machine, sitting = params.load(), environment.machine(), Sitting("races", minutes, 0.0)
     with begun(config, machine, sitting, LONGEST * sitting.seconds) as adviser:
-        adviser.sample(adviser.advice.names(), 1.0)
-        adviser.sample([adviser.advice.baseline], 1.0)  # last, because the first sample includes the server's start
+        baseline = adviser.advice.baseline
+        adviser.sample([baseline, *adviser.advice.names()], 1.0)
+        costs = {arm: cost for arm, cost in adviser.advice.costs.items() if arm != baseline}
+        adviser.update(costs=costs)
+        adviser.sample([baseline], 1.0)  # again, because its first sample includes the start of the server
         adviser.choose_steps()
         adviser.server.limit, benches = sitting.seconds, list[Bench]()
         adviser.rounds(adviser.running(), sitting.left(), None, benches.append, {"turns": 1}, fewest=2)
     advice = adviser.advice
-    costs = {arm: advice.costs[arm] for arm in (advice.baseline, *advice.costs)}
+    costs = {arm: advice.costs[arm] for arm in (baseline, *advice.costs)}
     return pool_of(name, benches[-1]) | {
         "costs": {arm: [round(start, 3), round(step, 4)] for arm, (start, step) in costs.items()},
         "apart": {candidate.name: candidate.apart for candidate in advice.candidates if candidate.apart},
