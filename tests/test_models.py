@@ -274,6 +274,13 @@ class ExtraThatCannotBeSet(Rows):
     def get_extra_state(self):
         return 1
 
+def low_bit(**data):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    net = flat(**data)
+    quantize_(net, Int8WeightOnlyConfig(), lambda part, name: name == "1")
+    return net
+
 def lazy(classes, **data):
     return nn.Sequential(nn.LazyConv2d(3, 2), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(classes))
 
@@ -340,6 +347,7 @@ def test_a_factory_of_the_users_own_is_found() -> None:
         ("my_nets:Squeezed", r"in evaluation mode on .* returns torch\.float32 of shape \[10\]; .* of shape \[1, 10\]"),
         ("my_nets:ExtraObject", r"of my_nets:ExtraObject has .*_extra_state.*Pair.*, which no checkpoint"),
         ("my_nets:ExtraThatCannotBeSet", r"cannot load its own state dict: .*_extra_state"),
+        ("my_nets:low_bit", r"1\.weight of my_nets:low_bit is of type Int8Tensor, which .* no checkpoint can hold"),
     ],
 )
 @pytest.mark.usefixtures("my_nets")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline import factories
@@ -315,6 +316,12 @@ def _check(name: str, model: nn.Module, inputs: Any, outputs: tuple[int, ...]) -
                 )
         sets_weights = versions != [parameter._version for parameter in model.parameters()]
         state = tried.state_dict(keep_vars=True)
+        for key, value in state.items():
+            if is_traceable_wrapper_subclass(value):
+                raise ModelError(
+                    f"train.model: {key} of {name} is of type {type(value).__name__}, which keeps numbers in a form of "
+                    "its own, such as 8 bits, that no checkpoint can hold; expected torch.Tensor."
+                )
         unfit = {key: value for key, value in state.items() if not (torch.is_tensor(value) or keeping.is_plain(value))}
         if unfit:
             raise ModelError(
