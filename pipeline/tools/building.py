@@ -17,7 +17,7 @@ from pipeline.benchmark.rounds import FEWEST_STEPS, OPENING_SECONDS
 from pipeline.comparison.planning import LONGEST_MINUTES
 from pipeline.data import arrays, own_files, packing, text
 from pipeline.data.datasets import synthetic_chunks
-from pipeline.data.prepared import Dataset, Split, Statistics, input_names
+from pipeline.data.prepared import Dataset, Split, Statistics
 from pipeline.distributed import ALONE
 from pipeline.errors import ConfigError
 from pipeline.models.optimizers import parts_of
@@ -76,11 +76,8 @@ def imitation(config: Config) -> Dataset | None:
         few = dict(zip(("inputs", "targets"), next(synthetic_chunks(like, "train", TRIED[-1])), strict=False))
         vocabulary = like.classes if like.targets == "tokens" else None
         classes = like.classes if like.targets == "labels" else 0
-    channels = {
-        name: rows.shape[1] if rows.ndim > 1 else 1
-        for name, rows in few.items()
-        if name in (*input_names(few), "targets") and packing.measures(name, rows)
-    }
+    measured = {name: rows for name, rows in few.items() if packing.measures(name, rows)}
+    channels = {name: rows.shape[1] if rows.ndim > 1 else 1 for name, rows in measured.items()}
     statistics = {name: Statistics(mean=(0.0,) * count, std=(1.0,) * count) for name, count in channels.items()}
     repeated = {name: np.resize(rows, (TRIED[-1], *rows.shape[1:])) for name, rows in few.items()}
     split = Split({name: torch.from_numpy(rows) for name, rows in repeated.items()})
