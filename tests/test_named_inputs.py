@@ -174,7 +174,9 @@ def test_forms_of_inference_take_the_inputs_by_name(sequences: Callable[..., Any
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType")  # of MLflow's own modules
-def test_mlflow_s_model_takes_the_inputs_by_name(sequences: Callable[..., Any], tmp_path: Path) -> None:
+def test_mlflow_s_model_takes_the_inputs_by_name(
+    sequences: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from mlflow.models import Model
 
     from pipeline.tracking import logged_models
@@ -183,6 +185,7 @@ def test_mlflow_s_model_takes_the_inputs_by_name(sequences: Callable[..., Any], 
     task = task_of(dataset, train)
     model = task.model().eval()
     logged_models._save(task, model, tmp_path / "model", Model())
+    assert "mlflow" not in capfd.readouterr().err
     rows = {name: dataset.test.arrays[name][:7].long() for name in ("input_ids", "attention_mask")}
     np.savez(tmp_path / "inputs.npz", **{name: values.numpy() for name, values in rows.items()})
     code = (

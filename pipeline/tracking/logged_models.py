@@ -8,6 +8,7 @@ place can run any code. docs/mlflow.md says how to load models without pickles, 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import tempfile
@@ -114,6 +115,7 @@ def _save(task: Task, trained: torch.nn.Module, directory: Path, model: Model) -
             shapes = {name: {0: torch.export.Dim.AUTO} for name in inputs}
             torch.export.save(torch.export.export(deployed, (inputs,), dynamic_shapes=(shapes,)), program)
             about |= {"loader_module": BY_NAME.stem, "code_paths": [str(BY_NAME)], "data_path": str(program)}
+            logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)  # it would say that it checks the example
             mlflow.pyfunc.save_model(str(directory), input_example=example, **about)
         else:
             about |= {"input_example": example[None], "serialization_format": "pt2"}
