@@ -175,7 +175,7 @@ PARAMS: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
-def test_a_bench_goes_on_from_real_rounds() -> None:
+def test_a_bench_goes_on_from_real_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(PARAMS)
     first_look.run(config, CPU_ONLY, [], minutes=1.0, age_seconds=0.0)
     (kept,) = results.read_sessions(results.KEPT_BENCHES)
@@ -183,6 +183,7 @@ def test_a_bench_goes_on_from_real_rounds() -> None:
     assert (kept.ledgers, kept.flops) == ({}, {})
     stage.run(config, CPU_ONLY)
     bench = results.read_bench()
+    assert f" minutes of rounds, as in the bench of {kept.session.start_utc}\n" in capsys.readouterr().out
     assert bench.rounds == kept.rounds + 2
     assert [arm.samples[: kept.rounds] for arm in bench.arms] == [arm.samples for arm in kept.arms]
     assert (bench.steps, bench.session.start_utc) == (kept.steps, kept.session.start_utc)

@@ -672,6 +672,14 @@ def test_the_command_s_exit_code_is_the_answer(
     assert "--quick leaves out: losses and weights after several steps" in shown.out
     assert "evaluation by one process: each of 89 samples counts once" in shown.out
     assert "verify: 4 of 4 claims" in shown.err
+    variants = {"accumulated": {"gradient_accumulation": 2}, "baseline": {}}
+    (here / "params.yaml").write_text(json.dumps({**params, "variants": variants}))
+    cli.main(["verify", "--quick"])
+    claims = capfd.readouterr().out.splitlines()[4:-1]
+    rows = [(row.split()[0], "gradients of a step" in row) for row in claims if not row.startswith(" ")]
+    own = [("accumulated", False)] * 2 + [("baseline", False)] * 2
+    assert rows == [*own, ("accumulated", True)]  # what needs a reference comes last
+    (here / "params.yaml").write_text(json.dumps(params))
     monkeypatch.setattr(verification, "QUICK_SECONDS", 0.0)
     assert cli.main(["verify", "--quick"]) == 1
     assert "the time of --quick is over" in capfd.readouterr().out
