@@ -123,3 +123,6 @@ def test_a_jobs_libraries_are_imported_before_forks(model: str, libraries: list[
     Path("own_parts.py").write_text("from transformers import BertModel\n")
     plan = plan_of(configured({}, model=model), "baseline", CPU_ONLY)
     assert preload_for(plan) == ["torch._dynamo", *libraries]
+    # On GPUs, a library that asks the driver while it is imported would keep forks from using CUDA.
+    on_gpu = plan_of(configured({}, model=model), "baseline", gpus(1))
+    assert preload_for(on_gpu) == ["torch._dynamo"]

@@ -48,15 +48,14 @@ from pipeline.training.outcomes import (
 
 _OF_A_RANK = ("_AFFINITY", "OMP_PLACES", "NCCL_IB_HCA")
 """Ends of the names of variables that bind a rank to cores and cards."""
-FIT_TO_FORK = {
+LONG_IMPORTS = {
     "peft": "peft",
     "timm": "timm",
     "torchmetrics": "torchmetrics",
     "torchvision": "torchvision.models",
     "transformers": "transformers.modeling_utils",
 }
-"""Library -> its module that takes long to import. A process can be forked after the import, because the import asks
-for no device and starts no thread that works."""
+"""Library -> its module that takes long to import, and starts no thread that works."""
 DETERMINISTIC = "deterministic"
 """The key in ``Plan.decided`` for the reason why ``train.deterministic`` is not possible."""
 
@@ -86,10 +85,11 @@ def planned(config: Config, name: str, machine: Machine, prepared: Path) -> Plan
 
 def preload_for(plan: Plan) -> list[str]:
     """Return the modules to import once, before the processes of ``plan`` are forked: what torch imports when it
-    creates the first optimizer, and the job's libraries. Otherwise each process would import them itself;
-    ``transformers`` alone takes seconds."""
-    needed = {models.library_of(plan.train.model), *code.libraries_of(plan)}
-    return ["torch._dynamo", *(module for library, module in FIT_TO_FORK.items() if library in needed)]
+    creates the first optimizer and, on a CPU, the job's libraries. Otherwise each process would import them itself;
+    ``transformers`` alone takes seconds. For GPUs they are left out: while it is imported, a library may ask the driver
+    (``torchao`` does), and then no fork can use CUDA."""
+    needed = {models.library_of(plan.train.model), *code.libraries_of(plan)} if plan.device == "cpu" else set()
+    return ["torch._dynamo", *(module for library, module in LONG_IMPORTS.items() if library in needed)]
 
 
 @contextmanager
