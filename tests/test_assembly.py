@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from pipeline.distributed import forked
 from pipeline.errors import ConfigError
 from pipeline.params import Config, Machine, parse
+from pipeline.plans import Plan
 from pipeline.plans import plan as plan_of
 from pipeline.profiling import steps
 from pipeline.training import job
-from pipeline.training.assembly import planned, preload_for
+from pipeline.training.assembly import assembled, planned, preload_for
 from tests.conftest import ROOT
 from tests.workspaces import CPU_ONLY, PREPARED, furnish
 
@@ -126,3 +129,17 @@ def test_a_jobs_libraries_are_imported_before_forks(model: str, libraries: list[
     # On GPUs, a library that asks the driver while it is imported would keep forks from using CUDA.
     on_gpu = plan_of(configured({}, model=model), "baseline", gpus(1))
     assert preload_for(on_gpu) == ["torch._dynamo"]
+
+
+def _imported(plan: Plan) -> Generator[bool, None, None]:
+    with assembled(plan, PREPARED):
+        yield "torchvision.models" in sys.modules
+
+
+def test_what_a_model_imports_late_is_no_memory_of_a_training() -> None:
+    Path("late.py").write_text(
+        "def net(classes, **_):\n    from torchvision import models\n    return models.resnet18(num_classes=classes)\n"
+    )
+    plan = plan_of(configured({}, model="late:net"), "baseline", CPU_ONLY)
+    with forked(_imported, (plan,), 1, preload=["pipeline.training.loop"]) as ask:
+        assert ask(None) == [True]

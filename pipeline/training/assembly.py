@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ def assembled(plan: Plan, prepared: Path, **settings: Any) -> Iterator[Assembly]
     """
     train, check_followed = plan.train, code.unfollowed(plan)
     with importing():  # these imports do not count as memory of the training
-        import torch._dynamo  # noqa: F401  (the first optimizer would import it)
-
+        for module in preload_for(plan):  # building the model, or the first optimizer, would import them
+            with suppress(ImportError):
+                importlib.import_module(module)
         models.load(train.model)
         if plan.applied.distillation and plan.applied.distillation.model:
             models.load(plan.applied.distillation.model)
