@@ -487,8 +487,9 @@ def _compare(_: argparse.Namespace) -> None:
     measured, histories = read_all(config)
     check_here(config, recorded)
     sessions = [results.read_bench(), *results.read_sessions()]
-    report.write(compare(measured, histories, sessions, config.compare, recorded, made_of(measured)), histories)
-    say(f"report: {report.REPORTS / 'comparison.html'}")
+    compared = compare(measured, histories, sessions, config.compare, recorded, made_of(measured))
+    report.write(compared, histories)
+    report.say_verdicts(compared)
 
 
 def _history(_: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "markdown",
     "metrics",
     "ratios_csv",
+    "say_verdicts",
     "write",
     "write_history",
     "write_pages",
@@ -48,6 +49,20 @@ HUES = 6
 """Number of colours for variants in comparison.html. Colours repeat after six variants, but colour and dash pattern
 together repeat only after twelve."""
 DASHES = 4
+
+
+def say_verdicts(comparison: Comparison, directory: Path = REPORTS) -> None:
+    """Print each variant's verdict, its ratios and its reasons, what stands first in the report, and where it is."""
+    for compared in comparison.variants[1:]:
+        ratios = (f"{figure.noun} {facts.text(ratio)}" for figure, ratio in compared.ratios.items())
+        say(f"{compared.variant}: {compared.verdict}: {', '.join(ratios)}")
+        for sentence in facts.sentences(compared.reasons):
+            say(f"  {sentence}")
+    noises = (f"{figure.noun} {facts.text(noise)}" for figure, noise in comparison.noises.items())
+    say(f"{comparison.bench.baseline} against itself: {', '.join(noises)}")
+    for sentence in filter(None, [*facts.banner(comparison), facts.advice(comparison)]):
+        say(sentence)
+    say(f"report: {directory / 'comparison.html'}, and comparison.md for a terminal")
 
 
 def write(comparison: Comparison, histories: Histories, directory: Path = REPORTS) -> None:

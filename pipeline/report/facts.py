@@ -184,6 +184,12 @@ def moved_margins(comparison: Comparison) -> list[str]:
     return [f"{key} from {before} to {now}" for key, before, now in moved]
 
 
+def share_machines(comparison: Comparison) -> bool:
+    """Return True if some hosts are one machine."""
+    links = comparison.environment.get("hardware", {}).get("hosts", ())
+    return len({link["machine"] for link in links}) < len(links)
+
+
 def has_few_samples(comparison: Comparison) -> bool:
     return comparison.dataset is not None and comparison.dataset.test_count < FEW_TEST_SAMPLES
 

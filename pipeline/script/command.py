@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,7 @@ def run(
     files.write_text(output / "sessions" / file_name(bench), bench.to_json())
     comparison = compared_in([bench, *earlier], compared, fingerprint)
     report.write(comparison, {name: [] for name in commands}, output)
-    say("\n".join(verdict_lines(comparison)))
-    say(f"report: {output / 'comparison.html'}")
+    report.say_verdicts(comparison, output)
     if bench.interrupted:
         raise KeyboardInterrupt(f"{count(bench.rounds, 'complete round')} kept in {output}")
 
@@ -160,14 +159,3 @@ def row_of(comparison: Comparison) -> str:
     texts = [f"{name} {facts.text(ratio)}" for name, ratio in ratios.items() if ratio]
     noise = f"A/A {facts.text(comparison.noise_throughput)}"
     return f"script: round {comparison.bench.rounds}: {'; '.join([*texts, noise])}"
-
-
-def verdict_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield each arm's verdict, its ratios and its reasons."""
-    for compared in comparison.variants[1:]:
-        ratios = (f"{figure.noun} {facts.text(ratio)}" for figure, ratio in compared.ratios.items())
-        yield f"{compared.variant}: {compared.verdict}: {', '.join(ratios)}"
-        yield from (f"  {sentence}" for sentence in facts.sentences(compared.reasons))
-    noises = (f"{figure.noun} {facts.text(noise)}" for figure, noise in comparison.noises.items())
-    yield f"{BASE} against itself: {', '.join(noises)}"
-    yield from facts.banner(comparison)

@@ -152,7 +152,10 @@ def two_hosts() -> Made:
     session = make_session(hosts=("node-1", "node-2"))
     bench = make_bench(measured, rejected={})
     bench = with_samples(bench, lambda arm: map(_slowed if arm.variant == "ddp" else Window.model_copy, arm.samples))
-    return made(measured, rejected={}, session=session, arms=bench.arms)
+    comparison, histories = made(measured, rejected={}, session=session, arms=bench.arms)
+    links = [{"name": name, "machine": 0} for name in session.hosts]
+    environment = ENVIRONMENT | {"hardware": ENVIRONMENT["hardware"] | {"hosts": links}}
+    return Made(comparison.model_copy(update={"environment": environment}), histories)
 
 
 def _slowed(window: Window) -> Window:
