@@ -281,9 +281,15 @@ def test_figures_of_the_training_runs_keep_their_names() -> None:
             {},
             0.59,
             (5900, 5900),
-            "say nothing: the accuracy of `a`, 59.00%, does not exceed that of a constant answer, 59.00% (the share",
+            "say nothing: the accuracy of `a`, 59.00%, hardly exceeds that of a constant answer, 59.00% (the share",
         ),
-        ({}, 0.59, (5900, 5902), ""),
+        (
+            {},
+            0.59,
+            (5900, 6090),
+            "say nothing: the accuracy of `a`, 59.95%, hardly exceeds that of",
+        ),  # of 10,000 samples
+        ({}, 0.59, (5900, 6110), ""),
         ({"metric": "label_accuracy"}, 0.99, (9000, 9000), ""),
         (
             {"metric": "own:f1", "metric_over": "test_set"},
@@ -293,7 +299,7 @@ def test_figures_of_the_training_runs_keep_their_names() -> None:
         ),
         ({"metric": "own:f1", "metric_over": "test_set"}, 0.59, (3711, 3712), ""),
     ],
-    ids=["constant", "learnt", "labels", "own", "own_learnt"],
+    ids=["constant", "by_chance", "learnt", "labels", "own", "own_learnt"],
 )
 def test_a_baseline_that_learns_nothing_is_said_first(
     train: dict[str, Any], share: float, correct: tuple[int, int], why: str

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,6 +303,29 @@ def test_rounding_errors_of_a_gradient_hide_nothing(claimed: Claimed) -> None:
     weights = of(claimed({"split": {"gradient_accumulation": 2}}, **how), "split", "weights after")
     assert weights.holds, weights
     assert weights.note == "without 1.lift, whose gradients are rounding errors"
+
+
+@pytest.mark.parametrize(("difference", "holds"), [(2.5, True), (3.5, False), (11.0, False)])
+def test_a_close_difference_gets_more_draws(difference: float, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the noise's draws, the third is the largest; a fault makes 20. At half of this, no further draw is needed."""
+    monkeypatch.setattr(verification.claims, "way_difference", lambda *_: 0.0)
+    tried: list[int] = []
+
+    def reference(_: Any, trials: Sequence[Trial]) -> list[Observed]:
+        tried[:] = [trial.draw for trial in trials if trial.noise]
+        sizes = (20.0 if trial.forgets else {2: 1.6}.get(trial.draw, 1.0) * (trial.noise > 0) for trial in trials)
+        return [Observed(Path(), losses=(size,)) for size in sizes]
+
+    verifier = object.__new__(Verifier)
+    verifier.steps = 1
+    monkeypatch.setattr(verifier, "_reference", reference)
+    monkeypatch.setattr(verifier, "_observe", lambda *_: [Observed(Path(), losses=(difference,))])
+    trial, plan = Trial("step"), SimpleNamespace(name="a")
+    trials = [trial, *(replace(trial, noise=0.1, draw=draw) for draw in range(2)), replace(trial, forgets=2)]
+    apart = {"near": lambda ours, theirs: abs(ours.losses[0] - theirs.losses[0])}
+    (claim,) = verifier._compared(plan, plan, "", [trials], apart)  # type: ignore[arg-type]
+    assert claim.holds is holds
+    assert len(tried) == (2 if difference > 10 else 8)
 
 
 def test_samples_that_mix_promise_nothing(claimed: Claimed) -> None:

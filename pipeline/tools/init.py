@@ -447,8 +447,8 @@ def _arrays(path: str) -> _Inspected:
     model = None if by_name else fitting.get(inputs.ndim)
     if targets is None and (model is None or inputs.dtype.kind not in "iu"):
         raise ConfigError(
-            f"--arrays: found {arrays.named(contents)}, for which init knows no task; add the array targets, or write "
-            f"{PARAMS_FILE} yourself."
+            f"--arrays: found {arrays.named(contents)}, for which init knows no task; add the array targets, or "
+            f"rename what holds them, such as labels, or write {PARAMS_FILE} yourself."
         )
     train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
     return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs)

@@ -91,6 +91,9 @@ def run(
             say(progress(len(claims), total, seconds, more), file=sys.stderr)
     seconds = time.monotonic() - started
     say(claims_as_json(claims, about | {"seconds": round(seconds, 1)}) if as_json else summary(claims, seconds))
+    if false := {claim.variant for claim in claims if claim.holds is False}:
+        whole = f", or --quick took too few samples: run `python -m pipeline verify {' '.join(sorted(false))}`"
+        say(f"verify: NO: the variant trains otherwise than promised{whole if quick else ''}", file=sys.stderr)
     return int(not hold(claims))
 
 

@@ -42,9 +42,10 @@ KERNEL_ROUNDOFFS = 2.0**5
 about 10."""
 DRAWS = 2
 """How often the reference is trained with noise as large as the expected rounding. The largest difference counts."""
+MANY_DRAWS = 8
+"""The same for a difference beyond the bound, but far from what a fault causes: two draws can give too low a bound."""
 FACTOR = 2.0
-"""Rounding may change a training by at most ``LEAST`` plus this many times the change that the noise of ``DRAWS``
-causes."""
+"""Rounding may change a training by at most ``LEAST`` plus this many times the change that the noise causes."""
 CLEAR = 2.0
 """A bound is meaningful if a fault planted in the reference causes a difference of at least this many times the
 bound."""
@@ -325,14 +326,18 @@ class Verifier:
         claim's text, {} stands for the number of steps.
         """
         names: list[str] = []
+
+        def judge(trial: Trial, spoilt: Sequence[Trial]) -> tuple[Observed, list[Claim]]:
+            theirs, *others = self._reference(reference, [trial, *spoilt])
+            return theirs, [
+                _judged(Claim(plan.name, name, unit="relative"), [apart(run, theirs) for run in others])
+                for name, apart in zip(names, distances.values(), strict=True)
+            ]
+
         try:
             for trial, *spoilt in runs:
                 names = [claim.format(trial.steps or self.steps) for claim in distances]
-                theirs, *others = self._reference(reference, [trial, *spoilt])
-                judged = [
-                    _judged(Claim(plan.name, name, unit="relative"), [apart(run, theirs) for run in others])
-                    for name, apart in zip(names, distances.values(), strict=True)
-                ]
+                theirs, judged = judge(trial, spoilt)
                 if judged[0].undecided != UNMEASURABLE:
                     break
             if theirs.not_finite or not math.isfinite(way_difference(theirs, theirs)):
@@ -341,11 +346,14 @@ class Verifier:
             (ours,) = self._observe(plan, [trial])
             if ours.overflowed:
                 raise _Untried("a step was skipped, because its scaled gradients overflowed")
+            measured = [apart(ours, theirs) for apart in distances.values()]
+            if any(map(_is_close, judged, measured)):
+                draws = [replace(spoilt[0], draw=draw) for draw in range(DRAWS, MANY_DRAWS)]
+                _, judged = judge(trial, [*draws, *spoilt])
         except WorkerError as error:
             return [_failed(plan.name, name, error) for name in names]
         slower = f"at 1/{1 / trial.rate:.0f} of the learning rate" if trial.rate < 1 else ""
         note = "; ".join(filter(None, [note, slower, ours.not_finite]))
-        measured = [apart(ours, theirs) for apart in distances.values()]
         return [
             replace(claim, measured=value, note=note, holds=None if claim.undecided else value <= (claim.bound or 0.0))
             for claim, value in zip(judged, measured, strict=True)
@@ -522,6 +530,11 @@ def _judged(claim: Claim, spoilt: Sequence[float]) -> Claim:
     bound = LEAST + FACTOR * max(noisy)
     decided = math.isfinite(bound) and CLEAR * bound <= fault
     return replace(claim, bound=bound, fault=fault, undecided="" if decided else UNMEASURABLE)
+
+
+def _is_close(claim: Claim, measured: float) -> bool:
+    """Return True if ``measured`` is beyond the claim's bound, but far from what the planted fault causes."""
+    return not claim.undecided and (claim.bound or 0.0) < measured < (claim.fault or 0.0) / CLEAR
 
 
 def _failed(variant: str, claim: str, error: PipelineError) -> Claim:
