@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from pipeline import environment, factories
 from pipeline.errors import PipelineError, count, first_line
 from pipeline.files import read_bytes
+from pipeline.processes import hush_torchao
 
 LIMIT_BYTES = 1 << 20
 """Largest allowed size of a configuration's file."""
@@ -138,7 +138,6 @@ def _check_size(models: Any, configuration: Any) -> None:
 def load(kind: str = "causal language model") -> tuple[Any, Any]:
     """Import and return AutoConfig and the class that makes models of this kind. Raises PipelineError if
     ``transformers`` is missing."""
-    # In each process, torch would warn of torchao, which transformers imports.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    hush_torchao()
     transformers = factories.library("transformers", "train.model: found 'transformers'", PipelineError)
     return transformers.AutoConfig, getattr(transformers, _CLASSES[kind])

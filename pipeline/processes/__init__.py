@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import logging
 import os
 import signal
 import sys
@@ -108,6 +109,11 @@ def terminate_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def hush_torchao() -> None:
+    """Hide what torch would warn of in each process: a word of ``torchao``, which ``transformers`` imports."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Disable garbage collection during a block of imports, and freeze all objects that exist at its end.
@@ -115,6 +121,7 @@ def importing() -> Iterator[None]:
     Imported objects stay alive, so scanning them is useless. Repeated scans would take a quarter of the import time of
     torch and its compiler. Each later collection would also scan these objects again.
     """
+    hush_torchao()
     thresholds, modules = gc.get_threshold(), len(sys.modules)
     gc.set_threshold(0)  # not gc.disable(), which the user's own modules may call
     try:
