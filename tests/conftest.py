@@ -102,11 +102,15 @@ def _two_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks() -> Iterator[None]:
+def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves environment variables, a process group or another state of torch behind, and clean up
-    after it what can be cleaned up."""
+    after it what can be cleaned up. Forget the modules of its own folder, whose names other tests use, too."""
     before, torch_before = dict(os.environ), _state_of_torch()
     yield
+    if folder := request.node.funcargs.get("tmp_path"):
+        own = [name for name, module in sys.modules.items() if _is_in(folder, getattr(module, "__file__", None))]
+        for name in own:
+            del sys.modules[name]
     leaked = {name for name, _ in before.items() ^ os.environ.items()} - SET_BY_LIBRARIES
     for name in leaked:
         if name in before:
@@ -126,6 +130,10 @@ def _nothing_leaks() -> Iterator[None]:
         pytest.fail("the test leaked a process group")
     if torch_before and torch_before != (torch_after := _state_of_torch()):
         pytest.fail(f"the test left another state of torch behind: {torch_after}, before: {torch_before}")
+
+
+def _is_in(folder: Path, file: object) -> bool:
+    return isinstance(file, str) and file.startswith(f"{folder}{os.sep}")
 
 
 def _state_of_torch() -> dict[str, object]:

@@ -129,7 +129,7 @@ def test_on_a_busy_machine_only_sides_are_known(trying: Callable[..., Try], caps
     said = capsys.readouterr().out
     ranked = said[said.index("Provisional") :]
     assert re.search(r"  slow  clearly slower: 0\.50. \(0\.4.*\), size\s+uncertain;", ranked)
-    assert re.search(r"  open  throughput cannot be told in 2 minutes: .*, nor\s+in\s+60, with this\s", ranked)
+    assert re.search(r"  open  throughput cannot be told in 2 minutes: .*, (nor\s+in\s+60|but\s+about)", ranked)
     assert "rounds had to be rejected, most often because other processes took" in ranked
     (bench,) = results.read_sessions(results.KEPT_BENCHES)
     assert {sample.samples_per_second for arm in bench.arms for sample in arm.samples} == {None}

@@ -77,20 +77,20 @@ class _MuonAndAdamW(torch.optim.Optimizer):
         shared = {key: options[key] for key in _OF_JOB}
         muon = torch.optim.Muon([{"params": []}], **shared, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW([{"params": []}], **options)
-        super().__init__(parameters, adamw.defaults)
         own = {key: value for key, value in muon.defaults.items() if key not in _OF_JOB}
-
-        def part(group: dict[str, Any], *, of_matrices: bool) -> dict[str, Any]:
-            return {"params": [key for key in group["params"] if (key in matrices) is of_matrices]}
-
-        self._parts: tuple[tuple[torch.optim.Optimizer, list[dict[str, Any]]], ...] = (
-            (muon, [own | part(group, of_matrices=True) for group in self.param_groups]),
-            (adamw, [part(group, of_matrices=False) for group in self.param_groups]),
+        self._parts: tuple[tuple[torch.optim.Optimizer, dict[str, Any], bool], ...] = (
+            (muon, own, True),
+            (adamw, {}, False),
         )
+        self._matrices = matrices
+        super().__init__(parameters, adamw.defaults)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        for optimizer, parts in self._parts:
+        for optimizer, own, of_matrices in self._parts:
             optimizer.state = self.state
-            optimizer.param_groups = [group | part for group, part in zip(self.param_groups, parts, strict=True)]
+            optimizer.param_groups = [
+                group | own | {"params": [key for key in group["params"] if (key in self._matrices) is of_matrices]}
+                for group in self.param_groups
+            ]
             optimizer.step()
