@@ -30,7 +30,6 @@ from pipeline.tools.verification.claims import (
     UNPROMISED,
     UNTRIED,
     Claim,
-    Verifier,
     differing_values,
     evaluated,
     loss_difference,
@@ -48,6 +47,7 @@ from pipeline.tools.verification.observing import (
     observe,
     statistics,
 )
+from pipeline.tools.verification.verifier import Verifier
 from pipeline.training import outcomes
 from tests.nets import assembly_of, batch, conv_net, task_of
 from tests.outside import on_path, write_techniques
@@ -308,7 +308,7 @@ def test_rounding_errors_of_a_gradient_hide_nothing(claimed: Claimed) -> None:
 @pytest.mark.parametrize(("difference", "holds"), [(2.5, True), (3.5, False), (11.0, False)])
 def test_a_close_difference_gets_more_draws(difference: float, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the noise's draws, the third is the largest; a fault makes 20. At half of this, no further draw is needed."""
-    monkeypatch.setattr(verification.claims, "way_difference", lambda *_: 0.0)
+    monkeypatch.setattr(verification.verifier, "way_difference", lambda *_: 0.0)
     tried: list[int] = []
 
     def reference(_: Any, trials: Sequence[Trial]) -> list[Observed]:

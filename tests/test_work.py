@@ -23,8 +23,8 @@ from pipeline.params import Variant, parse, requested
 from pipeline.plans import plan
 from pipeline.results import Window
 from pipeline.results.rejections import rejection
-from pipeline.tools.verification.claims import Verifier
 from pipeline.tools.verification.observing import Observed
+from pipeline.tools.verification.verifier import Verifier
 from pipeline.training.outcomes import Counted, Work, work_of
 from tests.conftest import ROOT
 from tests.factories import of_the_job

@@ -22,7 +22,8 @@ from pipeline.data.prepared import read as read_dataset
 from pipeline.errors import count, own_place, say
 from pipeline.params import Config, Machine
 from pipeline.plans import Plan
-from pipeline.tools.verification.claims import LEFT_OUT, UNTRIED, Claim, Verifier, said
+from pipeline.tools.verification.claims import UNTRIED, Claim
+from pipeline.tools.verification.verifier import LEFT_OUT, Verifier, said
 from pipeline.training.assembly import planned
 
 __all__ = ["Claim", "Verifier", "run"]
@@ -38,7 +39,7 @@ def run(
 ) -> int:
     """Print the claims of ``variants`` (empty: of all). Return 0 if ``hold`` is true for the claims, else 1.
 
-    ``quick``: leave out what takes long (``claims.LEFT_OUT``), and end within two minutes if a training step takes a
+    ``quick``: leave out what takes long (``verifier.LEFT_OUT``), and end within two minutes if a training step takes a
     second. The claims that need a reference come after those of all variants that need none. Raises PipelineError.
     """
     names = list(variants) or list(config.variants)
