@@ -97,8 +97,9 @@ def struck(victims: Callable[[], list[psutil.Process]], delay_seconds: float, co
         command.wait(delay_seconds)
     while command.poll() is None:
         if found := victims():
-            chance.choice(found).kill()
-            return True
+            with suppress(psutil.NoSuchProcess):  # it has just ended; another is struck
+                chance.choice(found).kill()
+                return True
     return False
 
 
