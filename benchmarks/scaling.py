@@ -1,11 +1,12 @@
 """Test the projections of ``scale`` on jobs with known arithmetic, over links of known speed. Needs root, ip and tc.
 
-    python -m benchmarks.scaling [NUMBER]
+    python -m benchmarks.scaling [ddp | fsdp] [NUMBER]
 
 Each of four network namespaces is a host, joined to the others by a link that is shaped. A layer of the model sleeps
-for a known time a sample, and has gradients of a known size, which real all-reduces send. For each job, ``scale``
-measures two hosts and projects four; then it measures four. Three predictions come of it: that of two and that of four
-without their own measurement, and that of four by two. ``NUMBER``: of jobs; all by default.
+for a known time a sample, and has parameters of a known size, whose gradients real collectives send, with fsdp also
+the parameters. For each job, ``scale`` measures two hosts and projects four; then it measures four. Three predictions
+come of it: that of two and that of four without their own measurement, and that of four by two. ``NUMBER``: of jobs;
+all by default.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Layer(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+        self.inner = nn.Identity()  # what has a part of its own is a block, which fsdp gathers by itself
 
     def forward(self, inputs):
         return Sleep.apply(inputs * self.weight.mean(), 1e-4)
@@ -99,8 +101,9 @@ def shape(rate: int) -> None:
         subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "uplink", *words], check=True)
 
 
-def params(hosts: int, size: int) -> dict[str, Any]:
+def params(hosts: int, size: int, parallelism: str) -> dict[str, Any]:
     """``size``: the number of a layer's parameters."""
+    variant = {"parallelism": parallelism} | ({"bucket_mb": 4 * size / 2**20} if parallelism == "ddp" else {})
     return {
         "fetch": {"dataset": "digits"},
         "train": {
@@ -109,19 +112,19 @@ def params(hosts: int, size: int) -> dict[str, Any]:
         },
         "bench": {"max_foreign_load": 1.0, "max_rounds": 6, "window_seconds": 1.0},
         "launch": {"hosts": HOSTS[:hosts], "on_host": "ip netns exec {host}", "address": "10.79.0.1"},
-        "variants": {"baseline": {}, "ddp": {"parallelism": "ddp", "bucket_mb": 4 * size / 2**20}},
+        "variants": {"baseline": {}, parallelism: variant},
     }  # fmt: skip
 
 
-def scaled(hosts: int, size: int) -> dict[int, dict[str, Any]]:
+def scaled(hosts: int, size: int, parallelism: str) -> dict[int, dict[str, Any]]:
     """Run ``scale`` on the first hosts. Return number of processes -> point of the curve."""
-    Path("params.yaml").write_text(yaml.safe_dump(params(hosts, size)), encoding="utf-8")
+    Path("params.yaml").write_text(yaml.safe_dump(params(hosts, size, parallelism)), encoding="utf-8")
     variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
     for words in (
         ["environment"],
         ["fetch"],
         ["prepare"],
-        ["scale", "ddp", "--mode", "strong", "--up-to", "4", "--minutes", "0.1"],
+        ["scale", parallelism, "--mode", "strong", "--up-to", "4", "--minutes", "0.1"],
     ):
         command = ["ip", "netns", "exec", HOSTS[0], sys.executable, "-m", "pipeline", *words]
         subprocess.run(command, env=variables, check=True)
@@ -141,7 +144,10 @@ def prediction(kind: str, projected: dict[str, Any], measured: dict[str, Any]) -
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
-    jobs = [*product(RATES, SIZES)][: int(sys.argv[1]) if sys.argv[1:] else None]
+    sharded = "fsdp" in sys.argv
+    parallelism = "fsdp" if sharded else "ddp"
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    jobs = [*product(RATES, SIZES)][: numbers[0] if numbers else None]
     made: dict[str, list[dict[str, Any]]] = {}
     with namespaces():
         for rate, size in jobs:
@@ -149,18 +155,19 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
                 Path("sleeping.py").write_text(MODEL, encoding="utf-8")
-                two, four = scaled(2, 256 * size), scaled(4, 256 * size)
+                two, four = (scaled(hosts, 256 * size, parallelism) for hosts in (2, 4))
                 os.chdir(ROOT)
             of_job = [
                 prediction("2, left out", two[2]["left_out"], two[2]["speedup"]),
                 prediction("4, left out", four[4]["left_out"], four[4]["speedup"]),
                 prediction("4 by 2", two[4]["speedup"], four[4]["speedup"]),
             ]
-            made[f"{rate} Mbit/s, {LAYERS} x {size} KiB"] = of_job
+            made["fsdp, " * sharded + f"{rate} Mbit/s, {LAYERS} x {size} KiB"] = of_job
             for one in of_job:
                 print(rate, size, one, flush=True)
     figure = {"jobs": made}
-    print(machines.keep(machines.FIGURES, "scaling-", "projections", "sleeping layers", figure)[0])
+    name = "sleeping layers" + ", fsdp" * sharded
+    print(machines.keep(machines.FIGURES, "scaling-", "projections", name, figure)[0])
 
 
 if __name__ == "__main__":

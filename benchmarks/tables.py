@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +371,8 @@ def distillation() -> str:
 def projections() -> str:
     rows = []
     for path in sorted(FIGURES.glob("scaling-*.json")):
-        recorded = figures(path.stem)
-        for job, predictions in recorded["projections"]["sleeping layers"]["jobs"].items():
+        recorded = figures(path.stem)["projections"].values()
+        for job, predictions in chain.from_iterable(kind["jobs"].items() for kind in recorded):
             for made in predictions:
                 speeds = ([f"{speed:.2f}" for speed in made[key]] for key in ("projected", "measured"))
                 texts = [f"{middle} ({low} to {high})" for middle, low, high in speeds]

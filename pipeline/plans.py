@@ -69,7 +69,7 @@ class Plan(BaseModel):
     micro_batch_size: int
     """Samples that one process takes in one micro-batch."""
     reduces: bool = Field(True, exclude_if=operator.truth)
-    """False: processes with DDP do not exchange gradients, so that the arithmetic of a step is measured alone
+    """False: processes exchange neither gradients nor parameters, so that the arithmetic of a step is measured alone
     (``scaling``). Nothing is ever trained in this way."""
     train: Train
     """The job as this variant trains it: ``train`` of params.yaml, with the variant's own model if it has one. The

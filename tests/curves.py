@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.results import Window
 from pipeline.scaling.points import Measured, Place
-from pipeline.scaling.probe import Probe, Timing
+from pipeline.scaling.probe import OPERATIONS, Probe, Timing
 from pipeline.scaling.projection import Alone
 from tests.factories import make_bench, make_result, make_window
 
@@ -26,13 +26,14 @@ def make_alone(milliseconds: float, processes: int = 2, **changes: Any) -> Alone
 
 
 def make_probe(processes: int, latency_ms: float = 1.0, per_megabyte_ms: float = 1.0) -> Probe:
-    """All-reduces that take the latency and the time for the bytes of a ring."""
+    """All-reduces that take the latency and the time for the bytes of a ring; the other operations take half."""
     share = 2 * (processes - 1) / processes
     timings = [
         Timing(
-            operation="all_reduce", processes=processes, hosts=1, size_bytes=size,
-            seconds=(MILLISECOND * (latency_ms + share * per_megabyte_ms * size / MEGABYTE),),
+            operation=operation, processes=processes, hosts=1, size_bytes=size,
+            seconds=(part * MILLISECOND * (latency_ms + share * per_megabyte_ms * size / MEGABYTE),),
         )
+        for operation, part in zip(OPERATIONS, (1.0, 0.5, 0.5), strict=True)
         for size in (1000, MEGABYTE, 100 * MEGABYTE)
     ]  # fmt: skip
     return Probe(

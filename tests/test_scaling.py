@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.params import parse
-from pipeline.results import Arithmetic
+from pipeline.results import Arithmetic, Exchange
 from pipeline.results.figures import THROUGHPUT
 from pipeline.scaling import command, points, projection
 from pipeline.scaling.curves import Analysis, Curve
@@ -27,11 +27,13 @@ from tests.workspaces import CPU_ONLY, SERVER, enter, variables
 
 def rank(*milliseconds: float, buckets: Sequence[tuple[float, int]] = (), host: str = "a") -> Arithmetic:
     steps = tuple(MILLISECOND * step for step in milliseconds)
-    return Arithmetic(host=host, step_seconds=steps, buckets=tuple((MILLISECOND * at, size) for at, size in buckets))
+    return Arithmetic(
+        host=host, step_seconds=steps, buckets=tuple(Exchange(MILLISECOND * at, size) for at, size in buckets)
+    )
 
 
-def reduced(latency_ms: float, per_megabyte_ms: float) -> projection.AllReduce:
-    return lambda size: MILLISECOND * (latency_ms + per_megabyte_ms * size / MEGABYTE)
+def reduced(latency_ms: float, per_megabyte_ms: float) -> Callable[[Exchange], float]:
+    return lambda exchange: MILLISECOND * (latency_ms + per_megabyte_ms * exchange.size_bytes / MEGABYTE)
 
 
 # The parts of a step.
@@ -45,8 +47,8 @@ def test_ranks_steps_are_joined_by_index() -> None:
     assert (alone.slowest_rank, alone.slowest_host) == (1, "b")
     assert alone.slowest_seconds == pytest.approx(12e-3)
     assert alone.jitter_seconds == pytest.approx((12 + 14 + 12) / 3 * 1e-3 - 12e-3)
-    assert [size for _, size in alone.buckets] == [4, 8]
-    assert [seconds for seconds, _ in alone.buckets] == pytest.approx([5e-3, 8e-3])
+    assert [bucket.size_bytes for bucket in alone.buckets] == [4, 8]
+    assert [bucket.ready_seconds for bucket in alone.buckets] == pytest.approx([5e-3, 8e-3])
 
 
 def test_buckets_are_reduced_one_after_the_other() -> None:
@@ -69,6 +71,15 @@ def test_jitter_grows_with_the_processes() -> None:
     assert alone.waiting(4) - 1e-3 == pytest.approx(1.029e-3 / 0.564, rel=0.03)  # the expected largest of 4 and of 2
 
 
+def test_gathers_delay_what_needs_them() -> None:
+    gathers = [Exchange(0.0, MEGABYTE, "all_gather"), Exchange(2e-3, MEGABYTE, "all_gather")]
+    alone = make_alone(30, buckets=(*gathers, Exchange(30e-3, MEGABYTE, "reduce_scatter")))
+    made = parts(alone, 0.0, 2, reduced(0, 6))
+    # The first delays the step by 4, the second ends at 12, before what follows it, and nothing hides the last.
+    assert [made.exposed, made.hidden] == pytest.approx([10e-3, 8e-3])
+    assert parts(alone, 0.0, 2, reduced(0, 6), blocking=True).exposed == pytest.approx(18e-3)
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.5])
 def test_beside_is_found_from_a_whole_step(factor: float) -> None:
     def parts_with(tried: float) -> projection.Parts:
@@ -79,7 +90,7 @@ def test_beside_is_found_from_a_whole_step(factor: float) -> None:
 
 def test_hidden_communication_says_nothing_of_beside() -> None:
     alone = make_alone(50, buckets=((10e-3, MEGABYTE), (49e-3, 0)))
-    assert beside(50e-3, lambda tried: parts(alone, 0.0, 2, lambda size: tried * size * 1e-12)) == 1.0
+    assert beside(50e-3, lambda tried: parts(alone, 0.0, 2, lambda made: tried * made.size_bytes * 1e-12)) == 1.0
 
 
 # Curves from samples with known answers.
@@ -104,12 +115,65 @@ def test_projections_follow_the_formula() -> None:
     )
 
 
+SHARDS = [
+    Exchange(0.0, 10 * MEGABYTE, "all_gather"),
+    Exchange(15e-3, 10 * MEGABYTE, "all_gather"),
+    Exchange(25e-3, 10 * MEGABYTE, "reduce_scatter"),
+]
+
+
+def test_shards_are_projected_too() -> None:
+    # Each takes half of an all-reduce, and nothing hides it: among 2, three times 5.5 ms; among 4, three times 9 ms.
+    measured = make_measured(50 + 3 * 5.5, buckets=SHARDS)
+    alone = {**measured.alone, "ddp-4-alone": (make_alone(25, buckets=SHARDS),) * 8}
+    _, two, four = curve_of(measured.model_copy(update={"alone": alone})).points
+    assert two.left_out is not None
+    assert two.left_out.estimate == pytest.approx(100 / 66.5, rel=1e-3)
+    assert four.speedup.estimate == pytest.approx(100 / (25 + 27), rel=1e-2)
+    assert four.parts is not None
+    assert four.parts["hidden"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_replicas_average_what_was_scattered() -> None:
+    # Two models on two processes each: 5.5 ms to scatter, then an all-reduce of half, of 1 + 5 ms. On two hosts, each
+    # host's link carries both halves; the all-reduce is one of all four processes, with three times the latency.
+    place = make_measured().places[1].model_copy(update={"processes": 4, "replicas": 2})
+    for hosts, seconds in (1, 5.5 + 6), (2, 5.5 + 18):
+        measured = make_measured().model_copy(update={"devices": 4, "hosts": hosts})
+        made = Analysis(measured, None, 0.15)._seconds(place, SHARDS[-1])
+        assert made == pytest.approx(MILLISECOND * seconds, rel=1e-2)
+
+
+def test_what_is_not_modelled_is_taken_apart_but_not_projected(tmp_path: Path) -> None:
+    measured = make_measured(64.0)
+    places = tuple(place.model_copy(update={"modelled": False}) for place in measured.places[:2])
+    measured = measured.model_copy(update={"places": places})
+    _, two = curve_of(measured).points
+    assert two.parts == pytest.approx({"arithmetic": 50e-3, "input": 0, "waiting": 0, "exposed": 14e-3}, abs=1e-3)
+    assert two.left_out is None
+    command.write(command.reported(parse({"variants": VARIANTS}), measured, [], price=None, link=None), tmp_path)
+    assert "| 14.0" in (tmp_path / "scaling.md").read_text()
+
+
+def test_measurements_of_earlier_versions_are_read() -> None:
+    kept = make_measured().model_dump(mode="json", by_alias=True)
+    for place in kept["places"]:
+        del place["modelled"], place["replicas"]
+    for arm in kept["alone"].values():
+        for steps in arm:
+            steps["buckets"] = [bucket[:2] for bucket in steps["buckets"]]
+    assert curve_of(Measured.model_validate(kept)) == curve_of(make_measured())
+
+
 def test_an_assumed_link_joins_hosts_of_any_number_of_devices() -> None:
     # Three devices were not probed, but two: a ring of three has twice the messages, and sends 4/3 of the bytes.
     measured = make_measured().model_copy(update={"devices": 3})
-    three, six = (Analysis(measured, "eth100", 0.15)._all_reduce(number)(MEGABYTE) for number in (3, 6))
+    analysis = Analysis(measured, "eth100", 0.15)
+    three, six = (analysis._collective("all_reduce", number)(MEGABYTE) for number in (3, 6))
     assert three == pytest.approx(2e-3 + 4 / 3 * 1e-3, rel=1e-2)
     assert six == pytest.approx(three + 6.6e-6 + 2 * 15e-6 + MEGABYTE / 12.5e9, rel=1e-2)
+    halves = [analysis._collective(operation, 6)(MEGABYTE) for operation in ("reduce_scatter", "all_gather")]
+    assert halves == pytest.approx([six / 2, six / 2], rel=1e-2)
 
 
 def test_a_step_is_taken_apart() -> None:
@@ -180,6 +244,8 @@ VARIANTS = {
     "fsdp": {"parallelism": "fsdp"},
     "hybrid": {"parallelism": "fsdp", "replicas": 2},
     "fp16": {"parallelism": "ddp", "communication_hook": "fp16"},
+    "zero1": {"parallelism": "zero1"},
+    "powersgd": {"parallelism": "zero1", "communication_hook": "powersgd"},
 }
 
 
@@ -187,9 +253,13 @@ def test_arms_of_all_kinds() -> None:
     config = parse({"train": {"batch_size": 64}, "variants": VARIANTS})
     chosen = points.variants_of(config, [])
     places, plans = points.arms_of(config, SERVER, chosen, (1, 2, 4, 8), 4, ("strong", "weak"))
-    names = {place.name for place in places}
-    assert {"ddp-1", "ddp-8", "ddp-8-weak", "fsdp-4", "hybrid-4", "fp16-2-weak"} <= names
-    assert not {"fsdp-8", "hybrid-2", "fp16-8"} & names  # only plain buckets are projected; two replicas need four
+    names = {place.name: place for place in places}
+    assert {"ddp-1", "ddp-8", "ddp-8-weak", "fsdp-8", "hybrid-8", "fp16-2-weak", "zero1-4"} <= names.keys()
+    assert not {"hybrid-2", "zero1-8", "powersgd-8"} & names.keys()  # two replicas need four; not all is modelled
+    assert [names[name].replicas for name in ("hybrid-8", "fsdp-8")] == [2, 1]
+    assert {place.variant for place in places if not place.modelled} == {"zero1", "powersgd"}
+    assert all(place.alone for place in places if place.processes > 1)
+    assert plans["powersgd-4-alone"].applied.communication_hook == "none"
     sizes = {name: (plan.processes, plan.train.batch_size, plan.micro_batch_size) for name, plan in plans.items()}
     assert sizes["ddp-4"] == (4, 64, 16)
     assert sizes["ddp-8-alone"] == (4, 32, 8)
@@ -241,7 +311,7 @@ def test_one_gpu_gives_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curve of a small job whose second process sleeps in each step."""
+    """The curves of a small job whose second process sleeps in each step."""
     (tmp_path / "late.py").write_text(
         "import os, time\nfrom torch import nn\n"
         "class Late(nn.Module):\n"
@@ -255,21 +325,26 @@ def test_a_curve_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "fetch": {"dataset": "digits"},
         "train": {"device": "cpu", "batch_size": 32, "model": "late:make"},
         "bench": {"max_foreign_load": 1.0, "window_seconds": 0.3, "max_rounds": 6},
-        "variants": {"baseline": {}, "ddp": {"parallelism": "ddp"}},
+        "variants": {"baseline": {}},
     }
     enter(tmp_path, monkeypatch, params)
-    running = Command("scale", "ddp", "--mode", "strong", "--minutes", "0.05", variables=variables())
+    options = ("--mode", "strong", "--minutes", "0.05", "--up-to", "4")
+    running = Command("scale", "fsdp", "zero1", *options, variables=variables())
     output = running.communicate(600)
     assert running.returncode == 0, output
     report = json.loads((tmp_path / "reports/scaling.json").read_text())
-    (curve,) = report["curves"]
-    _, two, four, _ = curve["points"]
+    (_, two, four), (_, without_model) = (curve["points"] for curve in report["curves"])
+    for parts_of in two["parts"], without_model["parts"]:
+        assert parts_of["waiting"] > 0.005
+        assert parts_of["exposed"] >= 0
+    assert ("hidden" in two["parts"], "hidden" in without_model["parts"]) == (True, False)
+    for steps in report["measured"]["alone"]["fsdp-4-alone"]:
+        assert [bucket[1:3] for bucket in steps["buckets"]] == [[2600, "all_gather"], [2600, "reduce_scatter"]]
     assert two["place"]["measured"]
     assert not four["place"]["measured"]
     assert two["speedup"]["estimate"] < 0.6
-    assert two["parts"]["waiting"] > 0.005
     assert two["slow"].startswith("rank 1 on")
     assert two["left_out"]["estimate"] == pytest.approx(two["speedup"]["estimate"], rel=0.5)
     decided = two["more"]["decision"] in ("same", "worse")  # under load, few rounds may decide nothing
-    assert ("ddp: use 1; 2 are" in output) is decided
+    assert ("fsdp: use 1; 2 are" in output) is decided
     assert len([*(tmp_path / "scaling").glob("*.json")]) == 1

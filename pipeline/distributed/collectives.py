@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipeline.distributed.worlds import World
 from pipeline.errors import PipelineError
-
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+from pipeline.results.records import Operation
 
 
 def seconds_of(joined: World, operation: Operation, size_bytes: int, window_seconds: float) -> float:

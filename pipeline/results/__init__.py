@@ -42,6 +42,7 @@ from pipeline.results.records import (
     Arithmetic,
     DatasetFacts,
     Document,
+    Exchange,
     HistoryRow,
     Record,
     Result,

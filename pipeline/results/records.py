@@ -11,7 +11,7 @@ import json
 import operator
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -139,15 +139,27 @@ class Window(Record):
         return contradictions
 
 
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+class Exchange(NamedTuple):
+    """What a rank would exchange with others in a step."""
+
+    ready_seconds: Amount
+    """From the step's start until it could begin."""
+    size_bytes: Count
+    """Of the tensor that is reduced, or that all ranks hold in the end."""
+    operation: Operation = "all_reduce"
+
+
 class Arithmetic(Record):
-    """Steps of one rank that exchanges no gradients (``Plan.reduces``): its arithmetic alone."""
+    """Steps of one rank that exchanges nothing (``Plan.reduces``): its arithmetic alone."""
 
     host: str
     step_seconds: tuple[Positive, ...]
     """The measured steps' times, in their order, the wait for input included."""
-    buckets: tuple[tuple[Amount, Count], ...]
-    """For each of DDP's buckets, in the order in which they are reduced: the median of the seconds from a step's start
-    until its gradients are ready, and its bytes."""
+    buckets: tuple[Exchange, ...]
+    """DDP's buckets of gradients, or what FSDP gathers and scatters, in their order; medians over the steps."""
 
 
 class Run(Window):

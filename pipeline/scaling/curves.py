@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from functools import cache, partial
+from itertools import groupby, takewhile
 from operator import attrgetter
 
 from pipeline.comparison import sessions, stats
 from pipeline.comparison.stats import Difference
 from pipeline.comparison.summaries import over_rounds
-from pipeline.results import Arm, Record
+from pipeline.results import Arm, Exchange, Record
 from pipeline.results.figures import ENERGY, INPUT_WAIT, MEMORY, THROUGHPUT, Figure
+from pipeline.results.records import Operation
 from pipeline.scaling import probe, projection
 from pipeline.scaling.points import Measured, Mode, Place
-from pipeline.scaling.projection import AllReduce, Parts
+from pipeline.scaling.projection import Collective, Parts
 
 DOUBT = 0.1
 """Half-width of a projection's interval, on the logarithmic scale, for twice the devices that were measured; more if
@@ -42,7 +43,8 @@ class Point(Record):
     """Its ratio to one device's."""
     joules_per_sample: float | None
     parts: dict[str, float] | None
-    """The parts of a step (``projection.Parts``), in seconds; None if they are not known."""
+    """The parts of a step (``projection.Parts``), in seconds; None if they are not known. Hidden communication is left
+    out if the place is not ``modelled``."""
     slow: str | None
     """The process that is slower than the others, if there is one."""
     left_out: Difference | None
@@ -80,25 +82,15 @@ class Curve(Record):
     @property
     def best(self) -> int:
         """The index of the last measured point up to which all further devices pay."""
-        number = 0
-        while (
-            number + 1 < len(self.points) and (following := self.points[number + 1]).pays and following.place.measured
-        ):
-            number += 1
-        return number
+        return len([*takewhile(lambda point: point.pays and point.place.measured, self.points[1:])])
 
     @property
     def ranked(self) -> dict[str, Point]:
         """The cheapest and the fastest point that were measured."""
         priced = [point for point in self.points if point.place.measured and point.samples_per_second and point.money]
-        return (
-            {
-                "cheapest": min(priced, key=lambda point: point.money or math.inf),
-                "fastest": max(priced, key=lambda point: point.samples_per_second or 0.0),
-            }
-            if priced
-            else {}
-        )
+        cheapest = sorted(priced, key=lambda point: point.money or math.inf)[:1]
+        fastest = sorted(priced, key=lambda point: -(point.samples_per_second or 0.0))[:1]
+        return dict(zip(("cheapest", "fastest"), cheapest + fastest, strict=False))
 
 
 Projections = Mapping[tuple[str, Mode, int], Sequence[Difference]]
@@ -110,10 +102,13 @@ class Analysis:
 
     def __init__(self, measured: Measured, link: str | None, max_spread: float) -> None:
         self._measured, self._link = measured, link
-        timings = sorted(measured.probe.timings, key=attrgetter("processes")) if measured.probe else []
-        self._timings = {number: [*of] for number, of in groupby(timings, attrgetter("processes"))}
+        kind = attrgetter("operation", "processes")
+        timings = sorted(measured.probe.timings, key=kind) if measured.probe else []
+        self._timings = {of_kind: [*of] for of_kind, of in groupby(timings, kind)}
+        self._collective = cache(self._collective_of)  # fits take long
+        self._blocking = bool(measured.probe and measured.probe.backend == "gloo")
         self._arms = {arm.variant: arm for arm in measured.bench.arms if arm.role == "variant"}
-        with_twin = [place for place in measured.places if place.alone]
+        with_twin = [place for place in measured.places if place.alone and place.modelled]
         self._beside = {place: self._beside_in(place) for place in with_twin if place.measured}
         computed = [self._computed(place) for place in with_twin]
         keys = measured.bench.keys | {arm.variant: arm.name for arm in computed}
@@ -226,7 +221,8 @@ class Analysis:
         if number >= len(samples) or not THROUGHPUT.of(samples[number]):
             return None
         waits = INPUT_WAIT.of(samples[number]) or 0.0
-        return partial(projection.parts, alone[number], waits, place.processes, self._all_reduce(place.processes))
+        of_round = (alone[number], waits, place.processes, partial(self._seconds, place))
+        return partial(projection.parts, *of_round, blocking=self._blocking)
 
     def _computed(self, place: Place) -> Arm:
         """Return an arm with what ``place`` takes by the samples without an exchange, without its own samples: the arm
@@ -243,15 +239,29 @@ class Analysis:
         changes = {"name": name, "variant": name, "batch_size": place.batch_size, "samples": tuple(samples)}
         return self._arms[place.alone].model_copy(update=changes)
 
-    def _all_reduce(self, processes: int) -> AllReduce:
-        """Return the seconds of an all-reduce alone. For more processes than were measured, the latency grows with the
+    def _seconds(self, place: Place, exchange: Exchange) -> float:
+        """Return the seconds of an exchange alone. Replicas of a model also average what its processes have scattered;
+        a host's processes do this beside each other, over the host's link. A group that several hosts hold is as slow
+        as all processes together: a probe of fewer may have been within a host."""
+        if not place.modelled:
+            return 0.0
+        hosts, within = self._measured.hosts, self._measured.devices // self._measured.hosts
+        shares, size = place.processes // place.replicas, exchange.size_bytes
+        seconds = self._collective(exchange.operation, shares if shares <= within else place.processes)(size)
+        if place.replicas > 1 and exchange.operation == "reduce_scatter":
+            average = self._collective("all_reduce", place.processes if hosts > 1 else place.replicas)
+            seconds += average((min(shares, within) if hosts > 1 else 1) * size / shares)
+        return seconds
+
+    def _collective_of(self, operation: Operation, processes: int) -> Collective:
+        """Return the seconds of an operation alone. For more processes than were measured, the latency grows with the
         messages that follow each other, and further devices have links as those here or, between hosts, the assumed
-        one: a host's devices then reduce among themselves first."""
+        one: a host's devices then reduce or gather among themselves first."""
         assert self._measured.probe
         within = self._measured.devices // self._measured.hosts
-        if processes in self._timings or not self._link or processes <= within:
-            timings = self._timings[max(number for number in self._timings if number <= processes)]
-            return projection.all_reduce(timings, processes, self._measured.probe.backend)
+        if (operation, processes) in self._timings or not self._link or processes <= within:
+            probed = max(number for of, number in self._timings if of == operation and number <= processes)
+            return projection.collective(self._timings[operation, probed], processes, self._measured.probe.backend)
         link = probe.LINKS[self._link]
         hosts = processes // within
         across = probe.Fit(
@@ -260,8 +270,9 @@ class Analysis:
             bytes_per_second=link.bytes_per_second,
             relative_error_fraction=0.0,
         )
-        inner = self._all_reduce(within) if within > 1 else lambda _: 0.0
-        return lambda size: inner(size) + across.seconds(size)
+        inner = self._collective(operation, within) if within > 1 else lambda _: 0.0
+        half = 1.0 if operation == "all_reduce" else 0.5  # an all-reduce is a scatter and a gather
+        return lambda size: inner(size) + half * across.seconds(size)
 
     def _parts(self, place: Place, speed: float | None) -> dict[str, float] | None:
         """Return the median parts of a step, of which measured ones add up to the measured step."""
@@ -284,7 +295,8 @@ class Analysis:
         waiting = min(parts.waiting, step - parts.input - arithmetic)
         exposed = step - parts.input - arithmetic - waiting
         hidden = max(0.0, parts.hidden + parts.exposed - exposed)
-        return Parts(arithmetic, parts.input, waiting, exposed, hidden)._asdict()
+        known = Parts(arithmetic, parts.input, waiting, exposed, hidden)._asdict()
+        return known if place.modelled else {part: seconds for part, seconds in known.items() if part != "hidden"}
 
     def _slow(self, place: Place) -> str | None:
         """Name the process whose steps take ``UNEVEN`` times the mean in most rounds."""

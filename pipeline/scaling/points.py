@@ -1,9 +1,9 @@
 """The command ``scale``: measure the arms of a scaling curve side by side, and keep what was measured.
 
 An arm is a variant with another number of processes. With strong scaling, the global batch stays; with weak scaling,
-each process keeps the whole batch, which is another training. For DDP, each number of processes has a second arm, whose
-processes do not exchange gradients, and so have further numbers, up to which the curve is projected: these take the
-share of the batch that a process would have there.
+each process keeps the whole batch, which is another training. Each number of processes has a second arm, whose
+processes exchange nothing, and so have further numbers, up to which the curve is projected: these take the share of the
+batch that a process would have there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ class Place(Record):
     devices: Count
     """What is paid for: the GPUs or, without GPUs, the hosts."""
     alone: str | None
-    """The name of the arm that exchanges no gradients; None if there is none."""
+    """The name of the arm that exchanges nothing; None if there is none."""
     measured: bool = True
+    modelled: bool = True
+    """Whether ``alone`` shows all that the arm exchanges, so that it can be projected."""
+    replicas: Count = 1
+    """Groups of processes that each share one model (fsdp)."""
 
 
 class Measured(Document):
@@ -61,7 +65,7 @@ class Measured(Document):
     places: tuple[Place, ...]
     """One device first, then the others by variant, mode and number."""
     alone: dict[str, tuple[Alone, ...]]
-    """Arm that exchanges no gradients -> one entry a round."""
+    """Arm that exchanges nothing -> one entry a round."""
     probe: probe.Probe | None
     """None if no number of processes is more than 1."""
     devices: Count
@@ -105,8 +109,12 @@ def measured(
     config = config.model_copy(update={"compare": config.compare.model_copy(update={"baseline": base.name})})
     settings = config.bench.model_copy(update={"max_minutes": minutes})
     session_so_far, hashed = begin_session(), environment.hash_of(content, "variants", *config.variants)
-    counts = sorted({plan.processes for plan in plans.values()} - {1})
-    probed = probe.measured(config, machine, counts, operations=("all_reduce",)) if counts else None
+    copies = {(plan.processes, plan.applied.copies) for plan in plans.values()}
+    counts = sorted({number for pair in copies for number in (*pair, pair[0] // pair[1])} - {1})
+    sharded = "fsdp" in {plan.applied.parallelism for plan in plans.values()}
+    probed = (
+        probe.measured(config, machine, counts, probe.OPERATIONS if sharded else ("all_reduce",)) if counts else None
+    )
     with _Server() as server:
         specs = [ArmSpec.of_variant(name, server, plan.model_dump(mode="json")) for name, plan in plans.items()]
         arms = [*specs, specs[0].control()]
@@ -216,6 +224,7 @@ def arms_of(
 
     def place(plan: Plan, variant: str, mode: Mode, processes: int, alone: str | None, batch_size: int) -> None:
         devices = processes if plan.device == "cuda" else max(1, plan.hosts * processes // plan.processes)
+        further = processes // plan.processes if variants[variant].replicas == "hosts" else 1
         places.append(
             Place(
                 name=f"{variant}-{processes}{'-weak' * (mode == 'weak')}",
@@ -226,6 +235,8 @@ def arms_of(
                 devices=devices,
                 alone=alone,
                 measured=processes <= available,
+                modelled=_exchanging(plan) <= _MODELLED,
+                replicas=further * plan.applied.copies,
             )
         )
 
@@ -246,7 +257,7 @@ def arms_of(
                 if number == measurable:
                     plans[own] = planned(own, variant.model_copy(update={"processes": number, "scaling": mode}))
                 plan, alone = plans[own], None
-                if reduces_buckets(plan):
+                if _exchanging(plan) <= (_MODELLED | _LEFT_OUT if number == measurable else _MODELLED):
                     alone = f"{own}-alone" if mode == "weak" else f"{name}-{number}-alone"
                     plans[alone] = _with_share(plan, alone, number if mode == "strong" else measurable)
                 if alone or number == measurable:
@@ -265,19 +276,25 @@ def _with_share(plan: Plan, name: str, number: int) -> Plan:
             f"{shares}, or a smaller --up-to."
         )
     share = batch_size // shares
+    applied = plan.applied.model_copy(update={"communication_hook": "none", "sync_batchnorm": False})
     return plan.with_train(batch_size=share * plan.micro_batches * plan.processes).model_copy(
-        update={"name": name, "micro_batch_size": share, "reduces": False}
+        update={"name": name, "micro_batch_size": share, "reduces": False, "applied": applied}
     )
 
 
-_OF_BUCKETS = {"weak_scaling", "bucket_mb", "gradients_beside_buckets", "static_graph"}
-"""Techniques with which DDP reduces its buckets as they are."""
+_MODELLED = {
+    "ddp", "weak_scaling", "bucket_mb", "gradients_beside_buckets", "static_graph", "fp16_compression",
+    "bf16_compression", "fsdp", "keep_gathered", "parameter_precision", "cpu_offload",
+}  # fmt: skip
+"""What can exchange something so that ``projection`` knows when, and how many bytes."""
+_LEFT_OUT = {"zero1", "sync_batchnorm", "powersgd", "post_local_sgd"}
+"""What an arm that exchanges nothing can leave out or do without, although ``projection`` does not know it."""
 
 
-def reduces_buckets(plan: Plan) -> bool:
-    """Return whether the processes exchange nothing but DDP's buckets of gradients, as ``projection`` assumes."""
-    only = {entry.name for entry in catalogue.in_effect(plan.applied) if entry.needs}
-    return plan.applied.parallelism == "ddp" and only <= _OF_BUCKETS
+def _exchanging(plan: Plan) -> set[str]:
+    """Return the plan's parallelism, and the techniques that need one."""
+    effective = catalogue.in_effect(plan.applied)
+    return {entry.name for entry in effective if entry.needs or entry.name == plan.applied.parallelism}
 
 
 def _job(config: Config, variant: Variant, data_sha256: str, bench: Bench) -> str:

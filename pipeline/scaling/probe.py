@@ -16,7 +16,7 @@ import torch
 
 from pipeline import hosts, pages
 from pipeline.distributed import forked, world
-from pipeline.distributed.collectives import Operation, seconds_of
+from pipeline.distributed.collectives import seconds_of
 from pipeline.environment import cores, hardware
 from pipeline.errors import ConfigError, PipelineError, count, say
 from pipeline.measurement.windows import handle_of
@@ -26,6 +26,7 @@ from pipeline.plans import plan as plan_of
 from pipeline.report import write_pages
 from pipeline.report.pictures import Chart, loglog
 from pipeline.results import REPORTS, Document, Record
+from pipeline.results.records import Operation
 
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 SIZES = tuple(4**power << 10 for power in range(10))
@@ -134,8 +135,8 @@ class Probe(Document):
     answers: tuple[Answer, ...] = ()
 
 
-def fitted(timings: Sequence[Timing]) -> Fit:
-    """Return the latency and the bandwidth of the all-reduces among one number of processes.
+def fitted(timings: Sequence[Timing], operation: Operation = "all_reduce") -> Fit:
+    """Return the latency and the bandwidth of an operation among one number of processes.
 
     Relative errors count, because the times span five decades, and large ones count less, because one size may have
     been disturbed or sent by another protocol. The line's slope is that of an algorithm which sends as little as
@@ -144,7 +145,7 @@ def fitted(timings: Sequence[Timing]) -> Fit:
     """
     from scipy.optimize import least_squares  # takes a while, and ranks do not need it
 
-    reduces = [timing for timing in timings if timing.operation == "all_reduce"]
+    reduces = [timing for timing in timings if timing.operation == operation]
     numbers = {(timing.processes, timing.hosts) for timing in reduces}
     if len(numbers) != 1 or len({timing.size_bytes for timing in reduces}) < 2:
         raise PipelineError(

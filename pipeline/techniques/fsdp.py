@@ -81,7 +81,8 @@ class FSDP(Technique):
     def _mesh(self) -> DeviceMesh:
         replicas = self.plan.applied.copies
         shares = {"shares": self.plan.processes // replicas}  # the ranks that share one model
-        return self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
+        mesh = self.world.mesh(**{"replicas": replicas} | shares if replicas > 1 else shares)
+        return mesh if self.plan.reduces else mesh["shares"]
 
     def change_optimizer(self, setup: Setup) -> None:
         choice = setup.optimizer_choice

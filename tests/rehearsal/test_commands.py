@@ -103,11 +103,14 @@ def test_two_ranks_are_an_arm_too(name: str, variant: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_exchange_nothing_tell_their_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "variant"), [("ddp", "ddp"), ("sharded", "fsdp")])
+def test_ranks_that_exchange_nothing_tell_their_buckets(
+    name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with as_if_cuda(8):
-        config = configure(ddp=SETS["ddp"]["ddp"])
-        made = plan(config, "ddp", environment.machine()).model_copy(update={"reduces": False})
+        config = configure(**{variant: SETS[name][variant]})
+        made = plan(config, variant, environment.machine()).model_copy(update={"reduces": False})
         arguments = (config, made, PREPARED.resolve(), environment.read(), STEPS, False)
         with forked(_rank_of_arm, arguments, 8, preload=[_rank_of_arm.__module__]) as ask:
             ask(None)
@@ -116,8 +119,11 @@ def test_ranks_that_exchange_nothing_tell_their_buckets(tmp_path: Path, monkeypa
     assert len(measured.arithmetic) == 8
     for rank in measured.arithmetic:
         assert len(rank.step_seconds) == STEPS
-        assert sum(size for _, size in rank.buckets) == 4 * measured.parameter_count
-        assert 0 < rank.buckets[0][0] <= rank.buckets[-1][0] < max(rank.step_seconds)
+        reduced = [bucket for bucket in rank.buckets if bucket.operation != "all_gather"]
+        padded = sum(bucket.size_bytes for bucket in reduced) / (4 * measured.parameter_count)
+        assert 1 <= padded <= (1.25 if variant == "fsdp" else 1)
+        assert 0 < reduced[0].ready_seconds <= reduced[-1].ready_seconds < max(rank.step_seconds)
+        assert ("all_gather" in {bucket.operation for bucket in rank.buckets}) is (variant == "fsdp")
 
 
 @pytest.mark.slow
