@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``evidence`` and ``doctor`` define further codes.
     """
     parsed = _parser().parse_args(arguments)
+    if {"PIPELINE_ALONE", "DVC_STAGE"} <= os.environ.keys():  # a stage of a job of `submit`
+        from pipeline.tools import alone
+
+        alone.keep_dvc_out()
     try:
         import pydantic  # noqa: F401  (check here that it is installed: every command needs it)
     except ModuleNotFoundError as error:

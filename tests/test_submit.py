@@ -102,13 +102,21 @@ def test_a_failed_setup_runs_no_command() -> None:
     assert not Path("ran").exists()
 
 
-def test_an_active_job_is_followed_not_submitted_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bash", "-c", "sleep 1; exit 5"]
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_active_job_is_followed_not_submitted_twice(edited: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bash", "-c", "touch ready; sleep 1; exit 5"]
+    settings = Path("params.yaml")
+    settings.write_text("variants: {}\n")
     submit.slurm(config(), command, dry_run=True)
     submit._submitted(capsys.readouterr().out)
+    waited_for(Path("ready"))
+    if edited:
+        settings.write_text("variants: {baseline: {}}\n")
     assert submit.slurm(config(), command, dry_run=False) == 5
     assert Path("submissions").read_text() == "\n"
-    assert "job 1 is active" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "job 1 is active" in said
+    assert ("params.yaml was changed after job 1 began" in said) == edited
 
 
 def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +335,35 @@ def test_dvc_s_lock_goes_with_its_processes() -> None:
     lock.write_text("{}")  # as DVC leaves it
     assert here(f"printf '{entry}' $$ >{lock}").returncode == 0
     assert not lock.exists()
+
+
+AS_ELSEWHERE = "import psutil; psutil.pid_exists = lambda pid: False; from dvc.cli import main; exit(main())"
+"""Python code of a command of DVC that sees this host's processes as another host does."""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_dvc_on_another_host_changes_no_stage(is_ours: bool) -> None:
+    dvc = [sys.executable, "-m", "dvc"]
+    wait = "bash -c 'touch ready; until test -e go; do sleep 0.05; done; touch made'"
+    stage = f"{sys.executable} -m pipeline submit here -- {wait}" if is_ours else wait
+    Path("dvc.yaml").write_text(json.dumps({"stages": {"wait": {"cmd": stage, "outs": ["made"]}}}))
+    subprocess.run([*dvc, "init", "--quiet", "--no-scm"], check=True)
+    words = [sys.executable, "-m", "pipeline", "submit", "here", "--", *dvc, "repro"]
+    job = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    waited_for(Path("ready"))
+    elsewhere = subprocess.run([sys.executable, "-c", AS_ELSEWHERE, "status"], capture_output=True, text=True)
+    Path("go").touch()
+    printed = job.communicate()[1]
+    if is_ours:
+        assert "Unable to acquire lock" in elsewhere.stderr
+        assert (job.returncode, printed) == (0, "")
+        return
+    assert (elsewhere.returncode, job.returncode) == (0, 255)
+    assert "DVC's lock was changed while the command ran" in printed
+    Path("ready").unlink()
+    subprocess.run(words, check=True)
+    assert Path("made").exists()
+    assert not Path("ready").exists()  # the stage did not run again
 
 
 def jobset(capsys: pytest.CaptureFixture[str], **own: Any) -> Any:

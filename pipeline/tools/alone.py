@@ -16,18 +16,21 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import PipelineError
+from pipeline.errors import PipelineError, say
 from pipeline.files import read_json, write_text
 
 JOBS = Path(".cache/jobs")
 """The folder of the lock, and of the logs and exit codes of jobs."""
 LOCK = JOBS / "running.json"
 _DVC_LOCK = Path(".dvc/tmp/rwlock")
+_ERROR_OF_DVC = 255
+"""DVC's exit code."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ALONE = "PIPELINE_ALONE"
 """The environment variable of processes for which the lock is held: the holder's process id, and its start."""
@@ -82,7 +85,23 @@ def run(command: Sequence[str]) -> int:
         with suppress(ChildProcessError):
             while True:
                 os.wait()
+        if code == _ERROR_OF_DVC and _users_of_dvc() and not _dvc_lives():  # it has failed to release its lock
+            say(
+                "error: DVC's lock was changed while the command ran, as a command of DVC on another host changes it: "
+                "run the same command again, which keeps what was finished, also the last stage.",
+                file=sys.stderr,
+            )
         return code if code >= 0 else 128 - code
+
+
+def keep_dvc_out() -> None:
+    """Hold DVC's lock of the repository until the end of this process, which is a stage of a job.
+
+    DVC releases it while a stage runs, so a command of DVC on another host would drop the lock on the stage's files,
+    and could change them. Now it is refused.
+    """
+    with suppress(OSError):  # a command of DVC has it already, or core.hardlink_lock is set, and it is no such file
+        fcntl.flock(os.open(_DVC_LOCK.with_name("lock"), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check() -> None:
@@ -128,7 +147,7 @@ def _lock() -> Iterator[None]:
     try:
         yield
     finally:
-        if all(_started(user["pid"]) is None for user in _users_of_dvc()):
+        if not _dvc_lives():
             _DVC_LOCK.unlink(missing_ok=True)
         LOCK.unlink(missing_ok=True)
 
@@ -139,6 +158,11 @@ def _users_of_dvc() -> list[dict[str, Any]]:
         return []
     held = {"write": {}, "read": {}} | read_json(_DVC_LOCK)
     return [*held["write"].values(), *itertools.chain(*held["read"].values())]
+
+
+def _dvc_lives() -> bool:
+    """Return True if a process of this host is in DVC's lock."""
+    return any(_started(user["pid"]) for user in _users_of_dvc())
 
 
 def _this_process() -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any
 from pipeline import environment, pages
 from pipeline.errors import ConfigError, PipelineError, say
 from pipeline.files import json_sha256
-from pipeline.params import Config
+from pipeline.params import PARAMS_FILE, Config
 from pipeline.tools.agents import PORT
-from pipeline.tools.alone import ENDED, JOBS, NoAnswer, check, jobs
+from pipeline.tools.alone import ENDED, JOBS, LOCK, NoAnswer, check, jobs
 
 POLL_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
@@ -46,10 +46,15 @@ def slurm(config: Config, command: Sequence[str], *, dry_run: bool) -> int:
         say(script, end="")
         return 0
     named = jobs(f"--user={os.getuid()}", f"--name={name}")
-    active = [job.id for job in named if job.state not in ENDED and job.folder == str(Path.cwd())]
+    active = [job for job in named if job.state not in ENDED and job.folder == str(Path.cwd())]
     if active:
-        say(f"job {active[-1]} is active for this commit and command: nothing is submitted", file=sys.stderr)
-    job = active[-1] if active else _submitted(script)
+        job = active[-1].id
+        say(f"job {job} is active for this commit and command: nothing is submitted", file=sys.stderr)
+        with suppress(FileNotFoundError):  # the job takes the lock when it starts
+            if active[-1].state == "RUNNING" and PARAMS_FILE.stat().st_mtime > LOCK.stat().st_mtime:
+                say(f"{PARAMS_FILE} was changed after job {job} began: submit again when it has ended", file=sys.stderr)
+    else:
+        job = _submitted(script)
     try:
         return _followed(job, JOBS / f"{name}-{job}.log", JOBS / f"{name}-{job}.code")
     except KeyboardInterrupt:
