@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pipeline import environment, files, hosts
+from pipeline import environment, files, hosts, processes
 from pipeline.benchmark.rounds import (
     Rounds,
     calibrate,
@@ -330,9 +330,6 @@ def file_name(bench: Bench) -> str:
     return f"{re.sub('[^0-9T]', '', bench.session.start_utc)[:15]}.json"
 
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 def begin_session() -> Callable[[], Session]:
     """Start a session. Return a function that describes the session from its start to the call of the function."""
     start, load, times = datetime.now(UTC), os.getloadavg()[0], psutil.cpu_times()
@@ -347,7 +344,7 @@ def begin_session() -> Callable[[], Session]:
             start_utc=start.isoformat(timespec="seconds"),
             hosts=tuple(names) if len(names := hosts.names()) > 1 else (),
             link_bytes_per_second=link,
-            boot_id=BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else None,
+            boot_id=processes.boot_id(),
             uptime_seconds=uptime,
             load_average=load,
             steal_fraction=spent["steal"] / total if "steal" in spent and total > 0 else None,

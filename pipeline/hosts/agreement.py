@@ -8,7 +8,6 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.files import PREPARED
 from pipeline.hosts.allocation import address, in_use, link_to, names, on_host
 from pipeline.hosts.helper import Host
 from pipeline.hosts.link import accept, acknowledge, beat_to, timed_to, watch
+from pipeline.processes import boot_id
 
 MOST_DIFFERENCES = 8
 """Number of differing fields that a message names."""
@@ -104,7 +104,7 @@ def links() -> list[dict[str, str | int | None]]:
     if len(names()) == 1:
         return []
     here = address()
-    boots = [_boot(), *_answers(others(), _boot)]
+    boots = [boot_id(), *_answers(others(), boot_id)]
     known = [link_to(here), *_answers(others(), link_to, here)]
     return [link | {"machine": boots.index(boot)} for link, boot in zip(known, boots, strict=True)]
 
@@ -114,13 +114,6 @@ def linked_as(known: Sequence[Mapping[str, Any]]) -> bool:
     alone = len(names()) == 1
     own = {} if alone else link_to(address()) | {"machine": 0}
     return (0 if alone else len(names())) == len(known) and own == dict(*known[:1])
-
-
-def _boot() -> str:
-    """Return the id of this machine's boot, which its containers share."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()
 
 
 def refuse_differences(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

@@ -42,6 +42,12 @@ def age_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
+def boot_id() -> str | None:
+    """Return the id of this machine's boot, which its containers share; None if the system has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text(encoding="ascii").strip() if file.exists() else None
+
+
 SHORT_SPINS, LONG_SPINS = 1_000, 300_000
 """How often a waiting OpenMP thread looks for work before it sleeps. The long spin is libgomp's own value."""
 _BUSY_CORES = 0.15

@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from threading import Event, Thread
 
 from pipeline.errors import PipelineError, say
+from pipeline.hosts.link import prove
 
 KEY_FILE = "PIPELINE_KEY_FILE"
 """The environment variable that names the file with the key."""
@@ -51,14 +52,13 @@ def _serve(connection: Connection, key: bytes) -> None:
     """Start the command that the other end names, if it knows the key. Otherwise, close the connection."""
     with connection, suppress(AuthenticationError, OSError, EOFError):
         _limit_waiting(connection, STRANGER_SECONDS)
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
+        prove(connection, key)
         directory, *words = json.loads(connection.recv_bytes())
         _limit_waiting(connection, 0)
         try:
             process = subprocess.Popen(words, cwd=directory, stdin=connection.fileno(), stdout=connection.fileno())
         except OSError as error:
-            _write(connection.fileno(), f"{error}\n".encode())
+            os.write(connection.fileno(), f"{error}\n".encode())
             return
         connection.close()  # it ends with the command
         process.wait()
@@ -80,7 +80,8 @@ def run(host: str, words: Sequence[str]) -> int:
     Thread(target=_passed_on, args=(connection, ended), daemon=True).start()
     with suppress(OSError):
         while some := os.read(connection.fileno(), 1 << 16):
-            _write(1, some)
+            sys.stdout.buffer.write(some)
+            sys.stdout.buffer.flush()
     if not ended.is_set():
         say(f"host {host}: the command has ended; the log of its agent says why", file=sys.stderr)
     return int(not ended.is_set())
@@ -90,15 +91,9 @@ def _passed_on(connection: Connection, ended: Event) -> None:
     """Pass on this process's input, and then its end."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as own:
         while some := os.read(0, 1 << 16):
-            _write(connection.fileno(), some)
+            own.sendall(some)
         ended.set()
         own.shutdown(socket.SHUT_WR)
-
-
-def _write(to: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(to, left) :]
 
 
 def _connected(host: str) -> Connection:

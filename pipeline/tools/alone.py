@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import PipelineError, say
 from pipeline.files import read_json, write_text
+from pipeline.processes import boot_id
 
 JOBS = Path(".cache/jobs")
 """The folder of the lock, and of the logs and exit codes of jobs."""
@@ -31,7 +32,6 @@ LOCK = JOBS / "running.json"
 _DVC_LOCK = Path(".dvc/tmp/rwlock")
 _ERROR_OF_DVC = 255
 """DVC's exit code."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ALONE = "PIPELINE_ALONE"
 """The environment variable of processes for which the lock is held: the holder's process id, and its start."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -168,7 +168,7 @@ def _dvc_lives() -> bool:
 def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "boot": _BOOT_ID.read_text(encoding="ascii").strip(),
+        "boot": boot_id(),
         "job": os.environ.get("SLURM_JOB_ID"),
         "processes": str(Path("/proc/self/ns/pid").readlink()),
         "pid": os.getpid(),
