@@ -342,11 +342,12 @@ AS_ELSEWHERE = "import psutil; psutil.pid_exists = lambda pid: False; from dvc.c
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_dvc_on_another_host_changes_no_stage(is_ours: bool) -> None:
+def test_dvc_on_another_host_is_refused_or_named(is_ours: bool) -> None:
     dvc = [sys.executable, "-m", "dvc"]
-    wait = "bash -c 'touch ready; until test -e go; do sleep 0.05; done; touch made'"
+    wait = "bash -c 'touch ready; until test -e go; do sleep 0.05; done; cp given made'"
     stage = f"{sys.executable} -m pipeline submit here -- {wait}" if is_ours else wait
-    Path("dvc.yaml").write_text(json.dumps({"stages": {"wait": {"cmd": stage, "outs": ["made"]}}}))
+    Path("dvc.yaml").write_text(json.dumps({"stages": {"wait": {"cmd": stage, "deps": ["given"], "outs": ["made"]}}}))
+    Path("given").write_text("content")
     subprocess.run([*dvc, "init", "--quiet", "--no-scm"], check=True)
     words = [sys.executable, "-m", "pipeline", "submit", "here", "--", *dvc, "repro"]
     job = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
