@@ -27,7 +27,7 @@ from pipeline.measurement.detectors import (
     SharedGpu,
     detectors,
 )
-from pipeline.results.rejections import Advice, Rejection, rejection
+from pipeline.results.rejections import Advice, Rejection, advised, rejection
 from tests.drivers import plug
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -185,6 +185,21 @@ def test_cpu_time_of_others_is_rejected(
         assert rejection.code == "foreign_load"
         assert rejection.facts == pytest.approx(taken_of_due)
         assert rejection.advice == Advice(setting="bench.max_foreign_load", value=0.4)
+
+
+def test_the_advised_limit_has_headroom_for_later_loads(machine: Machine) -> None:
+    """The loads of a look at a real machine, and of the bench that followed it after some minutes."""
+
+    def rejections(load: float, limit: float) -> list[Rejection]:
+        machine.process(11, parent=1)
+        detector = window(machine, foreign_load(limit), own=2 - 2 * load, waits={10: 2 * load})
+        return [*detector.rejections()]
+
+    seen = 0.17, 0.18, 0.20, 0.22, 0.41, 0.42, 0.46, 0.47
+    later = 0.41, 0.42, 0.47, 0.48, 0.49, 0.51, 0.52, 0.53, 0.54, 0.54, 0.56, 0.59, 0.61, 0.63
+    values = advised(reason for load in seen for reason in rejections(load, 0.1))
+    assert values == {"bench.max_foreign_load": 0.8}
+    assert not any(rejections(load, values["bench.max_foreign_load"]) for load in (*seen, *later))
 
 
 def test_the_jobs_own_processes_are_not_foreign(machine: Machine) -> None:

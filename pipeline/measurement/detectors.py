@@ -170,7 +170,8 @@ class ForeignLoad(Detector):
     def rejections(self) -> Iterator[Rejection]:
         due = max(self.seconds["window"], self.seconds["own"] + self.taken_seconds)
         if due and (share := self.taken_seconds / due) > self._limit:
-            accepting = min(1.0, math.floor(10 * share + 2) / 10)  # above the share, because the load varies
+            # The load varies, by more where there is more of it: accept half as much again, and at least 0.1 more.
+            accepting = min(10, max(math.floor(10 * share + 2), math.ceil(15 * share))) / 10
             yield rejection(
                 "foreign_load",
                 ("bench.max_foreign_load", accepting),
