@@ -93,6 +93,13 @@ def test_without_add_nothing_is_written(checkout: Path, capsys: pytest.CaptureFi
     assert (checkout / "params.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["gradient_accumulation", "gradient_accumulation=4"])
+def test_a_technique_alone_is_taken_in(name: str, checkout: Path) -> None:
+    assert checkout == Path.cwd()
+    choices.show_variants(CPU_ONLY, name, add=True)
+    assert load().variants["gradient_accumulation"].gradient_accumulation == 4
+
+
 def test_the_same_variant_in_other_words_is_there_already(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "variants/tried.yaml").write_text("# x\nddp: {parallelism: ddp}\n", encoding="utf-8")
     assert "processes: auto" in (checkout / "params.yaml").read_text(encoding="utf-8")
@@ -128,7 +135,7 @@ def test_outside_of_a_checkout_the_sets_are_there(
     ("text", "name", "message"),
     [
         ("# x\nmemory: {channels_last: true}\n", "tried", r"variants\.memory: params\.yaml has .* rename your variant"),
-        ("# x\none: {}\n", "tired", r"found 'tired'; expected the name of a set: tried\."),
+        ("# x\none: {}\n", "tired", r"found 'tired'; expected the name of a set: tried; or of a technique"),
         ("# Nothing yet.\n", "tried", r"variants/tried\.yaml: found None; expected variants, each under its name"),
         ("- a\n", "tried", r"found \['a'\]; expected variants"),
         ("one: {\n", "tried", r"variants/tried\.yaml is not YAML"),

@@ -149,8 +149,8 @@ def _details(techniques: Sequence[Entry], machine: Machine) -> Iterator[str]:
 
 
 def show_variants(machine: Machine, name: str | None, *, add: bool) -> None:
-    """Print all sets. If a ``name`` is given, print this set's variants instead, and whether each can run here. With
-    ``add``, also add the variants that can run here to params.yaml.
+    """Print all sets. If the ``name`` of a set is given, print its variants instead, and whether each can run here; for
+    the name of a technique, a variant with it. With ``add``, also add those that can run here to params.yaml.
 
     Raises ConfigError if there is no such set. With ``add``, also raises it if params.yaml has a different variant of
     the same name.
@@ -162,9 +162,16 @@ def show_variants(machine: Machine, name: str | None, *, add: bool) -> None:
         return
     path = folder / f"{name}.yaml"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(f"variants: found {name!r}; expected the name of a set: {', '.join(known)}.")
-    config, chosen = params.load(), _variants_in(path)
+    named = {alias: entry for entry in params.entries() for alias in (entry.name, entry.setting.replace(": ", "="))}
+    if name in known:
+        chosen = _variants_in(path)
+    elif entry := named.get(name):
+        needed = {"parallelism": entry.needs[0]} if entry.needs else {}
+        chosen = {entry.name: YAML(typ="safe").load(entry.setting) | needed}
+    else:
+        sets = f"the name of a set: {', '.join(known)}; or of a technique, such as bf16"
+        raise ConfigError(f"variants: found {name!r}; expected {sets}.")
+    config = params.load()
     runs = {variant: can_run(config, variant, values, machine) for variant, values in chosen.items()}
     for variant, (_, words) in runs.items():
         say(f"{variant:28} {words}")
