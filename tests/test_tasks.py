@@ -419,6 +419,9 @@ def test_an_unfit_task_is_refused() -> None:
             task_of(DATA[data_of], settings_of(name))
     with pytest.raises(TaskError, match="classification needs labels, and table has none; allowed: regression"):
         task_of(DATA["regression"])
+    split = Split({"inputs": torch.ones(2, 3), "labels": torch.ones(2)})
+    with pytest.raises(TaskError, match=r"table has none; allowed: .*; or rename the array labels to targets"):
+        task_of(replace(DATA["regression"], train=split, statistics={}))
     split = Split({**DATA["regression"].train.arrays, "weight": torch.ones(1)})
     with pytest.raises(TaskError, match="has the arrays inputs, targets, weight, but regression takes inputs, targets"):
         task_of(replace(DATA["regression"], train=split), settings_of("regression"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,12 @@ class Split:
 def input_names(arrays: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the arrays that are the model's inputs: ``inputs`` or, without it, all except ``targets``."""
     return ("inputs",) if "inputs" in arrays else tuple(name for name in arrays if name != "targets")
+
+
+def like_targets(arrays: Collection[str]) -> str:
+    """Return the name of an array that should perhaps be called ``targets``; empty if there is none."""
+    meant = (name for name in arrays if name.lower() in ("labels", "label", "target", "y"))
+    return "" if "targets" in arrays else next(meant, "")
 
 
 class Statistics(BaseModel):

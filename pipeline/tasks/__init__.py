@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import factories
-from pipeline.data.prepared import LEFT_OUT, Dataset
+from pipeline.data.prepared import LEFT_OUT, Dataset, like_targets
 from pipeline.params import Train
 from pipeline.tasks.base import CPU, AsIndices, Batch, LabelledTask, LogitsTask, Normalise, Task, TaskError
 
@@ -246,9 +246,10 @@ def of_job(train: Train, dataset: Dataset, device: torch.device = CPU) -> Task:
         raise TaskError(f"train.task: {train.task} returned {task!r}; expected a pipeline.tasks.Task.")
     if task.needs and not has.get(task.needs):
         fitting = [name for name, own in _OWN.items() if has[own.needs]]
+        rename = f"; or rename the array {labels} to targets" if (labels := like_targets(dataset.train.arrays)) else ""
         raise TaskError(
             f"train.task: {train.task} needs {task.needs}, and {dataset.name} has none; allowed: "
-            f"{', '.join([*fitting, 'module:class of your own'])}."
+            f"{', '.join([*fitting, 'module:class of your own'])}{rename}."
         )
     names, takes = set(dataset.train.arrays), set(task.arrays)
     if takes - names or names - takes - {"inputs", "targets"}:

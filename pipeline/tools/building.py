@@ -12,9 +12,6 @@ import torch
 from torch import nn
 
 from pipeline import tasks
-from pipeline.benchmark.arm import FEWEST_WARMUP_STEPS, MEMORY_STEPS
-from pipeline.benchmark.rounds import FEWEST_STEPS, OPENING_SECONDS
-from pipeline.comparison.planning import LONGEST_MINUTES
 from pipeline.data import arrays, own_files, packing, text
 from pipeline.data.datasets import synthetic_chunks
 from pipeline.data.prepared import Dataset, Split, Statistics
@@ -23,7 +20,6 @@ from pipeline.errors import ConfigError
 from pipeline.models.optimizers import parts_of
 from pipeline.params import Config, Synthetic
 from pipeline.plans import Plan
-from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.tasks.base import PROBES
 from pipeline.techniques import Setup, of_plan
 from pipeline.techniques.activation_checkpointing import ActivationCheckpointing, blocks
@@ -125,12 +121,3 @@ def check_variant(plan: Plan, dataset: Dataset) -> None:
         task.objective.loss(setup.model(inputs), targets).backward()
         if idle := [reason for technique in made if (reason := technique.why_idle())]:
             raise ConfigError(idle[0])
-
-
-def minutes_of(config: Config, step_seconds: float) -> float:
-    """Return how long the fewest rounds of a bench take, about, if a step of each variant takes so long, in minutes; at
-    most the longest time that is ever advised."""
-    window = max(FEWEST_STEPS, config.bench.window_seconds / step_seconds)
-    warmup = sum(MEMORY_STEPS) + max(FEWEST_WARMUP_STEPS, config.train.warmup_steps - MEMORY_STEPS[0]) + 1
-    of_arm = OPENING_SECONDS + (warmup + window) * step_seconds
-    return min(LONGEST_MINUTES, FEWEST_PAIRS * (len(config.variants) + 1) * of_arm / 60)

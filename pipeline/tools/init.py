@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 import re
 import statistics
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import files, params
-from pipeline.data.prepared import input_names
+from pipeline.data.prepared import input_names, like_targets
 from pipeline.errors import ConfigError, PipelineError, did_you_mean, first_line, say
 from pipeline.params import PARAMS_FILE, Config, Fetch, Machine, Prepare
 from pipeline.params.loading import read_yaml
@@ -154,8 +153,9 @@ def run(
     if str(PARAMS_FILE) in changes:
         config = params.load()
         say(
-            f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench may take {config.bench.max_minutes:g} "
-            "minutes. Set the epochs, the optimizer and the learning rate of your own training in this file.\n"
+            f"init: {PARAMS_FILE} has {len(config.variants)} variants; the bench takes {config.bench.max_minutes:g} "
+            "minutes, or more if six rounds do. Set the epochs, the optimizer and the learning rate of your own "
+            "training in this file.\n"
             "init: commit these files. Then `dvc repro prepare && python -m pipeline try` ranks the variants in five "
             "minutes, `python -m pipeline verify` shows whether each trains, and `dvc repro` which of them pay."
         )
@@ -307,22 +307,16 @@ def _params(
     config = params.parse(document)
     params.check_names(config.train)
     images, seen = _tried(config)
-    if "optimizer" not in train and (seen.attends if seen else model == "transformers"):
+    if "optimizer" not in train and seen.attends:
         document["train"].update(OF_TRANSFORMERS)
-    if seen and own_model:
+    if own_model:
         document["train"].yaml_set_comment_before_after_key(
             "seeds", before=_fine_tuning(configuration, seen.patterns), indent=2
         )
     shipped_arms = len(document["variants"]) + 1  # plus the A/A control
-    has_blocks = seen.has_blocks if seen else ":" not in model
-    left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=has_blocks)
+    left_out = _choose_variants(document, machine, chosen, images=images, has_blocks=seen.has_blocks)
     bench = document["bench"]
     bench["max_minutes"] = round(bench["max_minutes"] * (len(document["variants"]) + 1) / shipped_arms, 1)
-    if seen and not machine.gpus:
-        from pipeline.tools.building import minutes_of
-
-        half_minutes = math.ceil(2 * minutes_of(params.parse(document), seen.step_seconds))
-        bench["max_minutes"] = max(bench["max_minutes"], half_minutes / 2)
     if left_out:
         comment = "\n  ".join(("What `init` left out for this job and machine:", *left_out))
         document.yaml_set_comment_before_after_key("variants", before=comment)
@@ -332,9 +326,9 @@ def _params(
     return written.getvalue()
 
 
-def _tried(config: Config) -> tuple[bool, Built | None]:
-    """Return whether inputs are images, and what the model shows when it is built, which is also printed; None if it
-    cannot be built."""
+def _tried(config: Config) -> tuple[bool, Built]:
+    """Return whether inputs are images, and what the model shows when it is built, which is also printed. Raises
+    ConfigError if it cannot be built."""
     from pipeline.tools.building import built, imitation
 
     dataset = imitation(config)
@@ -343,8 +337,8 @@ def _tried(config: Config) -> tuple[bool, Built | None]:
     try:
         seen = built(config, dataset)
     except PipelineError as error:
-        say(f"init: {config.train.model} was not looked at: {first_line(error)}")
-        return images, None
+        remedy = f"correct it, or run init without --model and set train.model in {PARAMS_FILE} yourself"
+        raise ConfigError(f"init: nothing was written: {config.train.model}: {first_line(error)} ({remedy})") from error
     parts = ["blocks to checkpoint" if seen.has_blocks else "no blocks to checkpoint"] + ["attention"] * seen.attends
     seconds = f"{seen.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
     say(f"init: {config.train.model} has {' and '.join(parts)}; about {seconds}")
@@ -444,11 +438,11 @@ def _arrays(path: str) -> _Inspected:
         of_tokens = arrays.TOKENS in contents and targets.shape == inputs.shape
         of_several = targets.ndim == 2 and targets.max(initial=0) < 2 and not of_tokens
         task, fitting = "multi_label" if of_several else "classification", {2: "mlp", 4: "resnet18"}
-    model = None if by_name else fitting.get(inputs.ndim)
-    if targets is None and (model is None or inputs.dtype.kind not in "iu"):
+    model, labels = None if by_name else fitting.get(inputs.ndim), like_targets(contents)
+    if targets is None and (labels or model is None or inputs.dtype.kind not in "iu"):
         raise ConfigError(
             f"--arrays: found {arrays.named(contents)}, for which init knows no task; add the array targets, or "
-            f"rename what holds them, such as labels, or write {PARAMS_FILE} yourself."
+            f"rename {labels or 'what holds them'}, or write {PARAMS_FILE} yourself."
         )
     train = {"task": task, "model": model} | OPTIMIZERS.get(task, {})
     return {"fetch": {"dataset": "arrays", "arrays": path}, "train": train}, len(inputs)
