@@ -79,7 +79,7 @@ class Advised:
         @contextmanager
         def served(_: Config, __: object, given: Arms) -> Iterator[Job]:
             with given:
-                yield Job(given, {"baseline": base}, (spec, control), "cpu", facts)
+                yield Job(given, {"baseline": base}, (spec, control), "cpu", facts, dict)
 
         def patient(limit: float) -> Arms:
             server.limit = limit

@@ -35,12 +35,24 @@ from pipeline.benchmark.rounds import (
     turns_on,
 )
 from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
+from pipeline.environment import stages
 from pipeline.params import Bench, Variant, parse
 from pipeline.plans import plans
 from pipeline.results import Window, read_bench
 from pipeline.results.bench_file import FEWEST_PAIRS
+from pipeline.results.rejections import rejection
 from tests.commands import executable
-from tests.factories import known, make_arm, make_bench, make_session, make_window, of_the_job
+from tests.factories import (
+    ENVIRONMENT,
+    foreign_load,
+    known,
+    make_arm,
+    make_bench,
+    make_session,
+    make_window,
+    of_the_job,
+    with_samples,
+)
 from tests.nets import make_plan
 from tests.workspaces import CPU_ONLY
 
@@ -271,6 +283,17 @@ def test_rounds_end_when_all_variants_are_settled() -> None:
     assert counts(alone) == {"baseline": 30, "control": 30}
 
 
+def job_of(bench: results.Bench, **changed: float) -> stage.Job:
+    """Return the job of ``bench``, with other settings of the bench."""
+    settings = bench.config["bench"] | changed
+    facts = {"config": {"bench": settings}, "dataset": bench.dataset}
+
+    def keys(**replaced: object) -> dict[str, str]:
+        return dict.fromkeys(bench.keys, "k" if settings | replaced == bench.config["bench"] else "changed")
+
+    return stage.Job(Server(), {}, (), "cpu", facts, keys)
+
+
 def kept(day: int, hour: int = 12, **changes: Any) -> results.Bench:
     return make_bench(session=make_session(f"2026-11-{day:02}T{hour}:30"), **changes)
 
@@ -324,7 +347,52 @@ def test_a_bench_continues_its_session_s_unsettled_bench(
     files.write_text(results.KEPT_BENCHES / "20261101T123000.json", bench.to_json())
     now = make_session(f"2026-11-01T{start}", **boot)
     names = [arm.name for arm in make_bench().arms]
-    assert stage.unfinished(now, make_bench().keys, bench.dataset, names) == (bench if goes_on else None)
+    assert stage.unfinished("bench", now, job_of(make_bench()), names) == (bench if goes_on else None)
+
+
+def test_a_key_can_be_that_of_another_setting() -> None:
+    keys = []
+    for limit in (0.1, 0.4):
+        config = parse({"variants": PARAMS["variants"], "bench": {"max_foreign_load": limit}})
+        content = ENVIRONMENT | stages.described(config, plans(config, CPU_ONLY), ["bench"])
+        keys.append([stages.key(content, "bench", "ddp"), stages.key(content, "bench", "ddp", max_foreign_load=0.1)])
+    assert keys[0] == [keys[0][0]] * 2
+    assert keys[1][0] != keys[1][1] == keys[0][0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "accepted"),
+    [
+        ({"max_foreign_load": 0.4}, [0, 1]),
+        ({"max_foreign_load": 0.3}, [0]),
+        ({"max_foreign_load": 0.05}, None),
+        ({"window_seconds": 2.0}, None),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_larger_load_limit_judges_kept_rounds_again(
+    changed: dict[str, float], accepted: list[int] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings belong to the key. Round 0 saw a load of 20%, round 1 of 31%; in round 2 the GPU throttled too."""
+    reasons = [
+        (foreign_load(0.2),),
+        (foreign_load(),),
+        (foreign_load(), rejection("gpu_shared", others=1, gpu="GPU 1")),
+    ]
+    disturbed = [make_window(rejections=why, disturbed_samples_per_second=7.0) for why in reasons]
+    before = with_samples(kept(1, rounds=3), lambda arm: disturbed if arm.variant == "ddp" else arm.samples)
+    files.write_text(results.KEPT_BENCHES / "20261101T123000.json", before.to_json())
+    now, names = make_session("2026-11-01T12:50"), [arm.name for arm in before.arms]
+    judged = stage.unfinished("bench", now, job_of(before, **changed), names)
+    said = capsys.readouterr().out
+    if accepted is None:
+        assert (judged, said) == (None, "")
+        return
+    limit = f"judged again by bench.max_foreign_load: {changed['max_foreign_load']:g}"
+    assert said == f"bench: adds to the 3 rounds of 2026-11-01T12:30:00+00:00, {limit}\n"
+    samples = known(known(judged).arm("variant", "ddp")).samples
+    assert [n for n, sample in enumerate(samples) if not sample.rejections] == accepted
+    assert [sample.samples_per_second for sample in samples] == [7.0 if n in accepted else None for n in range(3)]
 
 
 def test_earlier_rounds_and_settled_variants_count(slow: FakeServer) -> None:

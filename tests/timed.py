@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ class Known:
     """In relation to the baseline's."""
     scatter: float = 0.01
     fails: bool = False
-    disturbed: bool = False
+    loads: Sequence[float] = ()
+    """Shares of the CPU that others take in its windows, in turn; these are above the limit."""
 
 
 class Timed(Server):
@@ -33,6 +35,8 @@ class Timed(Server):
         super().__init__()
         self.arms, self.now, self.restarts, self.interrupt_at = arms, 1000.0, 0, math.inf
         self.steps: dict[str, int] = {}
+        self.slows_at, self.slower = math.inf, 1.0
+        """From this time on, all takes longer, by this factor."""
         self.numbers = itertools.count()
 
     def __enter__(self) -> Timed:
@@ -52,6 +56,7 @@ class Timed(Server):
         return self.arms[name.partition(",")[0]]
 
     def takes(self, seconds: float, name: str, do: str) -> None:
+        seconds *= self.slower if self.now >= self.slows_at else 1.0
         if self.now + seconds > self.deadline:
             self.now = self.deadline
             raise OutOfTime(f"{name} cannot be measured: it took too long to {do}", name)
@@ -73,9 +78,13 @@ class Timed(Server):
         about, number = self.known(name), next(self.numbers)
         noise = about.scatter * math.sin(7.7 * number)
         speed = 256 / about.step * math.exp(noise)
-        disturbed: dict[str, Any] = {"rejections": (foreign_load(),), "disturbed_samples_per_second": speed}
+        disturbed: dict[str, Any] = {}
+        if about.loads:
+            load = about.loads[number % len(about.loads)]
+            rejections = (foreign_load(load, min(1.0, math.ceil(15 * load) / 10)),)
+            disturbed = {"rejections": rejections, "disturbed_samples_per_second": speed}
         window = make_window(
-            **(disturbed if about.disturbed else {}),
+            **disturbed,
             samples_per_second=speed,
             peak_memory_bytes=round(2**30 * about.memory * math.exp(noise / 10)),
             measured_steps=self.steps.pop(name),

@@ -120,10 +120,9 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
         ablated, not_ablated = isolating(config, job.plans, job.server)
         arms = [*job.arms[:-1], *ablated, job.arms[-1]]
         names = [arm.name for arm in arms]
-        earlier = None if again else unfinished(session_so_far(), job.facts["keys"], job.facts["dataset"], names)
+        earlier = None if again else unfinished("bench", session_so_far(), job, names)
         about = job.facts | {"not_ablated": not_ablated}
         if earlier:
-            say(f"bench: adds to the {count(earlier.rounds, 'round')} of {earlier.session.start_utc}")
             about |= {"margins": earlier.margins or about["margins"], "same_job": earlier.same_job}
         if earlier and (earlier.flops or earlier.same_job):
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
@@ -165,6 +164,8 @@ class Job:
     device: str
     facts: dict[str, Any]
     """Fields of ``Bench``."""
+    keys: Callable[..., dict[str, str]]
+    """Returns ``Bench.keys`` for settings of the bench that replace those of params.yaml."""
 
 
 @contextmanager
@@ -173,7 +174,10 @@ def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
     baseline, by_variant = config.compare.baseline, plans(config, machine)
     # The code is read before the bench measures it, so that later edits are not recorded as the measured code.
     commit, content = environment.checked_out(), environment.read() | stages.described(config, by_variant)
-    keys = {name: stages.key(content, "bench", name) for name in config.variants}
+
+    def keys(**replaced: object) -> dict[str, str]:
+        return {name: stages.key(content, "bench", name, **replaced) for name in config.variants}
+
     with server:
         about = server.describe()
         sent = {name: server.plan(name, variant.model_dump(mode="json")) for name, variant in config.variants.items()}
@@ -184,10 +188,10 @@ def served(config: Config, machine: Machine, server: Server) -> Iterator[Job]:
             "config": {section: about[section] for section in ("train", "bench", "variants")},
             "dataset": about["dataset"] and DatasetFacts.model_validate(about["dataset"]),
             "baseline": baseline,
-            "keys": keys,
+            "keys": keys(),
             "margins": config.compare.margins,
         }
-        yield Job(server, by_variant, (*specs.values(), specs[baseline].control()), about["device"], facts)
+        yield Job(server, by_variant, (*specs.values(), specs[baseline].control()), about["device"], facts, keys)
 
 
 def side_by_side(
@@ -290,18 +294,24 @@ def _left(limit: N, used: N) -> N:
 
 
 def unfinished(
-    now: Session, keys: Mapping[str, str], dataset: DatasetFacts | None, names: Sequence[str]
+    command: str, now: Session, job: Job, names: Collection[str], folder: Path = KEPT_BENCHES
 ) -> Bench | None:
-    """Return the latest kept bench of this session that can be continued; None if there is none.
+    """Return the latest bench of this session in ``folder`` that ``command`` can continue, if any, and say so.
 
-    Such a bench has measured the same arms in the same way, and has left at least one variant unsettled. ``now``: a
-    session that begins now. ``names``: all arms' names.
+    It has measured the same arms in the same way, and has left at least one variant unsettled. If it allowed less
+    foreign load than ``job``, its rejected samples are judged again; a lower limit is another job, because the load of
+    accepted samples is unknown. ``now``: a session that begins now. ``names``: all arms' names.
     """
-    for kept in reversed(read_sessions(KEPT_BENCHES)):
-        same = kept.keys == keys and kept.dataset == dataset and [arm.name for arm in kept.arms] == list(names)
+    limit = job.facts["config"]["bench"]["max_foreign_load"]
+    for kept in reversed(read_sessions(folder)):
+        before = kept.config["bench"].get("max_foreign_load")
+        keys = {name: key for name, key in job.keys(max_foreign_load=before).items() if name in names}
+        same = kept.keys == keys and kept.dataset == job.facts["dataset"] and before <= limit
         is_open = not all(arm.settled for arm in kept.arms if arm.role == "variant" and arm.variant != kept.baseline)
-        if same and is_open and kept.goes_on_in(now):
-            return kept
+        if same and is_open and [arm.name for arm in kept.arms] == [*names] and kept.goes_on_in(now):
+            judged = f", judged again by bench.max_foreign_load: {limit:g}" if before < limit else ""
+            say(f"{command}: adds to the {count(kept.rounds, 'round')} of {kept.session.start_utc}{judged}")
+            return kept.model_copy(update={"arms": tuple(arm.undisturbed(limit) for arm in kept.arms)})
     return None
 
 

@@ -76,14 +76,15 @@ HOW_LONG = frozenset({"max_minutes", "max_rounds", "hard_limit", "ablate"})
 """Settings of the bench that change how much is measured, but not what is measured."""
 
 
-def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str) -> str:
+def key(content: Mapping[str, Any], stage: Literal["train", "bench"], variant: str, **replaced: object) -> str:
     """Return a digest of everything, except the data, that the variant's figures from this stage depend on. Sessions
     with the same key and the same data can be combined.
 
-    ``content``: the content of environment.json, including the values from ``described``.
+    ``content``: the content of environment.json, including the values from ``described``. ``replaced``: other settings.
     """
     about = content["stages"][stage]
-    settings = {name: value for name, value in about["settings"].items() if stage == "train" or name not in HOW_LONG}
+    decisive = (about["settings"] | replaced).items()
+    settings = {name: value for name, value in decisive if stage == "train" or name not in HOW_LONG}
     made_of = [hash_of(content, "variants", variant), about["code"], settings, content["variants"][variant]]
     if stage == "train":  # the bench needs no trained teacher
         made_of.append(content.get("teachers", {}).get(variant))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -116,6 +117,18 @@ class Arm(RunConditions):
     def column(self) -> tuple[str, str, str | None]:
         """The role, variant and technique, by which a bench has the arm only once."""
         return self.role, self.variant, self.technique
+
+    def undisturbed(self, load: float = math.inf) -> Arm:
+        """Return this arm with the speeds that were rejected for disturbances: all, or foreign load up to ``load``."""
+        none: dict[str, Any] = {"disturbed_samples_per_second": None, "rejections": ()}
+        samples = (
+            sample.model_copy(update=none | {"samples_per_second": speed})
+            if (speed := sample.disturbed_samples_per_second)
+            and all(float(why.facts.get("share", math.inf)) <= load for why in sample.rejections)
+            else sample
+            for sample in self.samples
+        )
+        return self.model_copy(update={"samples": tuple(samples)})
 
     def advising(self, values: Mapping[str, float]) -> Arm:
         """Return this arm with ``Rejection.advising`` applied to all its rejections."""

@@ -87,7 +87,7 @@ class Window(Record):
     samples_per_second: Positive | None
     """Samples of the global batches divided by the slowest rank's wall seconds."""
     disturbed_samples_per_second: Positive | None = Field(None, exclude_if=operator.not_)
-    """The speed that was rejected because the machine was disturbed, and for nothing else. Only `try` looks at it."""
+    """The speed that was rejected because the machine was disturbed, and for nothing else: ``Arm.undisturbed``."""
     step_p50_ms: Positive | None
     step_p90_ms: Positive | None
     step_p99_ms: Positive | None

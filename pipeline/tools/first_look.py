@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline import files
 from pipeline.benchmark.rounds import FEWEST_STEPS, Calibration, calibrate, window_steps
 from pipeline.benchmark.server import ArmSpec, BenchError, OutOfTime, Server
-from pipeline.benchmark.stage import Job, begin_session, file_name, served, side_by_side
+from pipeline.benchmark.stage import Job, begin_session, file_name, served, side_by_side, unfinished
 from pipeline.comparison import planning, sessions
 from pipeline.comparison.planning import LONGEST_MINUTES, RoundCost
 from pipeline.comparison.stats import Difference
@@ -28,6 +29,7 @@ from pipeline.report import facts
 from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
+from pipeline.results.rejections import advised
 from pipeline.tools.sitting import Sitting, dearest
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
@@ -35,6 +37,8 @@ SAMPLING, SAMPLE = 1 / 2, 1 / 3
 ROUNDS = 4
 """Variants are dropped if they leave no time for so many rounds, which show the side of an effect of a half in almost
 all looks (docs/how-we-know/measuring.md)."""
+SHORT = KEPT_BENCHES / "short"
+"""Rounds of short windows. No bench goes on from them: all of its windows would be short, and tell less a minute."""
 ANSWER_SECONDS = 15.0
 """How long a person may think about variants to drop. Without an answer, they are dropped."""
 ENDING = 0.01, 2.0
@@ -50,8 +54,9 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
     sitting, baseline = Sitting("try", minutes, age_seconds), config.compare.baseline
     for name in names:
         if name not in config.variants:
-            suggestion = did_you_mean(name, config.variants)
-            raise ConfigError(f"try: found {name!r}, which is no variant of params.yaml.{suggestion}")
+            raise ConfigError(
+                f"try: found {name!r}, which is no variant of params.yaml.{did_you_mean(name, config.variants)}"
+            )
     chosen = [name for name in config.variants if name == baseline or name in (names or config.variants)]
     session, server, interrupted = begin_session(), Server(), False
     ends = time.monotonic() + sitting.left(1 - ENDING[0]) - ENDING[1]
@@ -63,7 +68,7 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
     except OutOfTime as late:
         say(f"try: {late}, and was cut: {sitting.seconds - sitting.left():.0f} of {sitting.seconds:.0f} s are over")
     except BenchError as error:
-        if baseline not in look.samples:
+        if baseline not in look.samples and not look.arms:
             raise
         say(f"try: {error}")
     except KeyboardInterrupt:
@@ -71,6 +76,10 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
     say("\n".join(look.ranking()))
     if interrupted:
         raise KeyboardInterrupt(f"{count(look.rounds, 'complete round')} kept")
+
+
+class _TooLong(Exception):
+    """A round took longer than the first samples said, and shorter windows let more rounds fit."""
 
 
 @dataclass
@@ -93,13 +102,34 @@ class Look:
     arms: Sequence[Arm] = ()
     """All arms with their rounds."""
     rounds: int = 0
+    earlier: Bench | None = None
+    """Kept rounds, from which this look goes on."""
+    full: int = 0
+    slowdown: float = 1.0
+    round_seconds: float = 0.0
+    folder: Path = KEPT_BENCHES
     kept: str = ""
     _keeps_all: bool = False
     """A person wants to drop no variant."""
 
     def measure(self, job: Job, session: Callable[[], Session]) -> None:
-        """Take a first sample of each variant, then rounds until the time is over."""
-        baseline, window = self.config.compare.baseline, self.config.bench.window_seconds
+        """Go on from kept rounds, or take a first sample of each variant; then take rounds until the time is over."""
+        if not self._goes_on(job, session()):
+            self._sample_all(job)
+            self._goes_on(job, session())  # without what was dropped, as perhaps before
+        if len(self.chosen) > 1:
+            self._take_rounds(job, session)
+
+    def _goes_on(self, job: Job, now: Session) -> bool:
+        names = [arm.name for arm in job.arms if arm.variant in self.chosen]
+        for folder in (KEPT_BENCHES, SHORT):
+            if earlier := unfinished("try", now, job, names, folder):
+                self.earlier, self.folder, self.arms, self.rounds = earlier, folder, earlier.arms, earlier.rounds
+                return True
+        return False
+
+    def _sample_all(self, job: Job) -> None:
+        baseline = self.config.compare.baseline
         arms = {arm.variant: arm for arm in job.arms[:-1] if arm.variant in self.chosen}
         self._sample(arms.pop(baseline), SAMPLE * self.left())
         base = self.samples[baseline]
@@ -111,37 +141,66 @@ class Look:
             if name in self.chosen:
                 self._sample(arms[name], max(SAMPLE * self.left(), 2 * about))
         step_ms = Window.model_validate(base.answer["window"]).step_p50_ms or 1e3 * base.step_seconds
-        steps = window_steps(window, step_ms / 1e3, [sample.opening_seconds for sample in self.samples.values()])
-        openings = sorted(sample.opening_seconds for name, sample in self.samples.items() if name != baseline)
-        if openings:  # the baseline's first sample includes the start of the server that forks all arms
-            base = base._replace(opening_seconds=min(base.opening_seconds, openings[len(openings) // 2]))
-        costs = {name: sample.seconds(steps) for name, sample in (self.samples | {baseline: base}).items()}
-        baseline_seconds = 2 * costs.pop(baseline)
-        self._drop(costs, self.left() / ROUNDS - baseline_seconds, "")
-        round_seconds = baseline_seconds + sum(costs[name] for name in costs if name in self.chosen)
-        measured = [arm for arm in job.arms if arm.variant in self.chosen]
-        if len(self.chosen) == 1 or round_seconds > self.left():
-            return
-        if (fit := int(self.left() / round_seconds)) < FEWEST_PAIRS:
-            enough = math.ceil((60 * self.minutes - self.left() + (FEWEST_PAIRS + 1) * round_seconds) / 60)
-            self.sitting.stay()
+        openings = [sample.opening_seconds for sample in self.samples.values()]
+        self.full = window_steps(self.config.bench.window_seconds, step_ms / 1e3, openings)
+        if others := sorted(openings[1:]):  # the baseline's includes the start of the server that forks all arms
+            self.samples[baseline] = base._replace(opening_seconds=min(openings[0], others[len(others) // 2]))
+        self.sitting.stay()
+        if data := job.facts["dataset"]:
+            train, samples = self.config.train, self.samples.items()
+            much = len(train.seeds) * train.epochs * data.train_count / 60
+            minutes = (f"{name} {much * run.step_seconds / run.answer['batch_size']:.1f}" for name, run in samples)
+            trained = f"{count(len(train.seeds), 'seed')} x {count(train.epochs, 'epoch')}"
+            say(f"try: minutes to train {trained}, about: {', '.join(minutes)}")
+        steps, _ = self._fitting()
+        costs = {name: self.samples[name].seconds(steps) for name in self.chosen}
+        self._drop(costs, self.left() / ROUNDS - 2 * costs.pop(baseline), "")
+
+    def _fitting(self) -> tuple[int, float]:
+        """Return the steps of a window and the seconds of a round: those of earlier rounds, or as many steps as in a
+        bench, or as many fewer as let ``FEWEST_PAIRS`` rounds fit."""
+        if self.earlier:
+            return self.earlier.steps, self.earlier.seconds / self.earlier.rounds
+        samples = [self.samples[name] for name in (*self.chosen, self.config.compare.baseline)]
+        opening = self.slowdown * sum(sample.opening_seconds for sample in samples)
+        step = self.slowdown * sum(sample.step_seconds for sample in samples)
+        if opening + (steps := self.full) * step > self.left() / FEWEST_PAIRS:  # for one more: some are slow
+            steps = max(FEWEST_STEPS, int((self.left() / (FEWEST_PAIRS + 1) - opening) / step))
+        return steps, opening + steps * step
+
+    def _take_rounds(self, job: Job, session: Callable[[], Session]) -> None:
+        steps, self.round_seconds = self._fitting()
+        if (fit := self.rounds + int(self.left() / self.round_seconds)) < FEWEST_PAIRS:
+            missing = (FEWEST_PAIRS + 1 - self.rounds) * self.round_seconds - self.left()
+            enough = math.ceil(self.minutes + missing / 60)
             say(f"try: {count(fit, 'round')} can tell only large differences; --minutes {enough} gives {FEWEST_PAIRS}")
-        settings = {"max_minutes": self.left() / 60, "max_rounds": None, "hard_limit": True}
+        if self.round_seconds > self.left():
+            return
+        if not self.earlier and steps < self.full:
+            self.folder = SHORT
+            say(f"try: windows of {steps} steps, not {self.full}, so that more rounds fit; no bench goes on from these")
+        seconds = self.left() + (self.earlier.seconds if self.earlier else 0.0)
+        settings = {"max_minutes": seconds / 60, "max_rounds": None, "hard_limit": True}
         keys, compare = {name: job.facts["keys"][name] for name in self.chosen}, self.config.compare
-        bench = side_by_side(
-            "try",
-            measured,
-            self.config.bench.model_copy(update=settings),
-            job.device,
-            steps=steps,
-            round_seconds=round_seconds,
-            session=session,
-            keep=self._keep,
-            settled=lambda so_far: sessions.settled(so_far.arms, compare),
-            memory_known=lambda so_far: sessions.memory_known(so_far.arms, compare),
-            **job.facts | {"keys": keys},
-        )
-        files.write_text(KEPT_BENCHES / file_name(bench), bench.to_json())
+        try:
+            bench = side_by_side(
+                "try",
+                [arm for arm in job.arms if arm.variant in self.chosen],
+                self.config.bench.model_copy(update=settings),
+                job.device,
+                steps=steps,
+                round_seconds=self.round_seconds,
+                session=session,
+                keep=self._keep,
+                earlier=self.earlier,
+                settled=lambda so_far: sessions.settled(so_far.arms, compare),
+                memory_known=lambda so_far: sessions.memory_known(so_far.arms, compare),
+                **job.facts | {"keys": keys},
+            )
+        except _TooLong:
+            self._take_rounds(job, session)
+            return
+        files.write_text(self.folder / file_name(bench), bench.to_json())
         if bench.interrupted:
             raise KeyboardInterrupt
 
@@ -196,7 +255,11 @@ class Look:
         self.sitting.leave_out(name, why)
 
     def _keep(self, bench: Bench) -> None:
-        file = KEPT_BENCHES / file_name(bench)
+        if bench.rounds == 1 and self.left() < (ROUNDS - 1) * bench.seconds:
+            self.slowdown *= bench.seconds / self.round_seconds
+            if self.left() // self._fitting()[1] > 1 + self.left() // bench.seconds:
+                raise _TooLong
+        file = self.folder / file_name(bench)
         files.write_text(file, bench.to_json())
         self.arms, self.rounds, self.kept = bench.arms, bench.rounds, str(file)
         self._show(f"round {bench.rounds}")
@@ -213,18 +276,20 @@ class Look:
 
     @property
     def cost(self) -> RoundCost:
-        return RoundCost("--minutes", max(1, self.rounds), max(1.0, 60 * self.minutes - self.left()), self.minutes)
+        seconds = (self.earlier.seconds if self.earlier else 0.0) + 60 * self.minutes - self.left()
+        return RoundCost("--minutes", max(1, self.rounds), max(1.0, seconds), self.minutes)
 
     def _looked_at(self) -> tuple[dict[str, dict[Figure, Difference]], dict[Figure, Difference]]:
-        arms, compare, cost = self.arms, self.config.compare, self.cost
-        if not arms:
+        compare, cost, samples = self.config.compare, self.cost, [sample for arm in self.arms for sample in arm.samples]
+        if not samples:
             return {}, {}
+        values = advised(rejection for sample in samples for rejection in sample.rejections)
+        arms = [arm.advising(values) for arm in self.arms]
         ratios, noises = sessions.looked_at(arms, compare, cost)
-        samples = [sample for arm in arms for sample in arm.samples]
         mostly = 2 * sum(map(bool, (sample.disturbed_samples_per_second for sample in samples))) > len(samples)
         if mostly and (why := noises.get(THROUGHPUT, Difference()).why_untrusted):
             # The disturbed rounds' speeds show sides that lie beyond the noise, but no sizes.
-            of_disturbed, noise = sessions.looked_at([*map(_disturbed, arms)], compare, cost, why)
+            of_disturbed, noise = sessions.looked_at([arm.undisturbed() for arm in arms], compare, cost, why)
             for name, ratio in of_disturbed.items():  # a bench would reject these rounds, however many
                 ratios[name][THROUGHPUT] = ratio[THROUGHPUT].model_copy(update={"more_pairs": None})
             noises[THROUGHPUT] = noise[THROUGHPUT]
@@ -252,10 +317,10 @@ class Look:
         if noises:
             lines.append(f"The baseline against itself: {_cells(noises)}.")
         if self.kept:
-            lines.append(
-                f"{self.kept} keeps the rounds: a bench of the same variants, begun within an hour, goes on from them; "
-                "`python -m pipeline bench --again` counts them beside others."
-            )
+            later = "another `try` of the same variants, begun within an hour, goes on from them"
+            if self.folder is not SHORT:
+                later += ", and so does a bench; `python -m pipeline bench --again` counts them beside others"
+            lines.append(f"{self.kept} keeps the rounds: {later}.")
         return lines
 
     def _enough(self, figure: Figure, ratio: Difference, noise: Difference) -> str:
@@ -270,17 +335,6 @@ class Look:
         if rounds <= self.rounds:
             return ", but a bench of as many rounds would tell"
         return f", but about {self.cost.minutes_of(int(rounds)):g} would tell"
-
-
-def _disturbed(arm: Arm) -> Arm:
-    """Return ``arm`` with the speeds that were rejected because the machine was disturbed."""
-    samples = (
-        sample.model_copy(update={"samples_per_second": sample.disturbed_samples_per_second, "rejections": ()})
-        if sample.disturbed_samples_per_second
-        else sample
-        for sample in arm.samples
-    )
-    return arm.model_copy(update={"samples": tuple(samples)})
 
 
 def _cells(ratios: Mapping[Figure, Difference]) -> str:
