@@ -35,7 +35,7 @@ from pipeline.params import Margins
 from pipeline.results import Arm, Bench
 from pipeline.results.figures import MEMORY, THROUGHPUT
 from pipeline.tools.advise import FINAL_ROUNDS, LONGEST, RACE_ROUNDS, RACED_UNTIL, SAMPLED, begun
-from pipeline.tools.sitting import Sitting
+from pipeline.tools.live_table import LiveTable
 
 REPLAYED = machines.FIGURES / "races.json"
 MARGIN = Margins().throughput
@@ -96,16 +96,16 @@ def wrongly_dropped(truth: Logs, running: Sequence[int], margin: float = MARGIN)
 
 def record(name: str, minutes: float) -> dict[str, Any]:
     """Measure rounds of all candidates of the job in the working directory for so many minutes; return the pool."""
-    config, machine, sitting = params.load(), environment.machine(), Sitting("races", minutes, 0.0)
-    with begun(config, machine, sitting, LONGEST * sitting.seconds) as adviser:
+    config, machine, table = params.load(), environment.machine(), LiveTable("races", minutes, 0.0)
+    with begun(config, machine, table, LONGEST * table.seconds) as adviser:
         baseline = adviser.advice.baseline
         adviser.sample([baseline, *adviser.advice.names()], 1.0)
         costs = {arm: cost for arm, cost in adviser.advice.costs.items() if arm != baseline}
         adviser.update(costs=costs)
         adviser.sample([baseline], 1.0)  # again, because its first sample includes the start of the server
         adviser.choose_steps()
-        adviser.server.limit, benches = sitting.seconds, list[Bench]()
-        adviser.rounds(adviser.running(), sitting.left(), None, benches.append, {"turns": 1}, fewest=2)
+        adviser.server.limit, benches = table.seconds, list[Bench]()
+        adviser.rounds(adviser.running(), table.left(), None, benches.append, {"turns": 1}, fewest=2)
     advice = adviser.advice
     costs = {arm: advice.costs[arm] for arm in (baseline, *advice.costs)}
     return pool_of(name, benches[-1]) | {

@@ -33,7 +33,7 @@ from pipeline.tools import candidates, choices
 from pipeline.tools.advised import FILE, Advice, LeftOut, in_words, relieving, write
 from pipeline.tools.beforehand import parse_bytes
 from pipeline.tools.candidates import Candidate
-from pipeline.tools.sitting import Sitting, dearest
+from pipeline.tools.live_table import LiveTable, dearest
 
 SAMPLED, RACED_UNTIL, COMBINED_UNTIL = 0.3, 0.55, 0.7
 """The shares of the minutes after which first samples, the race and the combinations end. The finalists have the rest,
@@ -92,9 +92,9 @@ def run(
     techniques. ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError
     if the baseline cannot be measured, and KeyboardInterrupt after an interrupt, when all is written.
     """
-    sitting, memory_bytes = Sitting("advise", minutes, age_seconds), parse_bytes(memory) if memory else None
+    table, memory_bytes = LiveTable("advise", minutes, age_seconds), parse_bytes(memory) if memory else None
     interrupted = False
-    with begun(config, machine, sitting, max(FIRST_SECONDS, sitting.seconds), only, memory) as adviser:
+    with begun(config, machine, table, max(FIRST_SECONDS, table.seconds), only, memory) as adviser:
         adviser.advice = _continued(adviser.advice)
         try:
             adviser.measure()
@@ -116,7 +116,7 @@ def run(
 def begun(
     config: Config,
     machine: Machine,
-    sitting: Sitting,
+    table: LiveTable,
     limit: float,
     only: Sequence[str] = (),
     memory: str | None = None,
@@ -134,7 +134,7 @@ def begun(
             key=files.json_sha256(about), boot_id=session().boot_id or "", baseline=baseline, compare=config.compare,
             candidates=tuple(tried), untried=tuple(untried), costs={}, out={}, memory=memory,
         )  # fmt: skip
-        yield Adviser(config, machine, job, server, session, sitting, empty)
+        yield Adviser(config, machine, job, server, session, table, empty)
 
 
 def _continued(empty: Advice) -> Advice:
@@ -166,7 +166,7 @@ class Adviser:
     job: Job
     server: Patient
     session: Callable[[], Session]
-    sitting: Sitting
+    table: LiveTable
     advice: Advice
     _specs: dict[str, ArmSpec] = field(default_factory=dict)
 
@@ -174,7 +174,7 @@ class Adviser:
         """Go through all parts that are not complete yet."""
         baseline = self.advice.baseline
         self.sample([baseline], 1.0)
-        self.server.limit = max(LONGEST * self.sitting.seconds, SLOWER * self._seconds(baseline))
+        self.server.limit = max(LONGEST * self.table.seconds, SLOWER * self._seconds(baseline))
         if not self.advice.steps:
             self.sample(self._order(), SAMPLED)
             self.choose_steps()
@@ -221,7 +221,7 @@ class Adviser:
 
     def _leave_out(self, name: str, kind: Literal["beaten", "failed", "time"], why: str) -> None:
         self.update(out=self.advice.out | {name: LeftOut(kind=kind, why=why)})
-        self.sitting.leave_out(name, why)
+        self.table.leave_out(name, why)
 
     def _failed(self, name: str, error: BenchError) -> None:
         """Leave out an arm that failed, unless it is the baseline's."""
@@ -248,7 +248,7 @@ class Adviser:
         for name in names:
             if name in self.advice.costs or name in self.advice.out:
                 continue
-            if self.sitting.left(until) <= 0:
+            if self.table.left(until) <= 0:
                 self._leave_out(name, "time", "the time was over before its first sample (--minutes, --only)")
                 continue
             try:
@@ -304,7 +304,7 @@ class Adviser:
     def _budget(self, until: float, rounds: int) -> None:
         """Leave out the dearest candidates, until the race has so many rounds."""
         costs = {name: self._seconds(name) for name in self.running()}
-        allowed = self.sitting.left(until) / rounds - self._round_seconds(())
+        allowed = self.table.left(until) / rounds - self._round_seconds(())
         for name in dearest(costs, allowed, len(costs) - 1):
             seconds = f"{costs[name]:.1f} s a round"
             self._leave_out(name, "time", f"with its {seconds}, the race would have too few rounds (--minutes, --only)")
@@ -318,7 +318,7 @@ class Adviser:
         rules = {"settled": self._beaten, "first_look": FEWEST_ROUNDS, "fewest": FEWEST_ROUNDS}
         self.rounds(
             names,
-            self.sitting.left(until),
+            self.table.left(until),
             earlier,
             lambda bench: self.update(benches=(*complete, bench)),
             {"turns": 1},
@@ -356,7 +356,7 @@ class Adviser:
         if len(advice.complete()) < len(advice.benches):  # interrupted
             return self.running()
         leading = self._front(estimates)
-        if not leading or self.sitting.left(COMBINED_UNTIL) <= 0:
+        if not leading or self.table.left(COMBINED_UNTIL) <= 0:
             return []
         leaders = dict.fromkeys((leading[0], leading[-1]))
         least, most = 1 + advice.margin(THROUGHPUT), 1 / (1 + advice.margin(MEMORY))
@@ -379,11 +379,11 @@ class Adviser:
         """Measure the finalists in rounds of the bench."""
         names = [*self.advice.finalists]
         while (
-            len(names) > 1 and not self.advice.final and FINAL_ROUNDS * self._round_seconds(names) > self.sitting.left()
+            len(names) > 1 and not self.advice.final and FINAL_ROUNDS * self._round_seconds(names) > self.table.left()
         ):
             names.pop(-1 if len(names) == 2 else 1)
         self.update(finalists=tuple(names))
-        seconds = max(self.sitting.left(), (FINAL_ROUNDS + 1) * self._round_seconds(names))
+        seconds = max(self.table.left(), (FINAL_ROUNDS + 1) * self._round_seconds(names))
         self.rounds(names, seconds, self.advice.final, lambda bench: self.update(final=bench), {}, fewest=FINAL_ROUNDS)
 
     def rounds(
@@ -440,4 +440,4 @@ class Adviser:
             for name in measured
             if name in ratios and name not in out
         ]
-        self.sitting.show(news, rows, line)
+        self.table.show(news, rows, line)

@@ -30,7 +30,7 @@ from pipeline.results import KEPT_BENCHES, Arm, Bench, Session, Window
 from pipeline.results.bench_file import FEWEST_PAIRS
 from pipeline.results.figures import THROUGHPUT, Figure
 from pipeline.results.rejections import advised
-from pipeline.tools.sitting import Sitting, dearest
+from pipeline.tools.live_table import LiveTable, dearest
 
 SAMPLING, SAMPLE = 1 / 2, 1 / 3
 """All first samples together, and each of them, may take these shares of the time that is left before them."""
@@ -51,7 +51,7 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
     ``age_seconds``: how long ago the process started. Raises ConfigError for a wrong argument, BenchError if not even
     the baseline can be measured, and KeyboardInterrupt after an interrupt, when the ranking is printed.
     """
-    sitting, baseline = Sitting("try", minutes, age_seconds), config.compare.baseline
+    table, baseline = LiveTable("try", minutes, age_seconds), config.compare.baseline
     for name in names:
         if name not in config.variants:
             raise ConfigError(
@@ -59,14 +59,14 @@ def run(config: Config, machine: Machine, names: Sequence[str], *, minutes: floa
             )
     chosen = [name for name in config.variants if name == baseline or name in (names or config.variants)]
     session, server, interrupted = begin_session(), Server(), False
-    ends = time.monotonic() + sitting.left(1 - ENDING[0]) - ENDING[1]
-    look, server.deadline = Look(config, chosen, minutes, sitting, server, ends), ends
+    ends = time.monotonic() + table.left(1 - ENDING[0]) - ENDING[1]
+    look, server.deadline = Look(config, chosen, minutes, table, server, ends), ends
     say(f"try: {minutes:g} minutes for {', '.join(chosen)}, and {baseline} again as the control (A/A)")
     try:
         with served(config, machine, server) as job:
             look.measure(job, session)
     except OutOfTime as late:
-        say(f"try: {late}, and was cut: {sitting.seconds - sitting.left():.0f} of {sitting.seconds:.0f} s are over")
+        say(f"try: {late}, and was cut: {table.seconds - table.left():.0f} of {table.seconds:.0f} s are over")
     except BenchError as error:
         if baseline not in look.samples and not look.arms:
             raise
@@ -91,7 +91,7 @@ class Look:
     """The variants that are still measured, the baseline among them."""
     minutes: float
     """What the person allowed."""
-    sitting: Sitting
+    table: LiveTable
     server: Server
     ends: float
     """By ``time.monotonic``."""
@@ -145,7 +145,7 @@ class Look:
         self.full = window_steps(self.config.bench.window_seconds, step_ms / 1e3, openings)
         if others := sorted(openings[1:]):  # the baseline's includes the start of the server that forks all arms
             self.samples[baseline] = base._replace(opening_seconds=min(openings[0], others[len(others) // 2]))
-        self.sitting.stay()
+        self.table.stay()
         if data := job.facts["dataset"]:
             train, samples = self.config.train, self.samples.items()
             much = len(train.seeds) * train.epochs * data.train_count / 60
@@ -239,7 +239,7 @@ class Look:
         question = f"try: {self.minutes:g} minutes do not suffice for all; drop {listed}?"
         if sys.stdin.isatty() and sys.stdout.isatty():
             say(f"{question} [Y/n] ", end="")
-            self.sitting.stay()
+            self.table.stay()
             if select.select([sys.stdin], [], [], min(ANSWER_SECONDS, max(0.0, self.left())))[0]:
                 self._keeps_all = sys.stdin.readline().strip().lower() in ("n", "no")
                 if self._keeps_all:
@@ -252,7 +252,7 @@ class Look:
     def _leave_out(self, name: str, why: str) -> None:
         self.absent[name] = why
         self.chosen.remove(name)
-        self.sitting.leave_out(name, why)
+        self.table.leave_out(name, why)
 
     def _keep(self, bench: Bench) -> None:
         if bench.rounds == 1 and self.left() < (ROUNDS - 1) * bench.seconds:
@@ -272,7 +272,7 @@ class Look:
             rows, news = {}, news + "; no ratios until A/A shows how much this machine scatters" * bool(self.rounds)
         cells = {"variant": [figure.noun for figure in known]}
         cells |= {name: [facts.brief(ratio) for ratio in seen.values()] for name, seen in rows.items()}
-        self.sitting.show(news, cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
+        self.table.show(news, cells, [f"{name} {_cells(seen)}" for name, seen in rows.items()])
 
     @property
     def cost(self) -> RoundCost:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from pipeline.errors import ConfigError, say
 
 
-class Sitting:
+class LiveTable:
     """The minutes of ``command``, and its table."""
 
     def __init__(self, command: str, minutes: float, age_seconds: float) -> None:
