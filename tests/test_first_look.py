@@ -241,7 +241,7 @@ def test_a_bench_goes_on_from_real_rounds(capsys: pytest.CaptureFixture[str]) ->
     assert (kept.ledgers, kept.flops) == ({}, {})
     stage.run(config, CPU_ONLY)
     bench = results.read_bench()
-    assert f" minutes of rounds, as in the bench of {kept.session.start_utc}\n" in capsys.readouterr().out
+    assert " minutes of rounds, as long as those before\n" in capsys.readouterr().out
     assert bench.rounds == kept.rounds + 2
     assert [arm.samples[: kept.rounds] for arm in bench.arms] == [arm.samples for arm in kept.arms]
     assert (bench.steps, bench.session.start_utc) == (kept.steps, kept.session.start_utc)

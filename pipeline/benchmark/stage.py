@@ -128,13 +128,8 @@ def _measured(config: Config, machine: Machine, *, again: bool, settled: Settled
             steps, round_seconds = earlier.steps, earlier.seconds / earlier.rounds
             ledgers, flops = earlier.ledgers, earlier.flops
         else:  # also after a first look, which takes no ledgers
-            alike = [
-                kept
-                for kept in read_sessions(KEPT_BENCHES)
-                if [arm.name for arm in kept.arms] == names and kept.config["bench"] == job.facts["config"]["bench"]
-            ]
-            for last in alike[-1:]:
-                _foretell(last.seconds / last.rounds, config.bench, f"as in the bench of {last.session.start_utc}")
+            if earlier:
+                _foretell(earlier.seconds / earlier.rounds, config.bench, "as long as those before")
             steps, round_seconds, ledgers, flops = calibrated(arms, config.bench, ledgers=not again)
             about |= {"same_job": job.server.same_jobs(config.compare.baseline, arms[-1].name)}
         return side_by_side(
