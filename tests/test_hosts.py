@@ -151,22 +151,19 @@ def _wait_for_the_other(how: str) -> Generator[int, Any, None]:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
+def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.Host]) -> None:
+    for how, says in (
         ("fails", "^rank 1 on two: a planted failure$"),
         ("is killed", "^rank 1 on two: the process was killed, most likely because"),
-    ],
-)
-def test_a_failure_elsewhere_ends_all_and_names_the_host(two_hosts: list[hosts.Host], how: str, says: str) -> None:
-    with (  # noqa: PT012
-        pytest.raises(WorkerError, match=says),
-        forked(_wait_for_the_other, (how,), 2, preload=PRELOAD, on_hosts=2) as ask,
-    ):
-        ranks = [psutil.Process(pid) for pid in ask(None)]
-        ask(1)
-    assert ended(*ranks)
-    assert not two_hosts[0].ranks
+    ):  # by the same helper
+        with (  # noqa: PT012
+            pytest.raises(WorkerError, match=says),
+            forked(_wait_for_the_other, (how,), 2, preload=PRELOAD, on_hosts=2) as ask,
+        ):
+            ranks = [psutil.Process(pid) for pid in ask(None)]
+            ask(1)
+        assert ended(*ranks)
+        assert not two_hosts[0].ranks
 
 
 @pytest.mark.parametrize(
@@ -209,28 +206,25 @@ def test_a_link_s_speed_is_measured_when_asked(monkeypatch: pytest.MonkeyPatch) 
 SHARDS: dict[str, Any] = {"parallelism": "fsdp", "processes": 4}
 
 
-@pytest.mark.parametrize(
-    ("divided", "alike"),
-    [
-        ({"parallelism": "ddp"}, {"parallelism": "ddp"}),
-        pytest.param(SHARDS | {"replicas": "hosts"}, SHARDS | {"replicas": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["ddp", "fsdp within a host"],
-)
+@pytest.mark.slow
 @pytest.mark.usefixtures("config")
-def test_two_hosts_train_as_one_host_does(divided: dict[str, Any], alike: dict[str, Any]) -> None:
-    config = settings(variants={"baseline": {}, "ddp": divided})
+def test_shards_within_a_host_train_as_on_one() -> None:
+    config = settings(variants={"baseline": {}, "ddp": SHARDS | {"replicas": "hosts"}})
     apart = Command("train", "ddp", variables=variables())
     output = apart.communicate(100)
     assert apart.returncode == 0, output
     result = results.read(results.result_file("ddp"), config)
-    processes = divided.get("processes", 2)
-    assert (result.hosts, result.world_size) == (2, processes)
-    config = settings(variants={"baseline": {}, "ddp": alike})
+    assert (result.hosts, result.world_size) == (2, 4)
+    config = settings(variants={"baseline": {}, "ddp": SHARDS | {"replicas": 2}})
+    assert trained_alone(config, 4).model_sha256 == result.runs[0].model_sha256
+
+
+def trained_alone(config: Config, processes: int) -> results.Run:
+    """Train ddp on this host, in this process; return the record."""
     job.run(config, "ddp", CPU_ONLY, PREPARED)
     alone = results.read(results.result_file("ddp"), config)
     assert (alone.hosts, alone.world_size) == (1, processes)
-    assert alone.runs[0].model_sha256 == result.runs[0].model_sha256
+    return alone.runs[0]
 
 
 def settings(**sections: Any) -> Config:
@@ -256,8 +250,8 @@ def test_a_killed_command_leaves_nothing_on_other_hosts() -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_an_interrupt_saves_and_the_training_resumes() -> None:
-    longer(epochs=40)
+def test_an_interrupted_training_ends_as_on_one_host() -> None:
+    longer(epochs=12)
     command = Command("train", "ddp", variables=variables())
     processes = ranks_elsewhere(command)
     history = results.history_file("ddp")
@@ -269,11 +263,11 @@ def test_an_interrupt_saves_and_the_training_resumes() -> None:
     assert ended(*processes)
     again = Command("train", "ddp", variables=variables())
     assert "resuming after step" in again.communicate(100)
-    config = longer(epochs=40)
-    assert (resumed := results.read(results.result_file("ddp"), config).runs[0]).resumes == 1
+    config = longer(epochs=12)
+    result = results.read(results.result_file("ddp"), config)
+    assert (result.hosts, result.world_size, result.runs[0].resumes) == (2, 2, 1)
     shutil.rmtree("models")
-    job.run(config, "ddp", CPU_ONLY, PREPARED)
-    assert results.read(results.result_file("ddp"), config).runs[0].model_sha256 == resumed.model_sha256
+    assert trained_alone(config, 2).model_sha256 == result.runs[0].model_sha256
 
 
 def test_a_host_with_other_settings_or_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

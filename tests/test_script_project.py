@@ -595,7 +595,7 @@ def test_a_script_is_trained_benched_compared_and_published(
 def gated(script_clone: Callable[[dict[str, Any]], Clone]) -> Clone:
     steps = SLEEPS.replace('"sleep": 0.005', '"sleep": 0.05').replace('"epochs": 8', '"epochs": 60')
     clone = script_clone({
-        "bench": BENCH | {"max_rounds": 8, "window_seconds": 1.0},
+        "bench": BENCH | {"window_seconds": 0.5},
         "gate": {"max_minutes": 10.0, "accuracy": False},
         "train": {"seeds": [0]},
         "variants": {"baseline": {}},
