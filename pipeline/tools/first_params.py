@@ -103,7 +103,7 @@ def _tried(config: Config) -> tuple[bool, Built]:
         seen = built(config, dataset)
     except PipelineError as error:
         remedy = f"correct it, or run init without --model and set train.model in {PARAMS_FILE} yourself"
-        raise ConfigError(f"init: nothing was written: {config.train.model}: {first_line(error)} ({remedy})") from error
+        raise ConfigError(f"init: nothing was written: {first_line(error).rstrip('.')}; {remedy}.") from error
     parts = ["blocks to checkpoint" if seen.has_blocks else "no blocks to checkpoint"] + ["attention"] * seen.attends
     seconds = f"{seen.step_seconds:.2g} s a step of {config.train.batch_size} samples on this CPU"
     say(f"init: {config.train.model} has {' and '.join(parts)}; about {seconds}")
