@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from pipeline.errors import PipelineError, say
 from pipeline.files import read_json, write_text
 from pipeline.processes import boot_id
@@ -97,8 +99,9 @@ def run(command: Sequence[str]) -> int:
 def keep_dvc_out() -> None:
     """Hold DVC's lock of the repository until the end of this process, which is a stage of a job.
 
-    DVC releases it while a stage runs, so a command of DVC on another host would drop the lock on the stage's files,
-    and could change them. Now it is refused.
+    DVC releases it while a stage runs, so a command of DVC on another host would drop the lock on the stage's files
+    (``_check_blockers`` in dvc/rwlock.py), and could change them. Now it is refused. No option of DVC prevents this:
+    core.hardlink_lock asks for process ids, too, and core.site_cache_dir does not move .dvc/tmp (``Repo.tmp_dir``).
     """
     with suppress(OSError):  # a command of DVC has it already, or core.hardlink_lock is set, and it is no such file
         fcntl.flock(os.open(_DVC_LOCK.with_name("lock"), os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,12 +192,8 @@ def _mark(holder: Mapping[str, Any]) -> str:
 
 def _left_behind(holder: Mapping[str, Any]) -> bool:
     """Return True if a process of this host lives on for which a holder that was killed has held the lock."""
-    setting = f"{_ALONE}={_mark(holder)}".encode()
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if setting in file.read_bytes().split(b"\0"):
-                return True
-    return False
+    readable = filter(None, (process.info["environ"] for process in psutil.process_iter(["environ"])))
+    return any(variables.get(_ALONE) == _mark(holder) for variables in readable)
 
 
 def _has_ended(holder: Mapping[str, Any]) -> bool:
